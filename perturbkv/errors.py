@@ -1,0 +1,63 @@
+"""What can go wrong, in one line each: what was expected, what came, what to do.
+
+Every error that a user can cause is a `PerturbkvError`; the command line prints its message as one line and leaves
+with its `exit_code`. Nothing here imports anything of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PerturbkvError(Exception):
+    """Any failure that we explain ourselves. `exit_code` is the process's exit status."""
+
+    exit_code = 2
+
+
+class ConfigError(PerturbkvError):
+    """An option or a combination of options that cannot be run."""
+
+
+class BudgetError(ConfigError):
+    """A budget that is not positive, is a fraction above 1, or leaves nothing beside the window."""
+
+
+class UnknownNameError(PerturbkvError):
+    """A name that no registry knows; the message lists the known ones, the nearest first."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.kind, self.name = kind, name
+        self.known = nearest_first(name, known)
+        message = f"unknown {kind} '{name}'; known: {', '.join(self.known)}"
+        super().__init__(f"{message}{'; ' + hint if hint else ''}")
+
+
+class ModelError(PerturbkvError):
+    """A model that cannot be loaded, or whose attention an eviction study would misread."""
+
+
+class DatasetError(PerturbkvError):
+    """Samples that cannot be read, are empty, or do not fit the model."""
+
+
+class TraceError(PerturbkvError):
+    """A trace file that cannot be read, is of another run, or lacks what an analysis needs."""
+
+
+class ActivationError(PerturbkvError):
+    """NaN or Inf in a layer's activations; the sample is marked failed and the run goes on."""
+
+    exit_code = 1
+
+    def __init__(self, where: str, layer: int, sample: str) -> None:
+        self.layer, self.sample = layer, sample
+        super().__init__(f"{where} of layer {layer} hold NaN or Inf in sample '{sample}'")
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """The known names, those most like `name` first, the others in their own order."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=len(names), cutoff=0.4)
+    return close + [other for other in names if other not in close]

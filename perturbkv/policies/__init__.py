@@ -1,0 +1,1 @@
+"""Eviction systems: one file each, opening with its paper; `registry` names them."""

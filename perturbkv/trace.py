@@ -1,0 +1,191 @@
+"""What one sample yields, and what a whole run holds: NumPy arrays whose names, axes and units are declared once.
+
+`VARIABLES` is that declaration. The runner fills a `SampleTrace` from it, the store writes and reads it, analyses
+take a `Trace`. Axis names everywhere: sample config step layer head d_head d_model key kept_entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.config import RunConfig
+from perturbkv.errors import TraceError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One stored quantity: its axes without `sample` (which comes first), its unit, what it is, its type."""
+
+    dims: tuple[str, ...]
+    units: str
+    long_name: str
+    dtype: str = "float64"
+    optional: bool = False
+
+
+_HEADS = ("config", "step", "layer", "head")
+_LAYERS = ("config", "step", "layer")
+
+VARIABLES: dict[str, Variable] = {
+    "perturbation_isolated": Variable(_HEADS, "L1", "isolated perturbation L_h of the head's output"),
+    "perturbation_propagated": Variable(_HEADS, "L1", "propagated perturbation of the head's output"),
+    "theta": Variable(_HEADS, "L1", "bound of Theorem 2"),
+    "theta_hat": Variable(_HEADS, "L1", "bound of Theorem 3; evidence only where sigma_stage1 > 0.5"),
+    "theta_hat_relax": Variable(_HEADS, "L1", "bound of Theorem 4; holds only where sigma_stage1 > 0.5"),
+    "sigma_topk": Variable(_HEADS, "1", "Assumption 1: attention of the top floor(alpha b) entries"),
+    "sigma_stage1": Variable(_HEADS, "1", "Assumption 1: attention of stage 1 and the always-kept entries"),
+    "retained_mass": Variable(_HEADS, "1", "attention S of the kept entries"),
+    "noise_floor": Variable(("step", "layer", "head"), "L1", "propagated perturbation with everything kept"),
+    "noise_floor_isolated": Variable(("step", "layer", "head"), "L1", "isolated perturbation with everything kept"),
+    "output_norm": Variable(("step", "layer", "head"), "L1", "norm of the head's full-cache output o_h"),
+    "hidden_drift_l1": Variable(_LAYERS, "L1", "drift of the residual stream after the layer"),
+    "hidden_drift_l2": Variable(_LAYERS, "L2", "drift of the residual stream after the layer"),
+    "hidden_drift_cosine": Variable(_LAYERS, "1", "cosine distance of the residual stream after the layer"),
+    "hidden_norm": Variable(("step", "layer"), "L1", "norm of the full-cache residual stream after the layer"),
+    "hidden_noise_floor": Variable(("step", "layer"), "L1", "drift after the layer with everything kept"),
+    "final_drift_l1": Variable(("config", "step"), "L1", "drift after the final norm"),
+    "final_drift_l2": Variable(("config", "step"), "L2", "drift after the final norm"),
+    "final_drift_cosine": Variable(("config", "step"), "1", "cosine distance after the final norm"),
+    "final_norm": Variable(("step",), "L1", "norm of the full-cache hidden state after the final norm"),
+    "final_noise_floor": Variable(("step",), "L1", "drift after the final norm with everything kept"),
+    "logit_kl": Variable(("config", "step"), "nat", "KL(full || evicted) of the next token's distribution"),
+    "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
+    "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
+    "token_id": Variable(("step",), "1", "token decoded at the step: the full run's greedy choice", "int64"),
+    "prompt_tokens": Variable((), "token", "entries n in the cache after the prefill", "int64"),
+    "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
+    "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where the budget covers n", "uint8"),
+    "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
+    "stage1_count": Variable(
+        ("config", "layer", "head"), "entry", "of these, prefix entries that stage 1 took", "int64"
+    ),
+    "kept_offset": Variable(
+        ("config", "layer", "head"), "1", "first of the head's kept_count places in kept_position", "int64"
+    ),
+    "kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32"),
+    "head_output_full": Variable(
+        ("step", "layer", "head", "d_head"), "1", "full-cache head output before W_O", "float32", optional=True
+    ),
+    "head_output": Variable(
+        ("config", "step", "layer", "head", "d_head"), "1", "evicted head output before W_O", "float32", optional=True
+    ),
+    "hidden_full": Variable(
+        ("step", "layer", "d_model"), "1", "full-cache residual stream after the layer", "float32", optional=True
+    ),
+    "hidden": Variable(
+        ("config", "step", "layer", "d_model"), "1", "evicted residual stream after the layer", "float32", optional=True
+    ),
+    "attention_full": Variable(
+        ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
+    ),
+}
+
+RAGGED_AXES = ("kept_entry", "key")
+"""Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
+
+
+@dataclass(frozen=True)
+class SampleTrace:
+    """Everything measured on one sample.
+
+    Attributes:
+        sample_id: the sample's name, unique in the run.
+        arrays: variable name -> array of `VARIABLES[name].dims`, every variable that is not optional present.
+            `kept_offset` counts from 0 within the sample.
+
+    Raises TraceError where a variable is missing, unknown, of the wrong rank, or axes of one name differ in length.
+    """
+
+    sample_id: str
+    arrays: Mapping[str, NDArray[np.generic]]
+
+    def __post_init__(self) -> None:
+        for name in self.arrays:
+            if name not in VARIABLES:
+                raise TraceError(f"sample '{self.sample_id}': expected a variable of the trace format, got '{name}'")
+        missing = [name for name, spec in VARIABLES.items() if not spec.optional and name not in self.arrays]
+        if missing:
+            raise TraceError(f"sample '{self.sample_id}' lacks {', '.join(missing)}")
+        self.sizes()
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> length. Raises TraceError where two variables disagree."""
+        sizes: dict[str, int] = {}
+        for name, array in self.arrays.items():
+            dims = VARIABLES[name].dims
+            if len(dims) != array.ndim:
+                raise TraceError(f"sample '{self.sample_id}': {name} has axes {dims}, got shape {array.shape}")
+            for dim, length in zip(dims, array.shape, strict=True):
+                if sizes.setdefault(dim, length) != length:
+                    raise TraceError(
+                        f"sample '{self.sample_id}': {name} has {length} along {dim}, another variable {sizes[dim]}"
+                    )
+        return sizes
+
+
+@dataclass(frozen=True)
+class FailedSample:
+    """A sample that gave no numbers: its name and the one line that says why."""
+
+    sample_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A finished trace, in memory.
+
+    Attributes:
+        run: what was run.
+        sample_ids: the `sample` coordinate, failed samples included.
+        failures: sample id -> reason, for the failed ones.
+        arrays: variable name -> array with `sample` as its first axis (except `kept_position`: one long axis of all
+            samples, into which `kept_offset` points). Failed samples hold NaN, integers 0.
+        attrs: provenance as stored: format version, versions of libraries, device name, warnings.
+        source: where it was read from, for messages and figures; `digest` its SHA-256, shortened.
+    """
+
+    run: RunConfig
+    sample_ids: tuple[str, ...]
+    arrays: Mapping[str, NDArray[np.generic]]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    attrs: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
+    digest: str = ""
+
+    @property
+    def ok(self) -> NDArray[np.bool_]:
+        """(sample,) True where the sample is complete."""
+        return np.array([name not in self.failures for name in self.sample_ids], dtype=bool)
+
+    def get(self, name: str, analysis: str) -> NDArray[np.generic]:
+        """The variable over the complete samples only: (sample, …). Raises TraceError where the trace lacks it.
+
+        `analysis` names who asks, for the message.
+        """
+        if name not in self.arrays:
+            record = " with --save outputs" if name in VARIABLES and VARIABLES[name].optional else ""
+            raise TraceError(
+                f"{analysis} needs the variable '{name}', which {self.source or 'this trace'} lacks; "
+                f"record it{record}: perturbkv trace --model {self.run.model} --dataset {self.run.dataset}"
+                f"{' --save outputs' if record else ''} -o trace.h5"
+            )
+        array = self.arrays[name]
+        return array if VARIABLES[name].dims[:1] == ("kept_entry",) else array[self.ok]
+
+    def kept(self, sample: int, config: int, layer: int, head: int) -> NDArray[np.int32]:
+        """(kept_entry,) positions that stayed, ascending."""
+        where = (sample, config, layer, head)
+        start, count = int(self.arrays["kept_offset"][where]), int(self.arrays["kept_count"][where])
+        return np.asarray(self.arrays["kept_position"][start : start + count], dtype=np.int32)
+
+    def config_index(self, label: str) -> int:
+        """Place of a configuration along `config`. Raises TraceError with the known labels."""
+        labels = self.run.labels()
+        if label not in labels:
+            raise TraceError(f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'")
+        return labels.index(label)
