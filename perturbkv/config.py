@@ -48,11 +48,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not self.value > 0:
-            raise BudgetError(f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)")
+            msg = f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)"
+            raise BudgetError(msg)
         if isinstance(self.value, float) and self.value > 1:
-            raise BudgetError(
-                f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"
-            )
+            msg = f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"
+            raise BudgetError(msg)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -64,7 +64,8 @@ class Budget:
         try:
             return cls(float(text))
         except ValueError:
-            raise BudgetError(f"a budget is tokens (128) or a fraction (0.05), got '{text}'") from None
+            msg = f"a budget is tokens (128) or a fraction (0.05), got '{text}'"
+            raise BudgetError(msg) from None
 
     def tokens(self, prompt_tokens: int) -> int:
         """The budget of a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, unchanged where given in tokens."""
@@ -127,23 +128,29 @@ class EvictionConfig:
 
     def _check_ranges(self) -> None:
         if self.window < 1:
-            raise ConfigError(f"the window must hold at least 1 query, got {self.window}")
+            msg = f"the window must hold at least 1 query, got {self.window}"
+            raise ConfigError(msg)
         if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha must lie in [0, 1], got {self.alpha}")
+            msg = f"alpha must lie in [0, 1], got {self.alpha}"
+            raise ConfigError(msg)
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(f"the pooling kernel must be odd and positive, got {self.kernel}; try {self.kernel + 1}")
+            msg = f"the pooling kernel must be odd and positive, got {self.kernel}; try {self.kernel + 1}"
+            raise ConfigError(msg)
         if not self.epsilon >= 0:
-            raise ConfigError(f"epsilon must be at least 0, got {self.epsilon}")
+            msg = f"epsilon must be at least 0, got {self.epsilon}"
+            raise ConfigError(msg)
         if self.sinks < 0:
-            raise ConfigError(f"sinks must be at least 0, got {self.sinks}")
+            msg = f"sinks must be at least 0, got {self.sinks}"
+            raise ConfigError(msg)
 
     def check_budget(self, tokens: int, what: str) -> None:
         """Raise BudgetError unless `tokens` leaves something beside the window. `what` names the budget."""
         if tokens <= self.window:
-            raise BudgetError(
+            msg = (
                 f"{what} keeps {tokens} entries, no more than the window of {self.window} that always stays; "
                 f"raise the budget above {self.window} or lower --window"
             )
+            raise BudgetError(msg)
 
     def tokens(self, prompt_tokens: int) -> int:
         """Entries kept per head of a prompt of n tokens: min(b, n). Raises BudgetError where b ≤ w < n."""
@@ -190,7 +197,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def from_preset(preset: str, budget: Budget, **overrides: Any) -> EvictionConfig:
     """The preset's configuration at `budget`, each override that is not None replacing the preset's choice."""
     if preset not in PRESETS:
-        raise UnknownNameError("preset", preset, PRESETS)
+        msg = "preset"
+        raise UnknownNameError(msg, preset, PRESETS)
     chosen = {name: value for name, value in overrides.items() if value is not None}
     return EvictionConfig(budget=budget, **{**PRESETS[preset], **chosen})
 
@@ -232,22 +240,29 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ConfigError(f"a run needs at least 1 sample, got {self.samples}")
+            msg = f"a run needs at least 1 sample, got {self.samples}"
+            raise ConfigError(msg)
         if self.steps < 1:
-            raise ConfigError(f"a run needs at least 1 decode step, got {self.steps}")
+            msg = f"a run needs at least 1 decode step, got {self.steps}"
+            raise ConfigError(msg)
         if self.max_tokens is not None and self.max_tokens < 2:
-            raise ConfigError(f"--max-tokens must be at least 2, got {self.max_tokens}")
+            msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
+            raise ConfigError(msg)
         if self.dtype not in DTYPES:
-            raise UnknownNameError("dtype", self.dtype, DTYPES)
+            msg = "dtype"
+            raise UnknownNameError(msg, self.dtype, DTYPES)
         for name in self.save:
             if name not in SAVES:
-                raise UnknownNameError("--save", name, SAVES)
+                msg = "--save"
+                raise UnknownNameError(msg, name, SAVES)
         if not self.configs:
-            raise ConfigError("a run needs at least one eviction configuration, got none")
+            msg = "a run needs at least one eviction configuration, got none"
+            raise ConfigError(msg)
         labels = self.labels()
         if len(set(labels)) < len(labels):
             twice = next(label for label in labels if labels.count(label) > 1)
-            raise ConfigError(f"the configuration '{twice}' is asked for twice; leave one out")
+            msg = f"the configuration '{twice}' is asked for twice; leave one out"
+            raise ConfigError(msg)
 
     def labels(self) -> list[str]:
         """The `config` coordinate: one label per configuration."""
@@ -269,7 +284,8 @@ class RunConfig:
             document["save"] = tuple(document["save"])
             return cls(configs=tuple(EvictionConfig(**entry) for entry in configs), **document)
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"expected a run configuration as JSON, got one that cannot be read: {error}") from None
+            msg = f"expected a run configuration as JSON, got one that cannot be read: {error}"
+            raise ConfigError(msg) from None
 
     def digest(self) -> str:
         """SHA-256 of `to_json`: equal exactly where the runs are."""

@@ -58,11 +58,9 @@ VARIABLES: dict[str, Variable] = {
     "token_id": Variable(("step",), "1", "token decoded at the step: the full run's greedy choice", "int64"),
     "prompt_tokens": Variable((), "token", "entries n in the cache after the prefill", "int64"),
     "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
-    "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where the budget covers n", "uint8"),
+    "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where b covers n", "uint8"),
     "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
-    "stage1_count": Variable(
-        ("config", "layer", "head"), "entry", "of these, prefix entries that stage 1 took", "int64"
-    ),
+    "stage1_count": Variable(("config", "layer", "head"), "entry", "prefix entries that stage 1 took", "int64"),
     "kept_offset": Variable(
         ("config", "layer", "head"), "1", "first of the head's kept_count places in kept_position", "int64"
     ),
@@ -106,10 +104,12 @@ class SampleTrace:
     def __post_init__(self) -> None:
         for name in self.arrays:
             if name not in VARIABLES:
-                raise TraceError(f"sample '{self.sample_id}': expected a variable of the trace format, got '{name}'")
+                msg = f"sample '{self.sample_id}': expected a variable of the trace format, got '{name}'"
+                raise TraceError(msg)
         missing = [name for name, spec in VARIABLES.items() if not spec.optional and name not in self.arrays]
         if missing:
-            raise TraceError(f"sample '{self.sample_id}' lacks {', '.join(missing)}")
+            msg = f"sample '{self.sample_id}' lacks {', '.join(missing)}"
+            raise TraceError(msg)
         self.sizes()
 
     def sizes(self) -> dict[str, int]:
@@ -118,12 +118,12 @@ class SampleTrace:
         for name, array in self.arrays.items():
             dims = VARIABLES[name].dims
             if len(dims) != array.ndim:
-                raise TraceError(f"sample '{self.sample_id}': {name} has axes {dims}, got shape {array.shape}")
+                msg = f"sample '{self.sample_id}': {name} has axes {dims}, got shape {array.shape}"
+                raise TraceError(msg)
             for dim, length in zip(dims, array.shape, strict=True):
                 if sizes.setdefault(dim, length) != length:
-                    raise TraceError(
-                        f"sample '{self.sample_id}': {name} has {length} along {dim}, another variable {sizes[dim]}"
-                    )
+                    msg = f"sample '{self.sample_id}': {name} has {length} along {dim}, another variable {sizes[dim]}"
+                    raise TraceError(msg)
         return sizes
 
 
@@ -169,11 +169,12 @@ class Trace:
         """
         if name not in self.arrays:
             record = " with --save outputs" if name in VARIABLES and VARIABLES[name].optional else ""
-            raise TraceError(
+            msg = (
                 f"{analysis} needs the variable '{name}', which {self.source or 'this trace'} lacks; "
                 f"record it{record}: perturbkv trace --model {self.run.model} --dataset {self.run.dataset}"
                 f"{' --save outputs' if record else ''} -o trace.h5"
             )
+            raise TraceError(msg)
         array = self.arrays[name]
         return array if VARIABLES[name].dims[:1] == ("kept_entry",) else array[self.ok]
 
@@ -187,5 +188,6 @@ class Trace:
         """Place of a configuration along `config`. Raises TraceError with the known labels."""
         labels = self.run.labels()
         if label not in labels:
-            raise TraceError(f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'")
+            msg = f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'"
+            raise TraceError(msg)
         return labels.index(label)

@@ -29,7 +29,8 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():
-            raise DatasetError(f"sample '{self.id}' has an empty prompt; give it a context or a question")
+            msg = f"sample '{self.id}' has an empty prompt; give it a context or a question"
+            raise DatasetError(msg)
 
     @property
     def prompt(self) -> str:
