@@ -1,0 +1,23 @@
+"""SnapKV (Li et al., 2024, https://arxiv.org/abs/2404.14469): the window's attention votes, every head keeps b.
+
+Defaults: window 32 and max-pooling of width 7 as in the CriticalKV paper, section 4.2 (SnapKV's own code: 32 to 64,
+average of width 5); both are fields of `EvictionConfig`.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from perturbkv.config import EvictionConfig
+from perturbkv.policies.base import uniform
+
+
+class SnapKV:
+    """Uniform budgets."""
+
+    def allocate(
+        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], kept: int, window: int
+    ) -> Int[Tensor, " kept_head"]:
+        """b − w prefix entries for every kept set."""
+        return uniform(scores, kept, window)

@@ -1,0 +1,143 @@
+"""The paper's quantities for one layer: pure functions of tensors.
+
+Axes: `config` are eviction configurations, `head` query heads, `key` the n+t+1 entries that the decoding query sees
+(prompt, tokens decoded before it, itself). Masks are True where an entry is kept. Everything is computed in `WORK`
+precision whatever the model's dtype; units are the L1 norm of a head's contribution to the attention output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+WORK = torch.float64
+"""Precision of every sum over entries (METHOD: float32 or better, float64 on the CPU path)."""
+
+
+def decode_attention(
+    query: Float[Tensor, "head d_head"], key: Float[Tensor, "kv_head key d_head"], scale: float
+) -> Float[Tensor, "head key"]:
+    """A: softmax attention weights of one decoding query over all its entries (paper, eq. 2)."""
+    heads, d_head = query.shape
+    grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
+    logits = grouped @ key.to(WORK).transpose(1, 2) * scale
+    return logits.flatten(0, 1).softmax(dim=-1)
+
+
+def mix_values(
+    weights: Float[Tensor, "config head key"], value: Float[Tensor, "kv_head key d_head"]
+) -> Float[Tensor, "config head d_head"]:
+    """Σ_i weights_i V_i per head, before the output projection."""
+    configs, heads, keys = weights.shape
+    grouped = weights.view(configs, value.shape[0], heads // value.shape[0], keys)
+    return (grouped @ value.to(weights.dtype)).flatten(1, 2)
+
+
+def projected_l1(
+    head_output: Float[Tensor, "*batch head d_head"], w_o: Float[Tensor, "d_model head_d_head"]
+) -> Float[Tensor, "*batch head"]:
+    """‖x_h W_O^h‖₁ of each head's vector x_h, with `w_o` as `o_proj.weight` holds it."""
+    heads, d_head = head_output.shape[-2:]
+    per_head = w_o.to(head_output.dtype).view(-1, heads, d_head)
+    return torch.einsum("...hk,dhk->...hd", head_output, per_head).abs().sum(dim=-1)
+
+
+def retained_mass(
+    attention: Float[Tensor, "head key"], kept: Bool[Tensor, "config head key"]
+) -> Float[Tensor, "config head"]:
+    """S = Σ N A; with stage 1 and the always-kept entries as mask it is `sigma_stage1`."""
+    return (attention * kept).sum(dim=-1)
+
+
+def isolated_perturbation(
+    attention: Float[Tensor, "head key"],
+    kept: Bool[Tensor, "config head key"],
+    value: Float[Tensor, "kv_head key d_head"],
+    w_o: Float[Tensor, "d_model head_d_head"],
+) -> Float[Tensor, "config head"]:
+    """L_h = ‖Σ_i (A_i − A'_i) V_i W_O^h‖₁ with A' = N⊙A / ΣNA (paper, eq. 5 and Theorem 1)."""
+    mass = retained_mass(attention, kept).unsqueeze(-1)
+    difference = attention - attention * kept / mass
+    return projected_l1(mix_values(difference, value), w_o)
+
+
+def sigma_topk(
+    attention: Float[Tensor, "head key"], counts: Int[Tensor, "config head"]
+) -> Float[Tensor, "config head"]:
+    """Σ Top_{b'}(A): the largest attention any b' entries can hold (paper, Assumption 1); `counts` is b' = ⌊αb⌋."""
+    cumulative = attention.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+    padded = torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
+    clipped = counts.clamp(max=attention.shape[-1])
+    return padded.expand(len(counts), -1, -1).gather(-1, clipped.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Upper bounds of L and what they are made of, each (config, head)."""
+
+    retained_mass: Float[Tensor, "config head"]
+    sigma_stage1: Float[Tensor, "config head"]
+    theta: Float[Tensor, "config head"]
+    theta_hat: Float[Tensor, "config head"]
+    theta_hat_relax: Float[Tensor, "config head"]
+
+
+def bounds(
+    attention: Float[Tensor, "head key"],
+    norms: Float[Tensor, "head key"],
+    kept: Bool[Tensor, "config head key"],
+    stage1: Bool[Tensor, "config head key"],
+) -> Bounds:
+    """θ, θ̂ and θ̂_relax of each configuration (paper, eqs. 8, 14 and 18).
+
+    `stage1` holds stage 1 and the always-kept entries, a subset of `kept`; `norms` is ν. θ̂ is evidence, and
+    θ̂ ≤ θ̂_relax holds, only where σ > 0.5.
+    """
+    weighted = attention * norms.to(attention.dtype)
+    total = weighted.sum(dim=-1)
+    mass, sigma = retained_mass(attention, kept), retained_mass(attention, stage1)
+    kept_weighted = (weighted * kept).sum(dim=-1)
+    slope = 2 - 1 / sigma
+    stage2 = (attention * (kept & ~stage1)).sum(dim=-1)
+    stage1_weighted = (weighted * stage1).sum(dim=-1)
+    smallest = norms.to(attention.dtype).amin(dim=-1)
+    return Bounds(
+        retained_mass=mass,
+        sigma_stage1=sigma,
+        theta=total - (2 - 1 / mass) * kept_weighted,
+        theta_hat=total - slope * kept_weighted,
+        theta_hat_relax=total - slope * stage1_weighted - smallest * slope * stage2,
+    )
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far a hidden state moved, per row."""
+
+    l1: Float[Tensor, " row"]
+    l2: Float[Tensor, " row"]
+    cosine: Float[Tensor, " row"]
+
+
+def drift(full: Float[Tensor, " d_model"], evicted: Float[Tensor, "row d_model"]) -> Drift:
+    """L1, L2 and cosine distance of each evicted hidden state from the full run's (METHOD: Layer drift)."""
+    full, evicted = full.to(WORK), evicted.to(WORK)
+    difference = evicted - full
+    return Drift(
+        l1=difference.abs().sum(dim=-1),
+        l2=difference.square().sum(dim=-1).sqrt(),
+        cosine=1 - torch.cosine_similarity(evicted, full.unsqueeze(0), dim=-1, eps=1e-300),
+    )
+
+
+def logit_divergence(
+    full: Float[Tensor, " vocab"], evicted: Float[Tensor, "row vocab"]
+) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
+    """KL(full ‖ evicted) in nats, and whether both pick the same token."""
+    log_full = full.to(WORK).log_softmax(dim=-1)
+    log_evicted = evicted.to(WORK).log_softmax(dim=-1)
+    divergence = (log_full.exp() * (log_full - log_evicted)).sum(dim=-1)
+    return divergence, evicted.argmax(dim=-1) == full.argmax(dim=-1)
