@@ -18,7 +18,7 @@ _PUBLIC = {
     "read_trace": "perturbkv.store",
     "TraceWriter": "perturbkv.store",
     "CompactCache": "perturbkv.cache",
-    "load_model": "perturbkv.models",
+    "load_model": "perturbkv.loading",
     "trace_sample": "perturbkv.runner",
 }
 

@@ -61,7 +61,8 @@ def intercept_attention(
     name = adapter.model.config._attn_implementation
     stock = ALL_ATTENTION_FUNCTIONS.get(name)
     if stock is None:
-        raise ModelError(f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'")
+        msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
+        raise ModelError(msg)
     ours = {id(attention) for attention in adapter.attentions}
 
     def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

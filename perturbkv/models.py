@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -38,14 +38,13 @@ class Adapter:
     name: str
     revision: str = ""
     random_weights: bool = False
-    sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_family(self.model.config, self.name)
 
     @property
     def config(self) -> Any:
-        """transformers' configuration of the model."""
+        """Transformers' configuration of the model."""
         return self.model.config
 
     @cached_property
@@ -118,24 +117,26 @@ class Adapter:
 def check_family(config: Any, name: str) -> None:
     """Raise ModelError unless the model is of a supported family with plain softmax attention."""
     if config.model_type not in FAMILIES:
-        raise ModelError(
-            f"model '{name}' is of the family '{config.model_type}'; supported: {', '.join(FAMILIES.values())}"
-        )
+        msg = f"model '{name}' is of the family '{config.model_type}'; supported: {', '.join(FAMILIES.values())}"
+        raise ModelError(msg)
     capped = [cap for cap in _SOFT_CAPS if getattr(config, cap, None)]
     if capped:
-        raise ModelError(f"model '{name}' soft-caps its attention ({capped[0]}); an eviction study would misread it")
+        msg = f"model '{name}' soft-caps its attention ({capped[0]}); an eviction study would misread it"
+        raise ModelError(msg)
     if getattr(config, "attention_sink", None) or getattr(config, "sinks", None):
-        raise ModelError(f"model '{name}' has attention sinks beside its entries; an eviction study would misread it")
+        msg = f"model '{name}' has attention sinks beside its entries; an eviction study would misread it"
+        raise ModelError(msg)
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str) -> None:
     """Raise ModelError where a sliding window already hides entries of a prompt of `tokens` entries."""
     window = sliding_window(config)
     if window is not None and tokens > window:
-        raise ModelError(
+        msg = (
             f"model '{name}' attends to a sliding window of {window} entries, fewer than the {tokens} of sample "
             f"'{sample}'; use --max-tokens {window - 1} or less"
         )
+        raise ModelError(msg)
 
 
 def sliding_window(config: Any) -> int | None:

@@ -32,7 +32,8 @@ _REGISTRY: dict[str, PolicyInfo] = {}
 def register(info: PolicyInfo) -> None:
     """Add a policy. Raises ConfigError where the name is taken."""
     if info.name in _REGISTRY:
-        raise ConfigError(f"a policy named '{info.name}' is registered already; choose another name")
+        msg = f"a policy named '{info.name}' is registered already; choose another name"
+        raise ConfigError(msg)
     _REGISTRY[info.name] = info
 
 
@@ -44,7 +45,8 @@ def known() -> list[PolicyInfo]:
 def info(name: str) -> PolicyInfo:
     """The policy's entry. Raises UnknownNameError with the known names, the nearest first."""
     if name not in _REGISTRY:
-        raise UnknownNameError("policy", name, _REGISTRY)
+        msg = "policy"
+        raise UnknownNameError(msg, name, _REGISTRY)
     return _REGISTRY[name]
 
 
@@ -52,9 +54,8 @@ def check(config: EvictionConfig) -> None:
     """Raise ConfigError where the policy does not take the configuration's selection."""
     policy = info(config.policy)
     if config.selection not in policy.selections:
-        raise ConfigError(
-            f"policy '{policy.name}' takes the selections {', '.join(policy.selections)}; got '{config.selection}'"
-        )
+        msg = f"policy '{policy.name}' takes the selections {', '.join(policy.selections)}; got '{config.selection}'"
+        raise ConfigError(msg)
 
 
 def build(name: str) -> Policy:

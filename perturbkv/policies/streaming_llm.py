@@ -19,5 +19,5 @@ class StreamingLLM:
     def allocate(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], kept: int, window: int
     ) -> Int[Tensor, " kept_head"]:
-        """b − w prefix entries for every kept set."""
+        """B − w prefix entries for every kept set."""
         return uniform(scores, kept, window)

@@ -1,0 +1,72 @@
+"""Short model names: the hub id behind each, and its shapes for `random:<alias>`. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A named model: where its weights are, its family, and the configuration that gives its shapes."""
+
+    hub_id: str
+    family: str
+    shapes: dict[str, Any] = field(default_factory=dict)
+
+
+def _shapes(
+    layers: int, heads: int, kv_heads: int, d_head: int, d_model: int, d_mlp: int, vocab: int, positions: int,
+    rope_theta: float, tied: bool = False, eps: float = 1e-5,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": d_head,
+        "hidden_size": d_model,
+        "intermediate_size": d_mlp,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": eps,
+        "sliding_window": None,
+        "pad_token_id": None,
+    }
+
+
+DEFAULT = "smollm2-135m"
+ALIASES: dict[str, Alias] = {
+    "smollm2-135m": Alias(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llama",
+        _shapes(30, 9, 3, 64, 576, 1536, 49152, 8192, 1e5, tied=True),
+    ),
+    "smollm2-1.7b": Alias(
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        "llama",
+        _shapes(24, 32, 32, 64, 2048, 8192, 49152, 8192, 1.3e5, tied=True),
+    ),
+    "llama-3.2-1b": Alias(
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "llama",
+        _shapes(16, 32, 8, 64, 2048, 8192, 128256, 131072, 5e5, tied=True),
+    ),
+    "llama-3.1-8b": Alias(
+        "meta-llama/Llama-3.1-8B-Instruct", "llama", _shapes(32, 32, 8, 128, 4096, 14336, 128256, 131072, 5e5)
+    ),
+    "mistral-7b": Alias(
+        "mistralai/Mistral-7B-Instruct-v0.3", "mistral", _shapes(32, 32, 8, 128, 4096, 14336, 32768, 32768, 1e6)
+    ),
+    "qwen2.5-7b": Alias(
+        "Qwen/Qwen2.5-7B-Instruct", "qwen2", _shapes(28, 28, 4, 128, 3584, 18944, 152064, 32768, 1e6, eps=1e-6)
+    ),
+    "qwen2.5-32b": Alias(
+        "Qwen/Qwen2.5-32B-Instruct", "qwen2", _shapes(64, 40, 8, 128, 5120, 27648, 152064, 32768, 1e6, eps=1e-6)
+    ),
+    "qwen3-8b": Alias("Qwen/Qwen3-8B", "qwen3", _shapes(36, 32, 8, 128, 4096, 12288, 151936, 40960, 1e6, eps=1e-6)),
+    "phi-3-mini": Alias(
+        "microsoft/Phi-3-mini-128k-instruct", "phi3", _shapes(32, 32, 32, 96, 3072, 8192, 32064, 131072, 1e4)
+    ),
+}

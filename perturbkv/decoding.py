@@ -1,0 +1,98 @@
+"""Decode the same tokens from the full cache and from a compact one, recording what perturbation is measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import Cache
+
+from perturbkv.cache import CompactCache, SharedCache
+from perturbkv.capture import Observer, capture, decode_from, decode_shared
+from perturbkv.models import Adapter
+from perturbkv.prefill import FiniteCheck, Prefill
+
+
+@dataclass
+class StepRecord:
+    """One decode step of a batch of rows; lists are per layer.
+
+    Attributes:
+        query: decoding query after RoPE (row, head, d_head).
+        head_output: input of the output projection (row, head, d_head).
+        hidden: residual stream after the layer (row, d_model).
+        final: after the final norm (row, d_model).
+        logits: (row, vocab).
+    """
+
+    query: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
+    head_output: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
+    hidden: list[Float[Tensor, "row d_model"]] = field(default_factory=list)
+    final: Float[Tensor, "row d_model"] = field(default_factory=lambda: torch.empty(0, 0))
+    logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
+
+
+@torch.inference_mode()
+def decode_full(
+    adapter: Adapter, prefill: Prefill, steps: int, rows: int, sample: str
+) -> tuple[list[StepRecord], list[int]]:
+    """The reference: greedy steps from the full cache, which grows by `steps` entries.
+
+    The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded.
+    Returns the records and the tokens decoded, the first of them the prefill's greedy choice.
+    """
+    cache = SharedCache(prefill.cache)
+    tokens, records = [int(prefill.logits.argmax())], []
+    for _ in range(steps):
+        record = _step(adapter, cache, decode_shared(adapter), tokens[-1], rows, sample)
+        records.append(_first_row(record))
+        tokens.append(int(record.logits[0].argmax()))
+    return records, tokens[:steps]
+
+
+@torch.inference_mode()
+def decode_evicted(
+    adapter: Adapter, cache: CompactCache, tokens: Sequence[int], rows: int, sample: str
+) -> list[StepRecord]:
+    """Teacher-forced steps from a compact cache, one row per configuration."""
+    return [_step(adapter, cache, decode_from(adapter, cache), token, rows, sample) for token in tokens]
+
+
+def _step(
+    adapter: Adapter, cache: Cache, attention: AbstractContextManager[None], token: int, rows: int, sample: str
+) -> StepRecord:
+    record, check = StepRecord(), FiniteCheck()
+
+    def hidden(layer: int, output: Tensor) -> None:
+        check(layer, output)
+        record.hidden.append(output[:, -1])
+
+    def head_output(layer: int, mixed: Tensor) -> None:
+        record.head_output.append(mixed[:, -1].unflatten(-1, (adapter.heads, adapter.d_head)))
+
+    def query(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        record.query.append(query[:, :, -1])
+
+    def final(output: Tensor) -> None:
+        record.final = output[:, -1]
+
+    ids = torch.full((rows, 1), token, device=adapter.device)
+    with attention, capture(adapter, Observer(query, head_output, hidden, final)):
+        record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
+    check.raise_if_not(sample)
+    return record
+
+
+def _first_row(record: StepRecord) -> StepRecord:
+    """The record of row 0 alone, so that a long run does not hold identical rows."""
+    return StepRecord(
+        query=[tensor[:1].clone() for tensor in record.query],
+        head_output=[tensor[:1].clone() for tensor in record.head_output],
+        hidden=[tensor[:1].clone() for tensor in record.hidden],
+        final=record.final[:1].clone(),
+        logits=record.logits[:1].clone(),
+    )

