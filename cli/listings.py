@@ -1,0 +1,56 @@
+"""`perturbkv models`, `datasets`, `policies`: what there is to choose from."""
+
+from __future__ import annotations
+
+from perturbkv.cli import console
+from perturbkv.cli.options import JsonOption
+
+
+def models(as_json: JsonOption = False) -> None:
+    """List the model aliases; any hub id, folder or .gguf file of a supported family works too."""
+    from perturbkv.aliases import ALIASES, DEFAULT
+
+    rows = [
+        {
+            "alias": name + (" (default)" if name == DEFAULT else ""),
+            "hub_id": alias.hub_id,
+            "layers": alias.shapes["num_hidden_layers"],
+            "heads": alias.shapes["num_attention_heads"],
+            "kv_heads": alias.shapes["num_key_value_heads"],
+        }
+        for name, alias in ALIASES.items()
+    ]
+    if as_json:
+        console.print_json(rows)
+        return
+    cells = [[str(value) for value in row.values()] for row in rows]
+    console.table("models", ["alias", "hub id", "#layers", "#heads", "#kv"], cells)
+    console.out.print("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
+
+
+def datasets(as_json: JsonOption = False) -> None:
+    """List the datasets; any .jsonl file with `prompt`, or with LongBench's fields, works too."""
+    from perturbkv.datasets.registry import known
+
+    if as_json:
+        console.print_json([{"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs}
+                            for row in known()])  # fmt: skip
+        return
+    console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
+
+
+def policies(as_json: JsonOption = False) -> None:
+    """List the eviction systems and the selections that each combines with."""
+    from perturbkv.config import SELECTIONS
+    from perturbkv.policies.registry import known
+
+    if as_json:
+        console.print_json([{"name": row.name, "summary": row.summary, "paper": row.paper,
+                             "selections": list(row.selections)} for row in known()])  # fmt: skip
+        return
+    console.table(
+        "policies",
+        ["policy", "what", "selections"],
+        [(row.name, f"{row.summary}\n{row.paper}", ", ".join(row.selections)) for row in known()],
+    )
+    console.table("selections", ["selection", "what"], list(SELECTIONS.items()))

@@ -1,0 +1,45 @@
+"""The `perturbkv` command: subcommands, and errors as one line with an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from perturbkv.cli import console
+from perturbkv.cli.bench import bench
+from perturbkv.cli.doctor import doctor
+from perturbkv.cli.heads import heads
+from perturbkv.cli.info import info
+from perturbkv.cli.listings import datasets, models, policies
+from perturbkv.cli.trace import trace
+from perturbkv.errors import PerturbkvError
+
+app = typer.Typer(
+    help="What KV-cache eviction does to attention outputs, per head and per layer.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+for command in (heads, trace, info, models, datasets, policies, doctor):
+    app.command()(command)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Run the command line; every error that we know of is one line on stderr."""
+    _quiet_libraries()
+    try:
+        app()
+    except PerturbkvError as error:
+        console.note(f"error: {' '.join(str(error).split())}")
+        sys.exit(error.exit_code)
+
+
+def _quiet_libraries() -> None:
+    """Other libraries' warnings stay out of our output, and their progress bars out of files and pipes."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,0 +1,170 @@
+"""The options that every command making a trace shares, and the decorator that gives them to a command."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from typer import Argument, Option
+
+from perturbkv.config import PRESETS, Budget, EvictionConfig, from_preset
+from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.policies import registry
+
+_DATA, _EVICT, _RUN = "Model and data", "Eviction", "Running and output"
+DEFAULT_COMPARE = "attention,two-stage"
+
+TraceArgument = Annotated[
+    Path | None, Argument(help="A finished trace; without it the options below make one first.", show_default=False)
+]
+JsonOption = Annotated[bool, Option("--json", help="Print JSON instead of a table.", rich_help_panel=_RUN)]
+
+
+def _data(*names: str, **more: Any) -> Any:
+    return Option(*names, rich_help_panel=_DATA, **more)
+
+
+def _evict(*names: str, **more: Any) -> Any:
+    return Option(*names, rich_help_panel=_EVICT, **more)
+
+
+def _run(*names: str, **more: Any) -> Any:
+    return Option(*names, rich_help_panel=_RUN, **more)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asked for, as typed; `configs` turns it into eviction configurations."""
+
+    model: Annotated[
+        str, _data("--model", "-m", help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).")
+    ] = "smollm2-135m"
+    dataset: Annotated[
+        str, _data("--dataset", "-d", help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).")
+    ] = "needle"
+    samples: Annotated[int, _data(help="How many samples.")] = 4
+    seed: Annotated[int, _data(help="Seed of the data, of random weights and of the random selection.")] = 0
+    data_dir: Annotated[
+        Path | None, _data(help="Folder with LongBench's jsonl files.", envvar="PERTURBKV_DATA_DIR")
+    ] = None
+    length: Annotated[list[int] | None, _data(help="needle: tokens of a prompt; repeatable.")] = None
+    depth: Annotated[list[float] | None, _data(help="needle: where the fact lies, 0 to 1; repeatable.")] = None
+    haystack: Annotated[str, _data(help="needle: prose or noise.")] = "prose"
+    max_tokens: Annotated[int | None, _data(help="Cut longer prompts in the middle.")] = None
+    chat_template: Annotated[
+        bool | None, _data("--chat-template/--no-chat-template", help="Default: on where the tokenizer has one.")
+    ] = None
+    policy: Annotated[str, _evict(help="Eviction system (`perturbkv policies`).")] = "snapkv"
+    budget: Annotated[
+        list[str] | None,
+        _evict("--budget", "-b", help="Entries kept per head, window included: tokens (128) or a fraction (0.05); "
+               "repeatable. Default: 128.", show_default=False),
+    ] = None  # fmt: skip
+    preset: Annotated[
+        list[str] | None,
+        _evict(help=f"{', '.join(PRESETS)}; repeatable. Default: paper.", show_default=False),
+    ] = None
+    alpha: Annotated[list[float] | None, _evict(help="Share of stage 1, 0 to 1; repeatable.")] = None
+    window: Annotated[int | None, _evict(help="Last queries that vote and always stay.")] = None
+    pool: Annotated[str | None, _evict(help="max, average or none.")] = None
+    kernel: Annotated[int | None, _evict(help="Odd width of the pooling.")] = None
+    granularity: Annotated[str | None, _evict(help="One kept set per query head or per kv head: query, kv.")] = None
+    stage2_score: Annotated[str | None, _evict(help="accumulated (unpooled) or pooled.")] = None
+    epsilon: Annotated[float | None, _evict(help="Added to the score before it is multiplied by the norm.")] = None
+    split: Annotated[
+        str | None, _evict(help="What alpha is a share of: prefix (b − w), or total (b, the window in stage 1).")
+    ] = None
+    group_score: Annotated[str | None, _evict(help="kv: mean or max over the group.")] = None
+    group_product: Annotated[str | None, _evict(help="kv: product-of-means or mean-of-products.")] = None
+    sinks: Annotated[int | None, _evict(help="streaming-llm: first entries that stay.")] = None
+    steps: Annotated[int, _run(help="Decode steps measured, teacher-forced on the full run.")] = 1
+    dtype: Annotated[str, _run(help="auto, float32, bfloat16, float16.")] = "auto"
+    device: Annotated[str, _run(help="auto, cpu, cuda, cuda:1, …")] = "auto"
+    save: Annotated[list[str] | None, _run(help="outputs: also head outputs, hidden states, attention.")] = None
+    chunk_mib: Annotated[int, _run(help="Bound on the working memory of the value norms.")] = 256
+    output: Annotated[
+        Path | None, _run("--output", "-o", help="Where results go. Default: runs/<time>-<model>-<dataset>.")
+    ] = None
+    overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run.")] = False
+    dry_run: Annotated[
+        bool, _run("--dry-run", help="Print samples, tokens, configurations and memory; run nothing.")
+    ] = False
+
+    def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
+        """Every preset × budget × alpha × selection, the policy's restrictions checked.
+
+        A selection may name its policy: `streaming-llm:position`.
+        """
+        budgets = [Budget.parse(text) for text in self.budget or ["128"]]
+        made = [
+            self._config(preset, budget, alpha, *_policy_and_selection(name, self.policy))
+            for preset in self.preset or ["paper"]
+            for budget in budgets
+            for alpha in self.alpha or [None]
+            for name in selections
+        ]
+        for config in made:
+            registry.check(config)
+        return tuple(dict.fromkeys(made))
+
+    def _config(self, preset: str, budget: Budget, alpha: float | None, policy: str, selection: str) -> EvictionConfig:
+        plain = ("window", "pool", "kernel", "granularity", "stage2_score", "epsilon", "split", "group_score",
+                 "group_product", "sinks", "seed")  # fmt: skip
+        overrides = {name: getattr(self, name) for name in plain}
+        return from_preset(preset, budget, alpha=alpha, policy=policy, selection=selection, **overrides)
+
+
+def _policy_and_selection(text: str, policy: str) -> tuple[str, str]:
+    named, colon, selection = text.partition(":")
+    if colon:
+        return named, selection
+    if named in {info.name for info in registry.known()}:
+        return named, registry.info(named).selections[0]
+    return policy, named
+
+
+def parse_compare(text: str) -> list[str]:
+    """`attention,two-stage` -> its names, the baseline first. Raises ConfigError for fewer than two."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) < 2:
+        msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
+        raise ConfigError(msg)
+    return names
+
+
+def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
+    """The value. Raises UnknownNameError where it is none of the known ones."""
+    if value not in known:
+        raise UnknownNameError(option, value, known)
+    return value
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread the fields of RunOptions over a command's parameters in place of its parameter `run`."""
+    signature = inspect.signature(command)
+    own_hints = get_type_hints(command, include_extras=True)
+    run_hints = get_type_hints(RunOptions, include_extras=True)
+    kept = [
+        parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in signature.parameters.items()
+        if name != "run"
+    ]
+    spread = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                          annotation=run_hints[field.name])
+        for field in dataclasses.fields(RunOptions)
+    ]  # fmt: skip
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        run = RunOptions(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunOptions)})
+        command(run=run, **values)
+
+    wrapper.__signature__ = signature.replace(parameters=[*kept, *spread])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *spread]}
+    return wrapper

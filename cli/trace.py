@@ -1,0 +1,66 @@
+"""`perturbkv trace`: measure, and leave a trace file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from perturbkv.cli import console, dry_run
+from perturbkv.cli.options import JsonOption, RunOptions, with_run_options
+from perturbkv.cli.tracing import make_trace, plan, run_folder
+
+_HDF5 = (".h5", ".hdf5")
+
+
+@with_run_options
+def trace(
+    run: RunOptions,
+    selection: Annotated[
+        list[str] | None,
+        Option(help="How entries are selected; repeatable. Default: attention and two-stage.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a model with its full cache and with evicted ones, and write the trace (HDF5).
+
+    Every preset × budget × alpha × selection is measured from one prefill per sample. A killed run goes on where it
+    stopped when the same command is given the same --output.
+    """
+    planned = plan(run, run.configs(selection or ["attention", "two-stage"]))
+    if run.dry_run:
+        dry_run.show(planned, as_json)
+        return
+    target = run_folder(run)
+    path = make_trace(run, planned, target if target.suffix in _HDF5 else target / "trace.h5")
+    failures = report(path, as_json)
+    if failures:
+        raise typer.Exit(1)
+
+
+def report(path: Path, as_json: bool) -> int:
+    """Say what a finished trace holds; returns how many samples failed."""
+    from perturbkv.store import read_trace
+
+    finished = read_trace(path)
+    if as_json:
+        document = {
+            "trace": str(path),
+            "digest": finished.digest,
+            "samples": list(finished.sample_ids),
+            "failed": dict(finished.failures),
+            "configs": finished.run.labels(),
+        }
+        console.print_json(document)
+    else:
+        console.out.print(f"{path}: {len(finished.sample_ids)} samples, {len(finished.run.configs)} configurations")
+    say_failures(dict(finished.failures))
+    return len(finished.failures)
+
+
+def say_failures(failures: dict[str, str]) -> None:
+    """One line per failed sample on stderr."""
+    for reason in failures.values():
+        console.note(f"failed: {reason}")

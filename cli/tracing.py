@@ -1,0 +1,203 @@
+"""From a user's options to a finished trace file: load, encode, run, resume."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perturbkv.cli import console
+from perturbkv.cli.options import RunOptions
+from perturbkv.config import EvictionConfig, RunConfig
+from perturbkv.errors import PerturbkvError
+
+if TYPE_CHECKING:
+    import torch
+
+    from perturbkv.datasets.encode import EncodedPrompt
+    from perturbkv.loading import ModelFiles
+    from perturbkv.trace import FailedSample, SampleTrace
+
+
+class InterruptedRunError(PerturbkvError):
+    """Ctrl-C during a run; what is finished stays in the journal."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The prompts of a run as token ids, and what the dataset wants recorded."""
+
+    prompts: tuple[EncodedPrompt, ...]
+    options: dict[str, Any]
+    chat_template: bool
+
+    @property
+    def cut(self) -> int:
+        """How many samples lost their middle."""
+        return sum(prompt.cut_tokens > 0 for prompt in self.prompts)
+
+
+def run_folder(options: RunOptions) -> Path:
+    """`--output`, or runs/<time>-<model>-<dataset>."""
+    if options.output is not None:
+        return options.output
+    names = [Path(name).stem if "/" in name else name for name in (options.model, options.dataset)]
+    slug = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-") for name in names)
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
+
+
+def encode_prompts(
+    options: RunOptions, configs: Sequence[EvictionConfig], model_config: Any, tokenizer: Any
+) -> Encoded:
+    """Load the dataset and encode it; every error of data, length and budget comes here, before anything runs."""
+    from perturbkv.datasets import registry as datasets
+    from perturbkv.datasets.encode import check_length, encode
+    from perturbkv.models import check_sliding_window
+
+    chosen = {"lengths": options.length, "depths": options.depth}
+    loaded = datasets.load(
+        options.dataset,
+        datasets.DatasetOptions(
+            samples=options.samples,
+            seed=options.seed,
+            data_dir=options.data_dir,
+            haystack=options.haystack,
+            **{name: tuple(value) for name, value in chosen.items() if value},
+        ),
+        tokenizer,
+    )
+    template = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
+    prompts = tuple(
+        encode(sample, tokenizer, chat_template=template, max_tokens=options.max_tokens) for sample in loaded.samples
+    )
+    for prompt in prompts:
+        check_length(prompt, int(model_config.max_position_embeddings), options.steps)
+        tokens = len(prompt.token_ids)
+        check_sliding_window(model_config, tokens + options.steps, prompt.sample_id, options.model)
+        for config in configs:
+            config.tokens(tokens)
+    return Encoded(prompts, loaded.options, template)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is known to be possible, before any weight is loaded."""
+
+    files: ModelFiles
+    dtype: torch.dtype
+    device: torch.device
+    encoded: Encoded
+    run: RunConfig
+
+
+def plan(options: RunOptions, configs: Sequence[EvictionConfig]) -> Plan:
+    """Check everything that can be checked without the weights. Raises PerturbkvErrors."""
+    from perturbkv.datasets import registry as datasets
+    from perturbkv.loading import open_model, pick_device, pick_dtype
+
+    datasets.check_name(options.dataset)
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
+    files = open_model(options.model, options.seed)
+    encoded = encode_prompts(options, configs, files.config, files.tokenizer)
+    run = RunConfig(
+        model=options.model,
+        dataset=options.dataset,
+        configs=tuple(configs),
+        revision=files.revision,
+        random_weights=files.random_weights,
+        dataset_options=encoded.options,
+        samples=options.samples,
+        seed=options.seed,
+        steps=options.steps,
+        max_tokens=options.max_tokens,
+        chat_template=encoded.chat_template,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        save=tuple(options.save or ()),
+    )
+    return Plan(files, dtype, device, encoded, run)
+
+
+def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
+    """Run what is missing of a trace and finish its file; the weights are loaded only where something is.
+
+    Raises PerturbkvErrors; finished samples survive all of them.
+    """
+    from perturbkv.loading import load_weights
+    from perturbkv.runner import trace
+    from perturbkv.store import TraceWriter
+
+    prompts = planned.encoded.prompts
+    names = [prompt.sample_id for prompt in prompts]
+    writer = TraceWriter(path, planned.run, names, provenance(planned), overwrite=options.overwrite)
+    done = writer.done()
+    todo = [prompt for prompt in prompts if prompt.sample_id not in done]
+    _say_what_is_special(planned.encoded, planned.run, len(done))
+    if not todo:
+        return writer.finish()
+    adapter = load_weights(planned.files, planned.dtype, planned.device, options.seed)
+    try:
+        with console.progress("samples", len(names), len(done)) as bar:
+
+            def finished(sample: SampleTrace | FailedSample) -> None:
+                writer.append(sample)
+                bar.advance(bar.task_ids[0])
+
+            trace(adapter, todo, planned.run, options.chunk_mib * 2**20, finished)
+    except KeyboardInterrupt:
+        again = path if path == options.output else path.parent
+        msg = (
+            f"interrupted: {len(writer.done())} of {len(names)} samples are kept beside {path}; "
+            f"run the same command with --output {again} to go on"
+        )
+        raise InterruptedRunError(msg) from None
+    return writer.finish()
+
+
+def _say_what_is_special(encoded: Encoded, run: RunConfig, done: int) -> None:
+    if done:
+        console.note(f"{done} of {len(encoded.prompts)} samples are there already; going on")
+    if encoded.cut:
+        console.note(
+            f"{encoded.cut} of {len(encoded.prompts)} prompts were cut in the middle to {run.max_tokens} tokens"
+        )
+    for config in run.configs:
+        whole = sum(config.tokens(len(prompt.token_ids)) >= len(prompt.token_ids) for prompt in encoded.prompts)
+        if whole:
+            console.note(f"'{config.label()}' evicts nothing in {whole} of {len(encoded.prompts)} samples: b ≥ n")
+    if run.random_weights:
+        console.note("random weights: these numbers say nothing of a trained model")
+
+
+def provenance(planned: Plan) -> dict[str, str]:
+    """Root attributes of the trace: what was used, down to the libraries' versions."""
+    import platform
+
+    import torch
+    import transformers
+
+    import perturbkv
+
+    run, device = planned.run, planned.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "model": run.model,
+        "revision": run.revision,
+        "model_type": str(planned.files.config.model_type),
+        "dataset": run.dataset,
+        "seed": str(run.seed),
+        "dtype": run.dtype,
+        "device": f"{device} ({hardware})",
+        "random_weights": str(run.random_weights).lower(),
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "perturbkv_version": perturbkv.__version__,
+        "torch_version": torch.__version__,
+        "transformers_version": transformers.__version__,
+        "python_version": platform.python_version(),
+    }

@@ -1,0 +1,166 @@
+"""What measuring costs: a traced sample against a plain prefill and two decode steps of the same prompt.
+
+Times of both come from one process, in turns; peak memory from one process each, as memory that a first run leaves
+behind would hide the second's peak. Run as a module it is such a process: `python -m perturbkv.benchmark MODE …`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache
+
+from perturbkv.config import Budget, EvictionConfig, RunConfig, from_preset
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.errors import PerturbkvError
+from perturbkv.loading import load_model
+from perturbkv.models import Adapter
+from perturbkv.runner import trace_sample
+
+_PLAIN_STEPS = 2
+
+
+@dataclass(frozen=True)
+class CaptureCost:
+    """Seconds and bytes of a plain run and of a traced one; ratios are traced / plain.
+
+    `plain_seconds` and `traced_seconds` hold one entry per repeat, taken in turns.
+    """
+
+    model: str
+    tokens: int
+    configurations: list[str]
+    plain_seconds: list[float]
+    traced_seconds: list[float]
+    time_ratio: float
+    plain_peak_bytes: int
+    traced_peak_bytes: int
+    memory_ratio: float
+    device: str
+
+
+def capture_cost(model: str, tokens: int, repeats: int, budget: Budget, dtype: str, device: str) -> CaptureCost:
+    """Measure in three processes: times, plain peak, traced peak. Raises PerturbkvError where one fails."""
+    configs = _configs(budget)
+    arguments = [model, str(tokens), str(repeats), str(budget), dtype, device]
+    times = _in_process("times", arguments)
+    plain, traced = _in_process("plain", arguments), _in_process("traced", arguments)
+    ratios = [b / a for a, b in zip(times["plain"], times["traced"], strict=True)]
+    return CaptureCost(
+        model=model,
+        tokens=tokens,
+        configurations=[config.label() for config in configs],
+        plain_seconds=times["plain"],
+        traced_seconds=times["traced"],
+        time_ratio=statistics.median(ratios),
+        plain_peak_bytes=int(plain["peak"][0]),
+        traced_peak_bytes=int(traced["peak"][0]),
+        memory_ratio=traced["peak"][0] / plain["peak"][0],
+        device=device,
+    )
+
+
+def _configs(budget: Budget) -> tuple[EvictionConfig, ...]:
+    return tuple(from_preset("paper", budget, selection=name) for name in ("attention", "two-stage"))
+
+
+def _in_process(mode: str, arguments: Sequence[str]) -> dict[str, list[float]]:
+    command = [sys.executable, "-m", "perturbkv.benchmark", mode, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        lines = finished.stderr.strip().splitlines() or ["no message"]
+        msg = f"the benchmark's process '{mode}' failed: {lines[-1]}"
+        raise PerturbkvError(msg)
+    result: dict[str, list[float]] = json.loads(finished.stdout.splitlines()[-1])
+    return result
+
+
+def _plain(adapter: Adapter, token_ids: Sequence[int]) -> None:
+    """Prefill and decode greedily, nothing watched."""
+    cache = DynamicCache()
+    ids = torch.tensor([list(token_ids)], device=adapter.device)
+    with torch.inference_mode():
+        for _ in range(_PLAIN_STEPS + 1):
+            logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            ids = logits[:, -1:].argmax(dim=-1)
+    _wait(adapter)
+
+
+def _traced(adapter: Adapter, token_ids: Sequence[int], configs: tuple[EvictionConfig, ...]) -> None:
+    run = RunConfig(model=adapter.name, dataset="benchmark", configs=configs)
+    trace_sample(adapter, EncodedPrompt("benchmark", tuple(token_ids), 0), run)
+    _wait(adapter)
+
+
+def _wait(adapter: Adapter) -> None:
+    if adapter.device.type == "cuda":
+        torch.cuda.synchronize(adapter.device)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _peak(adapter: Adapter, work: Callable[[], None]) -> int:
+    """Peak bytes while `work` runs: of the GPU's memory, or of the process, weights included."""
+    if adapter.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(adapter.device)
+        work()
+        return int(torch.cuda.max_memory_allocated(adapter.device))
+    _reset_process_peak()
+    work()
+    return _process_peak()
+
+
+def _reset_process_peak() -> None:
+    """Linux: forget the peak that loading the model left (proc(5), clear_refs)."""
+    gc.collect()
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
+def _process_peak() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _measure(mode: str, model: str, tokens: int, repeats: int, budget: Budget, dtype: str, device: str) -> str:
+    adapter, configs = load_model(model, dtype, device), _configs(budget)
+    token_ids = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    runs = {"plain": lambda: _plain(adapter, token_ids), "traced": lambda: _traced(adapter, token_ids, configs)}
+    if mode != "times":
+        return json.dumps({"peak": [_peak(adapter, runs[mode])]})
+    for work in runs.values():
+        work()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, work in runs.items():
+            taken[name].append(_seconds(work))
+    return json.dumps(taken)
+
+
+def to_dict(cost: CaptureCost) -> dict[str, object]:
+    """Every field as JSON-able values."""
+    return asdict(cost)
+
+
+if __name__ == "__main__":
+    mode, model, tokens, repeats, budget, dtype, device = sys.argv[1:]
+    sys.stdout.write(_measure(mode, model, int(tokens), int(repeats), Budget.parse(budget), dtype, device) + "\n")
