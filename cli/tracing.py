@@ -131,7 +131,7 @@ def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
     """
     from perturbkv.loading import load_weights
     from perturbkv.runner import trace
-    from perturbkv.store import TraceWriter
+    from perturbkv.writer import TraceWriter
 
     prompts = planned.encoded.prompts
     names = [prompt.sample_id for prompt in prompts]
@@ -197,7 +197,7 @@ def provenance(planned: Plan) -> dict[str, str]:
         "random_weights": str(run.random_weights).lower(),
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "perturbkv_version": perturbkv.__version__,
-        "torch_version": torch.__version__,
+        "torch_version": str(torch.__version__),
         "transformers_version": transformers.__version__,
         "python_version": platform.python_version(),
     }

@@ -16,7 +16,7 @@ _PUBLIC = {
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",
     "read_trace": "perturbkv.store",
-    "TraceWriter": "perturbkv.store",
+    "TraceWriter": "perturbkv.writer",
     "CompactCache": "perturbkv.cache",
     "load_model": "perturbkv.loading",
     "trace_sample": "perturbkv.runner",

@@ -1,0 +1,95 @@
+"""Head-wise scatter: one point per head, baseline against treatment, below the diagonal is better (paper, fig. 2)."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.colors import BoundaryNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from numpy.typing import NDArray
+
+from perturbkv.analyses.heads import HeadComparison, HeadKind
+from perturbkv.figures import style
+
+_HEIGHT_MM = 92
+_FLAG_COLOUR = "#c1272d"
+
+
+def draw(result: HeadComparison) -> Figure:
+    """Two log-log panels, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
+    with style.use():
+        figure = style.figure(style.WIDE_MM, _HEIGHT_MM)
+        axes = figure.subplots(1, 2)
+        points = [
+            _panel(panel, kind, result.flagged, name)
+            for panel, kind, name in zip(
+                axes, (result.isolated, result.propagated), ("isolated", "propagated"), strict=True
+            )
+        ]
+        layers = result.flagged.shape[0]
+        bar = figure.colorbar(points[-1], ax=list(axes), label="layer", fraction=0.035, pad=0.02)
+        bar.set_ticks([int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())])
+        bar.ax.minorticks_off()
+        axes[1].legend(handles=_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
+        style.foot(figure, result.identity)
+    return figure
+
+
+def _panel(axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], name: str) -> PathCollection:
+    layers = np.broadcast_to(np.arange(flagged.shape[0])[:, None], flagged.shape)
+    norm = BoundaryNorm(np.arange(flagged.shape[0] + 1) - 0.5, 256)
+    low, high, zeros = _limits(kind)
+    x, y = (np.maximum(mean, low) for mean in (kind.baseline_mean, kind.treatment_mean))
+    axes.plot([low, high], [low, high], color="0.55", linewidth=0.8, zorder=1, gid="diagonal")
+    tied = kind.verdict == 0
+    axes.scatter(x[tied], y[tied], s=9, marker="x", color="0.5", linewidths=0.6, zorder=2, gid="ties")
+    points = axes.scatter(x, y, s=_size(x.size), c=layers, cmap=style.layer_colours(), norm=norm, linewidths=0,
+                          alpha=np.where(tied, 0.0, 0.9), zorder=3, gid="heads")  # fmt: skip
+    axes.scatter(x[flagged], y[flagged], s=_size(x.size) + 14, facecolors="none", edgecolors=_FLAG_COLOUR,
+                 linewidths=0.6, zorder=4, gid="flagged")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    axes.set_xlabel(f"baseline, {name} perturbation (L1)")
+    axes.set_ylabel(f"treatment, {name} perturbation (L1)")
+    axes.set_title(_title(kind, name), loc="left")
+    axes.grid(visible=True, which="major")
+    if zeros:
+        note = f"{zeros} heads at 0, drawn on the edge" if zeros > 1 else "1 head at 0, drawn on the edge"
+        axes.text(0.98, 0.02, note, transform=axes.transAxes, ha="right", va="bottom", fontsize=6, color="0.35")
+    return points
+
+
+def _limits(kind: HeadKind) -> tuple[float, float, int]:
+    """Axis limits that hold every positive value, and how many heads have a value of 0."""
+    both = np.stack([kind.baseline_mean, kind.treatment_mean])
+    positive = both[both > 0]
+    zeros = int((both == 0).any(axis=0).sum())
+    if positive.size == 0:
+        return 0.1, 10.0, zeros
+    return float(positive.min()) / 1.6, float(positive.max()) * 1.6, zeros
+
+
+def _size(heads: int) -> float:
+    """Smaller points where there are many."""
+    return 14.0 if heads <= 400 else 7.0
+
+
+def _title(kind: HeadKind, name: str) -> str:
+    interval = kind.improved_share_interval
+    share = f"{100 * kind.improved_share:.0f} %"
+    if interval is not None:
+        share += f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]"
+    counts = f"{kind.improved_count} better, {kind.worsened_count} worse, {kind.tied_count} tied"
+    return f"{name}: {share} of heads improved\n{counts}"
+
+
+def _legend(result: HeadComparison) -> list[Line2D]:
+    entries = [
+        Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
+        Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,
+               markeredgecolor=_FLAG_COLOUR, label=f"σ ≤ 0.5 ({int(result.flagged.sum())} heads)"),
+    ]  # fmt: skip
+    if result.isolated.tied_count or result.propagated.tied_count:
+        entries.append(Line2D([], [], linestyle="", marker="x", markersize=3, color="0.5", label="tied"))
+    return entries

@@ -1,0 +1,58 @@
+"""LongBench (Bai et al., 2023, https://arxiv.org/abs/2308.14508) from local jsonl files, or from the hub's archive.
+
+The hub holds one `data.zip`, dataset zai-org/LongBench, formerly THUDM/LongBench; its loading script is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+from perturbkv.datasets import wording
+from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.jsonl import longbench_sample, read_rows, read_text
+from perturbkv.datasets.registry import DATA_DIR_VARIABLE, DatasetOptions, LoadedDataset
+from perturbkv.errors import DatasetError
+
+HUB_ID = "zai-org/LongBench"
+ARCHIVE = "data.zip"
+
+
+def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
+    """The first samples of a LongBench dataset. Raises DatasetError where its file is nowhere to be had."""
+    local = _local_file(name, options.data_dir)
+    text, where = (read_text(local), str(local)) if local else (_from_hub(name), f"{HUB_ID}/{ARCHIVE}")
+    rows = read_rows(text, where, options.samples)
+    samples = tuple(
+        longbench_sample(row, name, f"{where}, line {line}", place) for place, (line, row) in enumerate(rows)
+    )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    recorded = wording.record([wording.kind_of(name)])
+    return LoadedDataset(
+        samples, {"source": where if not local else "file", "file_sha256": digest, "wording": recorded}
+    )
+
+
+def _local_file(name: str, data_dir: Path | None) -> Path | None:
+    if data_dir is None:
+        return None
+    places = [data_dir / folder / f"{name}.jsonl" for folder in ("", "longbench", "data")]
+    return next((path for path in places if path.is_file()), None)
+
+
+def _from_hub(name: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        archive = hf_hub_download(repo_id=HUB_ID, filename=ARCHIVE, repo_type="dataset")
+    except Exception as error:  # the hub's client fails in many ways, all of which mean the same here
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        msg = (
+            f"dataset '{name}' needs {name}.jsonl, and the hub did not give {HUB_ID}/{ARCHIVE} ({reason}); bring it "
+            f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {name}.jsonl, or with a reachable hub or a filled "
+            "HF_HOME"
+        )
+        raise DatasetError(msg) from error
+    with zipfile.ZipFile(archive) as files:
+        return files.read(f"data/{name}.jsonl").decode("utf-8")

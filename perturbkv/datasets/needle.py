@@ -1,0 +1,97 @@
+"""A needle in a haystack: a fact at a given depth of a long text, asked for at the end (paper, appendix E).
+
+The haystack is prose that ships with Python, or repeated filler. Lengths count the tokens of the user's turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.prose import sentences
+from perturbkv.datasets.registry import DatasetOptions, LoadedDataset
+from perturbkv.datasets.sample import Sample
+from perturbkv.errors import DatasetError
+
+CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Dublin", "Prague", "Havana", "Quito", "Riga", "Tunis", "Perth")
+INSTRUCTION = "A magic number is hidden in the following text. Remember it. I will ask you about it afterwards.\n\n"
+NEEDLE = "The magic number of {city} is {number}."
+QUESTION = "\n\nWhat is the magic number of {city} that the text mentions?"
+PREFIX = "The magic number of {city} is"
+NOISE = (
+    "The river is wide and slow.",
+    "The hills are green in spring.",
+    "A bird sits on the fence.",
+    "The road goes on and on.",
+    "Clouds come and clouds go.",
+)
+
+
+def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
+    """Samples that go through lengths × depths in turn; sample i is the same however many are asked for.
+
+    Raises DatasetError where a length is too short for needle and question.
+    """
+    grid = [(length, depth) for length in options.lengths for depth in options.depths]
+    samples = tuple(_sample(place, *grid[place % len(grid)], options, tokenizer) for place in range(options.samples))
+    digest = hashlib.sha256("\n".join(_source(options.haystack)).encode()).hexdigest()
+    return LoadedDataset(
+        samples,
+        {
+            "lengths": list(options.lengths),
+            "depths": list(options.depths),
+            "haystack": options.haystack,
+            "haystack_sha256": digest,
+            "wording": {"needle": [INSTRUCTION, NEEDLE, QUESTION, PREFIX]},
+        },
+    )
+
+
+def _source(haystack: str) -> Sequence[str]:
+    return sentences() if haystack == "prose" else NOISE
+
+
+def _sample(place: int, length: int, depth: float, options: DatasetOptions, tokenizer: Tokenizer) -> Sample:
+    draw = random.Random(f"needle/{options.seed}/{place}/{length}/{depth}/{options.haystack}")
+    city, number = draw.choice(CITIES), str(draw.randrange(1_000_000, 10_000_000))
+    needle, question = NEEDLE.format(city=city, number=number), QUESTION.format(city=city)
+    room = length - _count(tokenizer, INSTRUCTION + needle + " " + question)
+    hay = _fill(_source(options.haystack), draw, room, tokenizer)
+    context = INSTRUCTION + " ".join(_insert(hay, needle, depth, tokenizer))
+    while _count(tokenizer, context + question) > length:
+        if not hay:
+            msg = f"a needle prompt of {length} tokens leaves no room for a haystack; use --length 200"
+            raise DatasetError(msg)
+        hay.pop()
+        context = INSTRUCTION + " ".join(_insert(hay, needle, depth, tokenizer))
+    return Sample(
+        id=f"{place}-{length}-{depth:g}",
+        context=context,
+        question=question,
+        answers=(number,),
+        answer_prefix=PREFIX.format(city=city),
+    )
+
+
+def _fill(source: Sequence[str], draw: random.Random, room: int, tokenizer: Tokenizer) -> list[str]:
+    """Consecutive sentences from a random place on, going round at the end, about `room` tokens of them."""
+    start, hay, used = draw.randrange(len(source)), [], 0
+    while used < room:
+        hay.append(source[(start + len(hay)) % len(source)])
+        used += _count(tokenizer, " " + hay[-1])
+    return hay
+
+
+def _insert(hay: Sequence[str], needle: str, depth: float, tokenizer: Tokenizer) -> list[str]:
+    """The needle at the sentence boundary nearest to `depth` of the haystack's tokens."""
+    ends = [0]
+    for sentence in hay:
+        ends.append(ends[-1] + _count(tokenizer, " " + sentence))
+    place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
+    return [*hay[:place], needle, *hay[place:]]
+
+
+def _count(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])

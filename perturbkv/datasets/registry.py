@@ -1,0 +1,139 @@
+"""The known datasets, by name, and the way to load one. A dataset's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.sample import Sample
+from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
+
+DATA_DIR_VARIABLE = "PERTURBKV_DATA_DIR"
+SHORTEST = 128
+
+
+def _data_dir() -> Path | None:
+    named = os.environ.get(DATA_DIR_VARIABLE)
+    return Path(named) if named else None
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """How samples are made or picked; needle alone looks at lengths, depths and haystack.
+
+    Attributes:
+        samples: how many.
+        seed: of everything random.
+        data_dir: folder with LongBench's files; default: the environment's PERTURBKV_DATA_DIR.
+        lengths: tokens of a prompt, before the chat template.
+        depths: where the fact lies, 0 (beginning) to 1 (end).
+        haystack: `prose` or `noise`.
+
+    Raises ConfigError where one is out of its range.
+    """
+
+    samples: int
+    seed: int = 0
+    data_dir: Path | None = field(default_factory=_data_dir)
+    lengths: tuple[int, ...] = (1000,)
+    depths: tuple[float, ...] = (0.1, 0.35, 0.6, 0.85)
+    haystack: str = "prose"
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            msg = f"a run needs at least 1 sample, got {self.samples}"
+            raise ConfigError(msg)
+        if not self.lengths or min(self.lengths) < SHORTEST:
+            msg = f"needle prompts need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
+            raise ConfigError(msg)
+        wrong = [depth for depth in self.depths if not 0 <= depth <= 1]
+        if wrong:
+            msg = f"a depth must lie in [0, 1], got {wrong[0]}"
+            raise ConfigError(msg)
+        if self.haystack not in ("prose", "noise"):
+            msg = "haystack"
+            raise UnknownNameError(msg, self.haystack, ("prose", "noise"))
+
+
+@dataclass(frozen=True)
+class LoadedDataset:
+    """Samples, and what has to be known to make them again (JSON-able, stored in the trace)."""
+
+    samples: tuple[Sample, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """A registered dataset: what it is, its kind of task, what it needs."""
+
+    name: str
+    summary: str
+    kind: str
+    needs: str
+    module: str
+
+
+_REGISTRY: dict[str, DatasetInfo] = {}
+
+
+def register(info: DatasetInfo) -> None:
+    """Add a dataset. Raises ConfigError where the name is taken."""
+    if info.name in _REGISTRY:
+        msg = f"a dataset named '{info.name}' is registered already; choose another name"
+        raise ConfigError(msg)
+    _REGISTRY[info.name] = info
+
+
+def known() -> list[DatasetInfo]:
+    """Every registered dataset, in the order of registration."""
+    return list(_REGISTRY.values())
+
+
+def is_file(name: str) -> bool:
+    """Whether a dataset is named by its path."""
+    return name.endswith((".jsonl", ".json")) or Path(name).is_file()
+
+
+def check_name(name: str) -> None:
+    """Raise UnknownNameError unless `name` is registered or names a file."""
+    if name not in _REGISTRY and not is_file(name):
+        msg = "dataset"
+        raise UnknownNameError(msg, name, _REGISTRY, "a .jsonl file works too")
+
+
+def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
+    """The first `options.samples` samples of a dataset. Raises UnknownNameError or DatasetError."""
+    check_name(name)
+    module = "perturbkv.datasets.jsonl" if is_file(name) else _REGISTRY[name].module
+    loaded = cast("LoadedDataset", importlib.import_module(module).load(name, options, tokenizer))
+    if len(loaded.samples) < options.samples:
+        msg = f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
+        raise DatasetError(msg)
+    return loaded
+
+
+register(
+    DatasetInfo(
+        "needle",
+        "a fact hidden in running English prose, asked for at the end",
+        "retrieval",
+        "nothing",
+        "perturbkv.datasets.needle",
+    )
+)
+_LONGBENCH = {
+    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
+    "multi-document QA": ("hotpotqa", "2wikimqa", "musique", "dureader"),
+    "summarisation": ("gov_report", "qmsum", "multi_news", "vcsum"),
+    "few-shot": ("trec", "triviaqa", "samsum", "lsht"),
+    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+    "code": ("lcc", "repobench-p"),
+}
+for _kind, _names in _LONGBENCH.items():
+    for _name in _names:
+        register(DatasetInfo(_name, "LongBench", _kind, "--data-dir or the hub", "perturbkv.datasets.longbench"))
