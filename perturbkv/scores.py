@@ -43,5 +43,5 @@ def reduce_group(
     """Scores per kept set: unchanged per query head, mean or max over a key/value head's group."""
     if kept_heads == score.shape[0]:
         return score
-    grouped = score.view(kept_heads, -1, score.shape[-1])
+    grouped = score.view(kept_heads, score.shape[0] // kept_heads, score.shape[-1])
     return grouped.mean(dim=1) if how == "mean" else grouped.amax(dim=1)

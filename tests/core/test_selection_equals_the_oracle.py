@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perturbkv.config import SELECTIONS, Budget, EvictionConfig, from_preset
+from perturbkv.selection import LayerStatistics, ranks, select
+from tests.oracle import selection as naive
+from tests.support.models import HEADS
+
+PREFIX_SELECTIONS = [name for name in SELECTIONS if name not in ("random", "position")]
+
+
+def config(budget: int = 20, **fields: object) -> EvictionConfig:
+    return EvictionConfig(budget=Budget(budget), **{"window": 6, **fields})  # type: ignore[arg-type]
+
+
+def statistics(heads: int, kv_heads: int, n: int, window: int, seed: int, ties: bool = False) -> LayerStatistics:
+    generator = np.random.default_rng(seed)
+    prefix = max(0, n - window)
+    attention = generator.dirichlet(np.full(prefix, 0.3), size=heads) if prefix else np.zeros((heads, 0))
+    norms = generator.lognormal(size=(heads, prefix))
+    if ties:
+        attention, norms = np.round(attention * 8) / 8, np.round(norms)
+    realised = generator.random((heads, prefix))
+    made = (torch.from_numpy(array) for array in (attention, norms, realised))
+    return LayerStatistics(*made, kv_heads=kv_heads, layer=1, sample="s")
+
+
+def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, ties: bool = False) -> None:
+    given_statistics = statistics(heads, kv_heads, n, chosen.window, seed, ties)
+    expected = naive.select(
+        chosen,
+        given_statistics.accumulated.numpy(),
+        given_statistics.norms.numpy(),
+        given_statistics.realised.numpy(),
+        n,
+        kv_heads,
+    )
+    found = select(chosen, given_statistics, n)
+    sharing = heads // len(found.kept)
+    for head in range(heads):
+        kept, stage1 = (mask[head // sharing].nonzero().flatten().tolist() for mask in (found.kept, found.stage1))
+        assert (kept, stage1) == expected[head]
+        assert len(kept) == min(chosen.budget.tokens(n), n)
+        assert set(stage1) <= set(kept)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("granularity", ["query", "kv"])
+@pytest.mark.parametrize("selection", PREFIX_SELECTIONS)
+def test_every_selection(selection: str, granularity: str, heads: tuple[int, int]) -> None:
+    check(config(selection=selection, granularity=granularity), *heads, n=50, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("score", "product", "stage2", "split"),
+    list(itertools.product(["mean", "max"], ["product-of-means", "mean-of-products"], ["accumulated", "pooled"],
+                           ["prefix", "total"])),
+)  # fmt: skip
+def test_every_choice_of_the_second_stage(score: str, product: str, stage2: str, split: str) -> None:
+    chosen = config(budget=24, alpha=0.5, granularity="kv", group_score=score, group_product=product,
+                    stage2_score=stage2, split=split, epsilon=1e-4)  # fmt: skip
+    check(chosen, 4, 2, n=60, seed=5)
+
+
+@pytest.mark.parametrize("preset", ["paper", "paper-v2", "kvpress"])
+def test_every_preset(preset: str) -> None:
+    check(from_preset(preset, Budget(96)), 4, 2, n=200, seed=7)
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 40])
+def test_streaming_llm_keeps_the_first_and_the_last(sinks: int) -> None:
+    chosen = config(policy="streaming-llm", selection="position", sinks=sinks)
+    check(chosen, 4, 2, n=50, seed=1)
+
+
+def test_a_budget_above_the_prompt_keeps_everything() -> None:
+    for selection in PREFIX_SELECTIONS:
+        check(config(budget=80, selection=selection), 4, 2, n=50, seed=1)
+    check(config(budget=80), 4, 2, n=4, seed=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(PREFIX_SELECTIONS),
+    st.sampled_from(["query", "kv"]),
+    st.integers(1, 90),
+    st.integers(7, 60),
+    st.floats(0, 1),
+    st.integers(0, 10**6),
+)
+def test_any_shape_with_ties(selection: str, granularity: str, n: int, budget: int, alpha: float, seed: int) -> None:
+    check(config(budget=budget, selection=selection, granularity=granularity, alpha=alpha), 4, 2, n, seed, ties=True)
+
+
+def test_equal_scores_go_to_the_earlier_position() -> None:
+    assert ranks(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]])).tolist() == [[3, 0, 1, 4, 2]]
+
+
+def test_random_depends_on_seed_sample_and_layer_alone() -> None:
+    given_statistics = statistics(4, 2, 50, 6, seed=1)
+    first = select(config(selection="random"), given_statistics, 50)
+    again = select(config(selection="random"), statistics(4, 2, 50, 6, seed=2), 50)
+    other = select(config(selection="random", seed=1), given_statistics, 50)
+    assert torch.equal(first.kept, again.kept)
+    assert not torch.equal(first.kept, other.kept)
+    assert first.kept.sum(dim=-1).tolist() == [20] * 4

@@ -1,0 +1,122 @@
+"""Naive float64 reference of the method's quantities: loops over heads and entries, NumPy, nothing of perturbkv."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def softmax(logits: list[float]) -> list[float]:
+    largest = max(logits)
+    powers = [math.exp(value - largest) for value in logits]
+    return [power / math.fsum(powers) for power in powers]
+
+
+def head_slice(w_o: Array, head: int, d_head: int) -> Array:
+    """W_O^h, (d_head, d_model)."""
+    return w_o[:, head * d_head : (head + 1) * d_head].T
+
+
+def projected_value_norms(value: Array, w_o: Array, heads: int) -> Array:
+    """(head, key): the L1 norm of V_i W_O^h."""
+    kv_heads, keys, d_head = value.shape
+    norms = np.zeros((heads, keys))
+    for head in range(heads):
+        projection = head_slice(w_o, head, d_head)
+        for entry in range(keys):
+            row = value[head // (heads // kv_heads), entry]
+            norms[head, entry] = math.fsum(abs(math.fsum(row * column)) for column in projection.T)
+    return norms
+
+
+def window_attention(query: Array, key: Array, scale: float) -> Array:
+    """(head, n − w): mean over the window's rows of their causal softmax, before the window."""
+    heads, window, _ = query.shape
+    kv_heads, n, _ = key.shape
+    result = np.zeros((heads, n - window))
+    for head in range(heads):
+        keys = key[head // (heads // kv_heads)]
+        for row in range(window):
+            last = n - window + row
+            weights = softmax([scale * math.fsum(query[head, row] * keys[entry]) for entry in range(last + 1)])
+            for entry in range(n - window):
+                result[head, entry] += weights[entry] / window
+    return result
+
+
+def pool(row: list[float], kind: str, kernel: int) -> list[float]:
+    half = kernel // 2
+    pooled = []
+    for place in range(len(row)):
+        inside = [row[i] for i in range(place - half, place + half + 1) if 0 <= i < len(row)]
+        pooled.append({"none": row[place], "max": max(inside), "average": math.fsum(inside) / kernel}[kind])
+    return pooled
+
+
+def decode_attention(query: Array, key: Array, scale: float) -> Array:
+    heads = len(query)
+    group = heads // len(key)
+    rows = [softmax([scale * math.fsum(query[head] * entry) for entry in key[head // group]]) for head in range(heads)]
+    return np.array(rows)
+
+
+def perturbation(attention: list[float], kept: list[bool], values: Array, projection: Array) -> float:
+    """Paper, eq. 9, for one head: the d-vector is summed entry by entry."""
+    mass = math.fsum(a for a, n in zip(attention, kept, strict=True) if n)
+    moved = np.zeros(projection.shape[1])
+    for a, n, value in zip(attention, kept, values, strict=True):
+        evicted = a / mass if n else 0.0
+        moved += (a - evicted) * (value @ projection)
+    return math.fsum(abs(component) for component in moved)
+
+
+def theta(attention: list[float], norms: list[float], kept: list[bool]) -> float:
+    """Paper, eq. 10: the sum of |A_i − A'_i| ν_i itself, not the closed form."""
+    mass = math.fsum(a for a, n in zip(attention, kept, strict=True) if n)
+    terms = []
+    for a, norm, n in zip(attention, norms, kept, strict=True):
+        evicted = a / mass if n else 0.0
+        terms.append(abs(a - evicted) * norm)
+    return math.fsum(terms)
+
+
+def theta_hat(attention: list[float], norms: list[float], kept: list[bool], stage1: list[bool]) -> float:
+    """Paper, eqs. 14 and 15."""
+    sigma = math.fsum(a for a, s in zip(attention, stage1, strict=True) if s)
+    total = math.fsum(a * norm for a, norm in zip(attention, norms, strict=True))
+    inside = math.fsum(a * norm for a, norm, n in zip(attention, norms, kept, strict=True) if n)
+    return total - (2 - 1 / sigma) * inside
+
+
+def theta_hat_relax(attention: list[float], norms: list[float], kept: list[bool], stage1: list[bool]) -> float:
+    """Paper, eq. 18."""
+    sigma = math.fsum(a for a, s in zip(attention, stage1, strict=True) if s)
+    total = math.fsum(a * norm for a, norm in zip(attention, norms, strict=True))
+    first = math.fsum(a * norm for a, norm, s in zip(attention, norms, stage1, strict=True) if s)
+    second = math.fsum(a for a, n, s in zip(attention, kept, stage1, strict=True) if n and not s)
+    return total - (2 - 1 / sigma) * first - min(norms) * (2 - 1 / sigma) * second
+
+
+def mass(attention: list[float], kept: list[bool]) -> float:
+    return math.fsum(a for a, n in zip(attention, kept, strict=True) if n)
+
+
+def sigma_topk(attention: list[float], alpha: float, budget: int) -> float:
+    return math.fsum(sorted(attention, reverse=True)[: math.floor(alpha * budget + 1e-9)])
+
+
+def l1(vector: Array) -> float:
+    return math.fsum(abs(component) for component in vector)
+
+
+def kl(full: Array, evicted: Array) -> float:
+    p, q = softmax(list(full)), softmax(list(evicted))
+    return math.fsum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def cosine_distance(first: Array, second: Array) -> float:
+    return 1 - math.fsum(first * second) / math.sqrt(math.fsum(first**2) * math.fsum(second**2))
