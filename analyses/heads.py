@@ -190,11 +190,11 @@ def _kind(
 
     def share(weights: Floats) -> Floats:
         means = (np.tensordot(weights, part, axes=1) for part in parts)
-        return (verdicts(*means) == 1).mean(axis=(1, 2))
+        return np.asarray((verdicts(*means) == 1).mean(axis=(1, 2)))
 
     def reduction(weights: Floats) -> Floats:
         totals = [np.tensordot(weights, part, axes=1).sum(axis=(1, 2)) for part in parts[:2]]
-        return _reduction(*totals)
+        return np.asarray(_reduction(*totals))
 
     samples = len(both)
     return HeadKind(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from perturbkv.cli import console
 from perturbkv.cli.tracing import Plan
 
@@ -28,7 +30,7 @@ def show(planned: Plan, as_json: bool) -> None:
     console.table("configurations", ["configuration", "#entries kept"], document["kept"])
 
 
-def describe(planned: Plan) -> dict[str, object]:
+def describe(planned: Plan) -> dict[str, Any]:
     """The same as numbers. Memory is what weights and caches take, in MiB, without activations."""
     config, run = planned.files.config, planned.run
     lengths = [len(prompt.token_ids) for prompt in planned.encoded.prompts]

@@ -100,12 +100,13 @@ class RunOptions:
 
         A selection may name its policy: `streaming-llm:position`.
         """
+        alphas: list[float | None] = [*self.alpha] if self.alpha else [None]
         budgets = [Budget.parse(text) for text in self.budget or ["128"]]
         made = [
             self._config(preset, budget, alpha, *_policy_and_selection(name, self.policy))
             for preset in self.preset or ["paper"]
             for budget in budgets
-            for alpha in self.alpha or [None]
+            for alpha in alphas
             for name in selections
         ]
         for config in made:

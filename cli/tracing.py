@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,18 +59,14 @@ def encode_prompts(
     from perturbkv.datasets.encode import check_length, encode
     from perturbkv.models import check_sliding_window
 
-    chosen = {"lengths": options.length, "depths": options.depth}
-    loaded = datasets.load(
-        options.dataset,
-        datasets.DatasetOptions(
-            samples=options.samples,
-            seed=options.seed,
-            data_dir=options.data_dir,
-            haystack=options.haystack,
-            **{name: tuple(value) for name, value in chosen.items() if value},
-        ),
-        tokenizer,
+    asked = datasets.DatasetOptions(
+        samples=options.samples, seed=options.seed, data_dir=options.data_dir, haystack=options.haystack
     )
+    if options.length:
+        asked = replace(asked, lengths=tuple(options.length))
+    if options.depth:
+        asked = replace(asked, depths=tuple(options.depth))
+    loaded = datasets.load(options.dataset, asked, tokenizer)
     template = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
     prompts = tuple(
         encode(sample, tokenizer, chat_template=template, max_tokens=options.max_tokens) for sample in loaded.samples

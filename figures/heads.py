@@ -15,6 +15,7 @@ from perturbkv.figures import style
 
 _HEIGHT_MM = 92
 _FLAG_COLOUR = "#c1272d"
+_DECADES_BELOW = 1000.0
 
 
 def draw(result: HeadComparison) -> Figure:
@@ -40,13 +41,13 @@ def draw(result: HeadComparison) -> Figure:
 def _panel(axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], name: str) -> PathCollection:
     layers = np.broadcast_to(np.arange(flagged.shape[0])[:, None], flagged.shape)
     norm = BoundaryNorm(np.arange(flagged.shape[0] + 1) - 0.5, 256)
-    low, high, zeros = _limits(kind)
+    low, high = _limits(kind)
     x, y = (np.maximum(mean, low) for mean in (kind.baseline_mean, kind.treatment_mean))
     axes.plot([low, high], [low, high], color="0.55", linewidth=0.8, zorder=1, gid="diagonal")
     tied = kind.verdict == 0
     axes.scatter(x[tied], y[tied], s=9, marker="x", color="0.5", linewidths=0.6, zorder=2, gid="ties")
-    points = axes.scatter(x, y, s=_size(x.size), c=layers, cmap=style.layer_colours(), norm=norm, linewidths=0,
-                          alpha=np.where(tied, 0.0, 0.9), zorder=3, gid="heads")  # fmt: skip
+    points = axes.scatter(x[~tied], y[~tied], s=_size(x.size), c=layers[~tied], cmap=style.layer_colours(), norm=norm,
+                          linewidths=0, zorder=3, gid="heads")  # fmt: skip
     axes.scatter(x[flagged], y[flagged], s=_size(x.size) + 14, facecolors="none", edgecolors=_FLAG_COLOUR,
                  linewidths=0.6, zorder=4, gid="flagged")  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
@@ -54,20 +55,26 @@ def _panel(axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], name: str) ->
     axes.set_ylabel(f"treatment, {name} perturbation (L1)")
     axes.set_title(_title(kind, name), loc="left")
     axes.grid(visible=True, which="major")
-    if zeros:
-        note = f"{zeros} heads at 0, drawn on the edge" if zeros > 1 else "1 head at 0, drawn on the edge"
-        axes.text(0.98, 0.02, note, transform=axes.transAxes, ha="right", va="bottom", fontsize=6, color="0.35")
+    _note_edge(axes, kind, low)
     return points
 
 
-def _limits(kind: HeadKind) -> tuple[float, float, int]:
-    """Axis limits that hold every positive value, and how many heads have a value of 0."""
+def _note_edge(axes: Axes, kind: HeadKind, low: float) -> None:
+    """Say how many heads lie below the axes and are drawn on their edge."""
+    below = int((np.minimum(kind.baseline_mean, kind.treatment_mean) < low).sum())
+    if below:
+        note = f"{below} head{'s' if below > 1 else ''} below {low:.1g}, drawn on the edge"
+        axes.text(0.98, 0.02, note, transform=axes.transAxes, ha="right", va="bottom", fontsize=6, color="0.35")
+
+
+def _limits(kind: HeadKind) -> tuple[float, float]:
+    """Axis limits around the positive values; a few dead heads do not squeeze all others into a corner."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean])
     positive = both[both > 0]
-    zeros = int((both == 0).any(axis=0).sum())
     if positive.size == 0:
-        return 0.1, 10.0, zeros
-    return float(positive.min()) / 1.6, float(positive.max()) * 1.6, zeros
+        return 0.1, 10.0
+    low = max(float(positive.min()), float(np.median(positive)) / _DECADES_BELOW)
+    return low / 1.6, float(positive.max()) * 1.6
 
 
 def _size(heads: int) -> float:

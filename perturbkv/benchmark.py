@@ -144,7 +144,10 @@ def _process_peak() -> int:
 def _measure(mode: str, model: str, tokens: int, repeats: int, budget: Budget, dtype: str, device: str) -> str:
     adapter, configs = load_model(model, dtype, device), _configs(budget)
     token_ids = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    runs = {"plain": lambda: _plain(adapter, token_ids), "traced": lambda: _traced(adapter, token_ids, configs)}
+    runs: dict[str, Callable[[], None]] = {
+        "plain": lambda: _plain(adapter, token_ids),
+        "traced": lambda: _traced(adapter, token_ids, configs),
+    }
     if mode != "times":
         return json.dumps({"peak": [_peak(adapter, runs[mode])]})
     for work in runs.values():

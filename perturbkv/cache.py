@@ -54,7 +54,7 @@ class _Block:
     values: Tensor
 
 
-class CompactLayer(CacheLayerMixin):
+class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions."""
 
     def __init__(self, entries: Sequence[KeptEntries], seen: int) -> None:
@@ -163,7 +163,7 @@ def _mix(weights: Tensor, values: Tensor) -> Tensor:
     return (grouped @ values).view(rows, heads, queries, values.shape[-1])
 
 
-class CompactCache(Cache):
+class CompactCache(Cache):  # type: ignore[misc]
     """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`.
 
     Args:
@@ -185,7 +185,7 @@ class CompactCache(Cache):
             layer.attached = attached
 
 
-class SharedCache(Cache):
+class SharedCache(Cache):  # type: ignore[misc]
     """A full cache of one prompt that a batch of identical rows decodes from: only row 0 is stored.
 
     The full run so goes through linear layers of the same batch as the evicted runs (METHOD: protocol, 4).
@@ -198,4 +198,5 @@ class SharedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append row 0's token."""
-        return super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
+        stored: tuple[Tensor, Tensor] = super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
+        return stored

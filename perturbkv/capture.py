@@ -43,7 +43,7 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
     """Call `observer` during every forward pass inside the block; on exit all hooks are gone, errors included."""
     with ExitStack() as stack:
         if observer.attention is not None:
-            stack.enter_context(intercept_attention(adapter, _watch(observer.attention)))
+            stack.enter_context(intercept_attention(adapter, _watch(adapter.layer_of, observer.attention)))
         for handle in _hooks(adapter, observer):
             stack.callback(handle.remove)
         yield
@@ -108,9 +108,11 @@ def decode_shared(adapter: Adapter) -> Iterator[None]:
         yield
 
 
-def _watch(callback: Callable[[int, Tensor, Tensor, Tensor], None]) -> Callable[..., Any]:
+def _watch(
+    layer_of: Callable[[nn.Module], int], callback: Callable[[int, Tensor, Tensor, Tensor], None]
+) -> Callable[..., Any]:
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        callback(int(module.layer_idx), args[0], args[1], args[2])  # type: ignore[arg-type]
+        callback(layer_of(module), args[0], args[1], args[2])
         return stock(module, *args, **kwargs)
 
     return attend

@@ -72,7 +72,7 @@ def _step(
         record.hidden.append(output[:, -1])
 
     def head_output(layer: int, mixed: Tensor) -> None:
-        record.head_output.append(mixed[:, -1].unflatten(-1, (adapter.heads, adapter.d_head)))
+        record.head_output.append(mixed[:, -1].view(rows, adapter.heads, adapter.d_head))
 
     def query(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         record.query.append(query[:, :, -1])

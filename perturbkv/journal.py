@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.config import RunConfig
 from perturbkv.errors import PerturbkvError
@@ -105,14 +106,19 @@ def _write_text(stream: IO[bytes], text: str) -> None:
 
 
 def _write_sample(stream: IO[bytes], sample: SampleTrace | FailedSample) -> None:
-    failed = isinstance(sample, FailedSample)
-    head = {"id": sample.sample_id, "reason": sample.reason if failed else None}  # type: ignore[union-attr]
-    arrays = {} if failed else dict(sample.arrays)  # type: ignore[union-attr]
-    np.savez(stream, head=np.frombuffer(json.dumps(head).encode(), dtype=np.uint8), **arrays)  # type: ignore[arg-type]
+    if isinstance(sample, FailedSample):
+        np.savez(stream, head=_head(sample.sample_id, sample.reason))
+    else:
+        np.savez(stream, head=_head(sample.sample_id, None), **dict(sample.arrays))  # type: ignore[arg-type]
+
+
+def _head(sample_id: str, reason: str | None) -> NDArray[np.uint8]:
+    """Id and failure as JSON in bytes, which NumPy stores without pickling."""
+    return np.frombuffer(json.dumps({"id": sample_id, "reason": reason}).encode(), dtype=np.uint8)
 
 
 def _read_sample(path: Path) -> SampleTrace | FailedSample:
-    with np.load(path, allow_pickle=False) as held:
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
         head = json.loads(held["head"].tobytes())
         if head["reason"] is not None:
             return FailedSample(head["id"], head["reason"])
@@ -121,7 +127,7 @@ def _read_sample(path: Path) -> SampleTrace | FailedSample:
 
 def _read_id(path: Path) -> str | None:
     try:
-        with np.load(path, allow_pickle=False) as held:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             return str(json.loads(held["head"].tobytes())["id"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,7 @@ class Adapter:
         random_weights: True where the weights were drawn at random.
     """
 
-    model: nn.Module
+    model: Any
     tokenizer: Any
     name: str
     revision: str = ""
@@ -50,7 +50,7 @@ class Adapter:
     @cached_property
     def layers(self) -> Sequence[Any]:
         """The decoder layers."""
-        return list(self.model.model.layers)  # type: ignore[union-attr, arg-type]
+        return list(self.model.model.layers)
 
     @cached_property
     def attentions(self) -> Sequence[Any]:
@@ -60,7 +60,7 @@ class Adapter:
     @property
     def final_norm(self) -> nn.Module:
         """The norm after the last layer."""
-        return self.model.model.norm  # type: ignore[union-attr, return-value]
+        return cast("nn.Module", self.model.model.norm)
 
     @property
     def heads(self) -> int:
@@ -90,20 +90,20 @@ class Adapter:
     @property
     def device(self) -> torch.device:
         """Where the first layer lives."""
-        return next(self.model.parameters()).device
+        return cast("torch.device", next(self.model.parameters()).device)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return next(self.model.parameters()).dtype
+        return cast("torch.dtype", next(self.model.parameters()).dtype)
 
     def layer_of(self, attention: nn.Module) -> int:
         """Index of the layer that an attention module belongs to."""
-        return int(attention.layer_idx)  # type: ignore[arg-type]
+        return next(index for index, module in enumerate(self.attentions) if module is attention)
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
         """`o_proj.weight` of a layer: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
-        return self.attentions[layer].o_proj.weight.detach()  # type: ignore[no-any-return]
+        return cast("Tensor", self.attentions[layer].o_proj.weight.detach())
 
     def scale(self, layer: int) -> float:
         """Factor on the logits before the softmax."""

@@ -67,7 +67,7 @@ class TraceWriter:
             self._failed.add(sample.sample_id)
 
     def finish(self) -> Path:
-        """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples."""
+        """Write the file from journal and older file, then remove the journal. Raises TraceError for missing ones."""
         if self._is_finished():
             return self.path
         sources = {name: self._source(name) for name in self.sample_ids}

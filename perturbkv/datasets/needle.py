@@ -77,7 +77,8 @@ def _sample(place: int, length: int, depth: float, options: DatasetOptions, toke
 
 def _fill(source: Sequence[str], draw: random.Random, room: int, tokenizer: Tokenizer) -> list[str]:
     """Consecutive sentences from a random place on, going round at the end, about `room` tokens of them."""
-    start, hay, used = draw.randrange(len(source)), [], 0
+    start, used = draw.randrange(len(source)), 0
+    hay: list[str] = []
     while used < room:
         hay.append(source[(start + len(hay)) % len(source)])
         used += _count(tokenizer, " " + hay[-1])

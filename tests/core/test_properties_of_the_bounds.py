@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perturbkv import theory
+from perturbkv.norms import projected_value_norms
+
+SLACK = 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 24), st.floats(0.05, 6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 10**6))
+def test_the_bounds_stand_in_their_order(keys: int, sharpness: float, share: float, first: float, seed: int) -> None:
+    """L ≤ θ ≤ θ̂ always; θ̂ ≤ θ̂_relax where σ > 0.5."""
+    draw = np.random.default_rng(seed)
+    query, key, value = (
+        draw.normal(size=(4, 5)) * sharpness,
+        draw.normal(size=(2, keys, 5)),
+        draw.normal(size=(2, keys, 5)),
+    )
+    w_o = torch.from_numpy(draw.normal(size=(7, 20)))
+    kept = draw.random((3, 4, keys)) < share
+    kept[..., -1] = True
+    stage1 = kept & (draw.random(kept.shape) < first)
+    stage1[..., -1] = True
+    attention = theory.decode_attention(torch.from_numpy(query), torch.from_numpy(key), 1.0)
+    norms = projected_value_norms(torch.from_numpy(value), w_o)
+    n, s = torch.from_numpy(kept), torch.from_numpy(stage1)
+    perturbation = theory.isolated_perturbation(attention, n, torch.from_numpy(value), w_o)
+    bounds = theory.bounds(attention, norms, n, s)
+    scale = (attention * norms).sum(dim=-1) / bounds.sigma_stage1
+    assert (perturbation <= bounds.theta + SLACK * scale).all()
+    assert (bounds.theta <= bounds.theta_hat + SLACK * scale).all()
+    evidence = bounds.sigma_stage1 > 0.5
+    assert (bounds.theta_hat <= bounds.theta_hat_relax + SLACK * scale)[evidence].all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 10**6))
+def test_keeping_everything_perturbs_nothing(keys: int, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    attention = torch.from_numpy(draw.dirichlet(np.ones(keys), size=4))
+    value, w_o = torch.from_numpy(draw.normal(size=(2, keys, 5))), torch.from_numpy(draw.normal(size=(7, 20)))
+    everything = torch.ones(1, 4, keys, dtype=torch.bool)
+    bounds = theory.bounds(attention, projected_value_norms(value, w_o), everything, everything)
+    torch.testing.assert_close(bounds.retained_mass, torch.ones(1, 4, dtype=torch.float64))
+    assert bounds.theta.abs().max() < 1e-12
+    assert theory.isolated_perturbation(attention, everything, value, w_o).max() < 1e-12

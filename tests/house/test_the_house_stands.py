@@ -1,0 +1,168 @@
+"""DESIGN's import arrows, checked from the syntax trees, and that each check can fail."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = {
+    "perturbkv": "perturbkv",
+    "analyses": "perturbkv.analyses",
+    "figures": "perturbkv.figures",
+    "cli": "perturbkv.cli",
+}
+NUMPY_SIDE = ("errors", "config", "trace", "journal", "store", "writer", "analyses", "figures")
+TORCH_SIDE = (
+    ("errors", "config", "trace", "aliases", "tokenization"),
+    ("theory", "norms", "scores"),
+    ("policies", "selection"),
+    ("cache",),
+    ("models", "loading", "capture", "datasets"),
+    ("prefill",),
+    ("decoding",),
+    ("measure",),
+    ("runner",),
+    ("benchmark",),
+)
+TORCH = ("torch", "transformers", "jaxtyping")
+
+
+def modules() -> dict[str, str]:
+    """Dotted name -> source, of everything that is installed."""
+    found = {}
+    for folder, package in PARTS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *inside]).removesuffix(".__init__")] = path.read_text()
+    return found
+
+
+def imports(source: str, everywhere: bool = True) -> set[str]:
+    """Dotted names that a source imports; without `everywhere` those at the top of the module alone."""
+    tree = ast.parse(source)
+    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part(module: str) -> str:
+    """perturbkv.analyses.heads -> analyses; perturbkv.store -> store."""
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def ours(names: set[str]) -> set[str]:
+    known = set(modules())
+    return {part(name) for name in names if name in known and part(name)}
+
+
+def forbidden(module: str, source: str) -> set[str]:
+    """Parts that a module imports against the arrows."""
+    mine, wanted = part(module), ours(imports(source))
+    if mine in ("cli", ""):
+        return set()
+    allowed: set[str] = {mine}
+    if mine in NUMPY_SIDE:
+        allowed |= set(NUMPY_SIDE[: NUMPY_SIDE.index(mine)])
+    for place, level in enumerate(TORCH_SIDE):
+        if mine in level:
+            allowed |= {name for lower in TORCH_SIDE[: place + 1] for name in lower}
+    return wanted - allowed
+
+
+def test_every_module_has_its_place() -> None:
+    placed = {*NUMPY_SIDE, "cli", *(name for level in TORCH_SIDE for name in level)}
+    assert {part(name) for name in modules()} - {""} == placed
+
+
+@pytest.mark.parametrize("module", modules())
+def test_arrows_go_one_way(module: str) -> None:
+    assert forbidden(module, modules()[module]) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "part_named"),
+    [
+        ("perturbkv.config", "from perturbkv.store import read_trace", "store"),
+        ("perturbkv.runner", "from perturbkv.analyses import heads", "analyses"),
+        ("perturbkv.analyses.heads", "import perturbkv.figures.heads", "figures"),
+        ("perturbkv.theory", "def f():\n    from perturbkv.cache import gather", "cache"),
+        ("perturbkv.store", "from perturbkv import cli", "cli"),
+    ],
+)
+def test_a_planted_arrow_is_found(module: str, line: str, part_named: str) -> None:
+    assert part_named in forbidden(module, modules()[module] + "\n" + line)
+
+
+def uses_torch(source: str) -> bool:
+    return any(name.split(".")[0] in TORCH for name in imports(source))
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if part(name) in (*NUMPY_SIDE, "datasets")])
+def test_the_numpy_side_knows_no_torch(module: str) -> None:
+    assert not uses_torch(modules()[module])
+    assert uses_torch(modules()[module] + "\ndef f():\n    import torch")
+
+
+def test_only_the_store_imports_h5py() -> None:
+    assert [name for name, source in modules().items() if "h5py" in imports(source)] == ["perturbkv.store"]
+
+
+def test_only_capture_registers_hooks() -> None:
+    words = ("register_forward", "ALL_ATTENTION_FUNCTIONS")
+    found = [name for name, source in modules().items() if any(word in source for word in words)]
+    assert found == ["perturbkv.capture"]
+
+
+def torch_is_loaded_after(code: str) -> bool:
+    check = f"import sys\n{code}\nsys.stdout.write(str('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    return done.stdout.endswith("True")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import perturbkv",
+        "import perturbkv.store, perturbkv.writer",
+        "import perturbkv.analyses.heads, perturbkv.figures.heads",
+        "import perturbkv.datasets.registry, perturbkv.policies.registry",
+        "from perturbkv.cli.main import app\nfrom typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "assert CliRunner().invoke(app, ['heads', '--help']).exit_code == 0",
+    ],
+)
+def test_torch_stays_unimported(code: str) -> None:
+    assert not torch_is_loaded_after(code)
+
+
+def test_the_torch_check_can_fail() -> None:
+    assert torch_is_loaded_after("import perturbkv.theory")
+
+
+def test_public_names_exist() -> None:
+    import perturbkv
+
+    for name in perturbkv.__all__:
+        assert getattr(perturbkv, name) is not None
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = perturbkv.nothing_of_this_name
+
+
+def test_prints_stay_in_the_console() -> None:
+    calls = [
+        name
+        for name, source in modules().items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert calls == []

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_wheel_has_one_top_level_name_and_all_its_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"perturbkv"}
+    for wanted in ("py.typed", "FORMAT.md", "figures/perturbkv.mplstyle", "cli/main.py", "analyses/heads.py"):
+        assert f"perturbkv/{wanted}" in names

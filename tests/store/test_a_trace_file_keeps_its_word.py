@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import perturbkv
+from perturbkv.errors import TraceError
+from perturbkv.store import FORMAT_VERSION, describe, read_trace
+from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
+from perturbkv.writer import TraceWriter
+from tests.support.traces import KEPT, run_config, sample_trace
+
+FORMAT = (Path(perturbkv.__file__).parent / "FORMAT.md").read_text()
+GOLDEN = Path(__file__).parent / "golden" / "trace-v1.h5"
+
+
+def write(path: Path, *samples: SampleTrace | FailedSample, **run: object) -> Path:
+    writer = TraceWriter(path, run_config(len(samples), **run), [s.sample_id for s in samples], {"model": "m"})
+    for sample in samples:
+        writer.append(sample)
+    return writer.finish()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 99))
+def test_what_is_written_is_read(
+    tmp_path: Path, steps: int, layers: int, heads: int, optional: bool, seed: int
+) -> None:
+    path = tmp_path / f"{steps}{layers}{heads}{optional}{seed}.h5"
+    shape = {"steps": steps, "layers": layers, "heads": heads, "optional": optional}
+    samples = [sample_trace(f"s{i}", seed=seed + i, keys=4 + i, **shape) for i in range(2)]
+    path.unlink(missing_ok=True)
+    trace = read_trace(write(path, *samples, steps=steps))
+    assert trace.sample_ids == ("s0", "s1")
+    for place, sample in enumerate(samples):
+        for name, array in sample.arrays.items():
+            if name.startswith("kept_"):
+                continue
+            found = trace.arrays[name][place]
+            if name == "attention_full":
+                assert np.isnan(found[..., array.shape[-1] :]).all()
+                found = found[..., : array.shape[-1]]
+            np.testing.assert_array_equal(found, array)
+            assert found.dtype == np.dtype(VARIABLES[name].dtype)
+        assert trace.kept(place, 1, layers - 1, 0).tolist() == list(range(KEPT))
+
+
+def test_xarray_opens_it(tmp_path: Path) -> None:
+    sample = sample_trace("first", layers=3, optional=True)
+    path = write(tmp_path / "t.h5", sample, FailedSample("second", "it broke"))
+    with xr.open_dataset(path, engine="h5netcdf") as data:
+        assert data["theta"].dims == ("sample", "config", "step", "layer", "head")
+        assert data["theta"].attrs["units"] == "L1"
+        assert data["theta"].attrs["long_name"] == VARIABLES["theta"].long_name
+        assert data["sample"].values.tolist() == ["first", "second"]
+        assert data["config"].values.tolist() == run_config().labels()
+        np.testing.assert_array_equal(data["theta"].sel(sample="first"), sample.arrays["theta"])
+        assert np.isnan(data["theta"].sel(sample="second")).all()
+        assert data["complete"].values.tolist() == [1, 0]
+        assert data["failure"].values.tolist() == ["", "it broke"]
+        assert data.attrs["format"] == "perturbkv-trace"
+
+
+def test_every_variable_has_scales_units_and_a_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.h5", sample_trace(optional=True))
+    with h5py.File(path) as file:
+        for name, variable in file.items():
+            assert variable.attrs["units"], name
+            assert variable.attrs["long_name"], name
+            if name in VARIABLES:
+                axes = [dim[0].name.lstrip("/") for dim in variable.dims]
+                dims = VARIABLES[name].dims
+                assert axes == (list(dims) if dims == ("kept_entry",) else ["sample", *dims])
+
+
+def test_describe_tells_what_is_there_without_reading_it(tmp_path: Path) -> None:
+    found = describe(write(tmp_path / "t.h5", sample_trace("a"), FailedSample("b", "broke")))
+    assert found.failures == {"b": "broke"}
+    assert found.variables["theta"].shape == (2, 2, 1, 2, 2)
+    assert found.variables["theta"].nbytes == 2 * 2 * 2 * 2 * 8
+    assert found.attrs["model"] == "m"
+
+
+def test_format_md_and_the_code_name_the_same_variables() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| (\w+) \| (\S+) \| (.+?) \| (MUST|MAY) \|$", FORMAT, re.MULTILINE)
+    told = {name: (axes, kind, unit, meaning, must == "MAY") for name, axes, kind, unit, meaning, must in rows}
+    real = {}
+    for name, spec in VARIABLES.items():
+        axes = spec.dims if spec.dims == ("kept_entry",) else ("sample", *spec.dims)
+        real[name] = (" ".join(axes), spec.dtype, spec.units, spec.long_name, spec.optional)
+    assert told == real
+    assert f"format version {FORMAT_VERSION}" in FORMAT
+
+
+def spoil_half(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def spoil_version(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file.attrs["format_version"] = FORMAT_VERSION + 1
+
+
+def spoil_format(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file.attrs["format"] = "other"
+
+
+def spoil_variable(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        del file["theta"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_half, "truncated"),
+        (lambda path: path.write_text("no trace at all"), "no HDF5"),
+        (lambda path: path.write_bytes(b""), "no HDF5"),
+        (spoil_version, "got format 2"),
+        (spoil_format, "another HDF5 file"),
+        (spoil_variable, "without theta"),
+        (lambda path: path.unlink(), "got nothing"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path, spoil, words: str) -> None:  # type: ignore[no-untyped-def]
+    path = write(tmp_path / "t.h5", sample_trace())
+    spoil(path)
+    with pytest.raises(TraceError, match=words) as told:
+        read_trace(path)
+    assert "\n" not in str(told.value)
+
+
+def test_the_golden_file_of_version_1_is_read_for_ever() -> None:
+    trace = read_trace(GOLDEN)
+    assert trace.sample_ids == ("first", "second", "broken")
+    assert trace.failures == {"broken": "planted failure"}
+    assert trace.run.labels() == [f"snapkv:{name} b=64 a=0.25 w=32 max7 query" for name in ("attention", "two-stage")]
+    assert trace.arrays["theta"].shape == (3, 2, 1, 2, 2)
+    np.testing.assert_array_equal(trace.arrays["theta"][0, 1, 0], [[104, 105], [106, 107]])
+    np.testing.assert_array_equal(trace.arrays["theta"][1, 1, 0], [[1104, 1105], [1106, 1107]])
+    assert np.isnan(trace.arrays["theta"][2]).all()
+    assert trace.arrays["prompt_tokens"].tolist() == [70, 71, 0]
+    assert trace.kept(1, 0, 1, 1).tolist() == [0, 1, 2]
+    assert trace.ok.tolist() == [True, True, False]
+    with xr.open_dataset(GOLDEN, engine="h5netcdf") as data:
+        assert float(data["theta"].sel(sample="second", step=0, layer=1, head=0)[1]) == 1106
+    with h5py.File(GOLDEN) as file:
+        assert file["complete"][()].tolist() == [1, 1, 0]
+        assert file["theta"].dims[3][0].name == "/layer"
