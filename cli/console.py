@@ -21,7 +21,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], cap
     """Print a table; columns whose heading begins with '#' hold numbers and are set to the right."""
     drawn = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption=caption, caption_justify="left")
     for heading in columns:
-        drawn.add_column(heading.removeprefix("#"), justify="right" if heading.startswith("#") else "left")
+        drawn.add_column(heading.removeprefix("#"), justify="right" if heading.startswith("#") else "left",
+                         overflow="fold")  # fmt: skip
     for row in rows:
         drawn.add_row(*row)
     out.print(drawn)

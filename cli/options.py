@@ -95,6 +95,11 @@ class RunOptions:
         bool, _run("--dry-run", help="Print samples, tokens, configurations and memory; run nothing.")
     ] = False
 
+    def __post_init__(self) -> None:
+        if self.chunk_mib < 1:
+            msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
+            raise ConfigError(msg)
+
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Every preset × budget × alpha × selection, the policy's restrictions checked.
 
@@ -141,7 +146,7 @@ def parse_compare(text: str) -> list[str]:
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
     """The value. Raises UnknownNameError where it is none of the known ones."""
     if value not in known:
-        raise UnknownNameError(option, value, known)
+        raise UnknownNameError(value, option, known)
     return value
 
 

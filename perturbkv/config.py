@@ -121,7 +121,7 @@ class EvictionConfig:
     def __post_init__(self) -> None:
         for field, known in _CHOICES.items():
             if getattr(self, field) not in known:
-                raise UnknownNameError(field.replace("_", "-"), getattr(self, field), known)
+                raise UnknownNameError(getattr(self, field), field.replace("_", "-"), known)
         self._check_ranges()
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
@@ -197,8 +197,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def from_preset(preset: str, budget: Budget, **overrides: Any) -> EvictionConfig:
     """The preset's configuration at `budget`, each override that is not None replacing the preset's choice."""
     if preset not in PRESETS:
-        msg = "preset"
-        raise UnknownNameError(msg, preset, PRESETS)
+        raise UnknownNameError(preset, "preset", PRESETS)
     chosen = {name: value for name, value in overrides.items() if value is not None}
     return EvictionConfig(budget=budget, **{**PRESETS[preset], **chosen})
 
@@ -249,12 +248,10 @@ class RunConfig:
             msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
             raise ConfigError(msg)
         if self.dtype not in DTYPES:
-            msg = "dtype"
-            raise UnknownNameError(msg, self.dtype, DTYPES)
+            raise UnknownNameError(self.dtype, "dtype", DTYPES)
         for name in self.save:
             if name not in SAVES:
-                msg = "--save"
-                raise UnknownNameError(msg, name, SAVES)
+                raise UnknownNameError(name, "--save", SAVES)
         if not self.configs:
             msg = "a run needs at least one eviction configuration, got none"
             raise ConfigError(msg)

@@ -27,7 +27,7 @@ class BudgetError(ConfigError):
 class UnknownNameError(PerturbkvError):
     """A name that no registry knows; the message lists the known ones, the nearest first."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+    def __init__(self, name: str, kind: str, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name = kind, name
         self.known = nearest_first(name, known)
         message = f"unknown {kind} '{name}'; known: {', '.join(self.known)}"

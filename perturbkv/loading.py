@@ -67,8 +67,7 @@ def resolve(name: str) -> Source:
         raise ModelError(msg)
     if name.count("/") == 1:
         return Source(name, name, hub_id=name)
-    msg = "model"
-    raise UnknownNameError(msg, name, ALIASES, "a hub id (owner/name), a folder or a .gguf file works too")
+    raise UnknownNameError(name, "model", ALIASES, "a hub id (owner/name), a folder or a .gguf file works too")
 
 
 def pick_device(name: str) -> torch.device:
@@ -92,8 +91,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in ("float32", "bfloat16", "float16"):
-        msg = "dtype"
-        raise UnknownNameError(msg, name, ("auto", "float32", "bfloat16", "float16"))
+        raise UnknownNameError(name, "dtype", ("auto", "float32", "bfloat16", "float16"))
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
@@ -163,8 +161,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto", seed: int =
 def _random_config(name: str) -> Any:
     alias = name.removeprefix(_RANDOM)
     if alias not in ALIASES:
-        msg = "model"
-        raise UnknownNameError(msg, name, [_RANDOM + known for known in ALIASES])
+        raise UnknownNameError(name, "model", [_RANDOM + known for known in ALIASES])
     return AutoConfig.for_model(ALIASES[alias].family, **ALIASES[alias].shapes)
 
 

@@ -55,8 +55,7 @@ class DatasetOptions:
             msg = f"a depth must lie in [0, 1], got {wrong[0]}"
             raise ConfigError(msg)
         if self.haystack not in ("prose", "noise"):
-            msg = "haystack"
-            raise UnknownNameError(msg, self.haystack, ("prose", "noise"))
+            raise UnknownNameError(self.haystack, "haystack", ("prose", "noise"))
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ def is_file(name: str) -> bool:
 def check_name(name: str) -> None:
     """Raise UnknownNameError unless `name` is registered or names a file."""
     if name not in _REGISTRY and not is_file(name):
-        msg = "dataset"
-        raise UnknownNameError(msg, name, _REGISTRY, "a .jsonl file works too")
+        raise UnknownNameError(name, "dataset", _REGISTRY, "a .jsonl file works too")
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:

@@ -45,8 +45,7 @@ def known() -> list[PolicyInfo]:
 def info(name: str) -> PolicyInfo:
     """The policy's entry. Raises UnknownNameError with the known names, the nearest first."""
     if name not in _REGISTRY:
-        msg = "policy"
-        raise UnknownNameError(msg, name, _REGISTRY)
+        raise UnknownNameError(name, "policy", _REGISTRY)
     return _REGISTRY[name]
 
 

@@ -1,0 +1,155 @@
+"""Each mistake: exit code 2, one line that says expected, got and what to do, and nothing written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perturbkv.store import read_trace
+from tests.support.folders import model_folder
+
+Run = Callable[..., Any]
+
+
+def refused(ran: Any, *words: str) -> None:
+    assert ran.code == 2, (ran.out, ran.err)
+    lines = [line for line in ran.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, ran.err
+    assert "Traceback" not in ran.err
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "smolm2"], ["unknown model 'smolm2'; known: smollm2-135m", "folder"]),
+        (["--model", "random:smolm2"], ["unknown model", "random:smollm2-135m"]),
+        (["--dataset", "nedle"], ["unknown dataset 'nedle'; known: needle", ".jsonl"]),
+        (["--policy", "snapvk"], ["unknown policy 'snapvk'; known: snapkv"]),
+        (["--preset", "papr"], ["unknown preset 'papr'; known: paper"]),
+        (["--compare", "attention,twostage"], ["unknown selection 'twostage'; known: two-stage"]),
+        (["--compare", "attention"], ["two or more selections"]),
+        (["--compare", "attention,attention"], ["attention"]),
+        (["--policy", "streaming-llm"], ["streaming-llm", "position"]),
+        (["--budget", "8"], ["window of 8", "raise the budget above 8"]),
+        (["--budget", "0.01"], ["window of 8"]),
+        (["--budget", "0"], ["must be positive, got 0"]),
+        (["--budget", "-3"], ["must be positive, got -3"]),
+        (["--budget", "1.5"], ["at most 1, got 1.5"]),
+        (["--budget", "nan"], ["must be positive"]),
+        (["--budget", "many"], ["got 'many'"]),
+        (["--alpha", "1.5"], ["alpha must lie in [0, 1], got 1.5"]),
+        (["--alpha", "nan"], ["alpha must lie in [0, 1]"]),
+        (["--kernel", "6"], ["odd and positive, got 6"]),
+        (["--window", "0"], ["at least 1 query"]),
+        (["--pool", "min"], ["unknown pool 'min'"]),
+        (["--granularity", "head"], ["unknown granularity"]),
+        (["--samples", "0"], ["at least 1 sample, got 0"]),
+        (["--samples", "99"], ["has 6 samples, fewer than --samples 99"]),
+        (["--steps", "0"], ["at least 1 decode step"]),
+        (["--max-tokens", "1"], ["--max-tokens must be at least 2"]),
+        (["--dtype", "int8"], ["unknown dtype 'int8'"]),
+        (["--device", "cuda:7"], ["cuda:7", "--device cpu"]),
+        (["--device", "tpu9"], ["got 'tpu9'"]),
+        (["--save", "everything"], ["unknown --save 'everything'"]),
+        (["--chat-template"], ["chat template"]),
+        (["--step", "3"], ["a step from 0 to 0, got 3"]),
+        (["--format", "gif"], ["unknown format 'gif'"]),
+        (["--chunk-mib", "0"], ["--chunk-mib"]),
+        (["--dataset", "needle", "--length", "5"], ["at least 128 tokens"]),
+        (["--dataset", "needle", "--depth", "2"], ["depth must lie in [0, 1]"]),
+        (["--dataset", "needle", "--length", "5000"], ["512 positions", "--max-tokens"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_options(perturbkv: Run, tiny: list[object], options: list[str], words: list[str]) -> None:
+    budget = [] if options[0] == "--budget" else ["--budget", "24"]
+    refused(perturbkv("heads", *tiny[:-4], *budget, "--window", "8", *options, "-o", "out"), *words)
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_data_files(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    def heads(path: object) -> Any:
+        return perturbkv("heads", *tiny, "--dataset", path)
+
+    refused(heads(lines(tmp_path / "a.jsonl", {"prompt": "x"}, "{broken")), "a.jsonl, line 2", "no JSON")
+    refused(heads(lines(tmp_path / "b.jsonl", {"prompt": " "})), "b.jsonl, line 1", "empty prompt")
+    refused(heads("missing.jsonl"), "missing.jsonl", "does not exist")
+    long = {"prompt": "word " * 300}
+    refused(heads(lines(tmp_path / "c.jsonl", long, long)), "512 positions", "--max-tokens 511")
+
+
+def test_a_hub_that_is_not_there(perturbkv: Run, data: Path) -> None:
+    ran = perturbkv("heads", "--model", "mistral-7b", "--dataset", data)
+    refused(ran, "mistralai/Mistral-7B-Instruct-v0.3", "safetensors", "--model PATH", "HF_HOME")
+    refused(perturbkv("heads", "--model", "nobody/nothing", "--dataset", data), "nobody/nothing", "--model PATH")
+
+
+def test_models_that_would_be_misread(perturbkv: Run, data: Path, tmp_path: Path) -> None:
+    def heads(path: object) -> Any:
+        return perturbkv("heads", "--model", path, "--dataset", data, "--samples", 1)
+
+    refused(heads("./nowhere"), "./nowhere", "neither")
+    refused(heads(lines(tmp_path / "m.gguf", "no model")), "m.gguf")
+    (tmp_path / "empty").mkdir()
+    refused(heads(tmp_path / "empty"), "cannot be loaded")
+    sliding = model_folder(tmp_path / "sliding", "mistral", sliding_window=64)
+    refused(heads(sliding), "sliding window of 64 entries", "--max-tokens 63")
+    gemma = tmp_path / "gemma"
+    gemma.mkdir()
+    lines(gemma / "config.json", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]})
+    refused(heads(gemma), "family 'gemma2'", "Llama, Mistral, Qwen2, Qwen3, Phi-3")
+
+
+def test_traces(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    perturbkv("trace", *tiny, "-o", "t.h5")
+    content = (tmp_path / "t.h5").read_bytes()
+    refused(perturbkv("heads", lines(tmp_path / "text.h5", "no trace")), "no HDF5")
+    (tmp_path / "half.h5").write_bytes(content[: len(content) // 2])
+    refused(perturbkv("info", "half.h5"), "truncated")
+    refused(perturbkv("info", "none.h5"), "got nothing")
+    refused(perturbkv("heads", "t.h5", "--compare", "attention,value"), "snapkv:attention, snapkv:two-stage")
+    refused(perturbkv("trace", *tiny, "--seed", 9, "-o", "t.h5"), "seed", "--overwrite")
+    assert (tmp_path / "t.h5").read_bytes() == content
+    assert perturbkv("trace", *tiny, "--seed", 9, "-o", "t.h5", "--overwrite").code == 0
+    assert read_trace(tmp_path / "t.h5").run.seed == 9
+
+
+def test_nothing_is_left_behind(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    perturbkv("heads", *tiny, "--alpha", 7, "-o", "out")
+    perturbkv("heads", *tiny, "--dataset", "missing.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_fails_the_sample_and_the_run_exits_1(
+    perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perturbkv import runner
+
+    measure = runner.trace_sample
+
+    def poisoned(adapter, prompt, *more):  # type: ignore[no-untyped-def]
+        norm = adapter.model.model.layers[1].input_layernorm.weight
+        kept = norm.detach().clone()
+        if prompt.sample_id == "p0":
+            norm.data.fill_(float("nan"))
+        try:
+            return measure(adapter, prompt, *more)
+        finally:
+            norm.data.copy_(kept)
+
+    monkeypatch.setattr(runner, "trace_sample", poisoned)
+    ran = perturbkv("heads", *tiny, "-o", "out")
+    assert ran.code == 1
+    assert "failed: the hidden states of layer 1 hold NaN or Inf in sample 'p0'" in ran.err
+    assert "1 samples" in ran.out
+    assert dict(read_trace(Path("out/trace.h5")).failures).keys() == {"p0"}

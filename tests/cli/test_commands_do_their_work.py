@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from perturbkv.cli import console
+from perturbkv.runner import trace as run_trace
+from perturbkv.store import read_trace
+
+Run = Callable[..., Any]
+
+
+def test_heads_leaves_trace_figure_summary_and_table(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    ran = perturbkv("heads", *tiny, "-o", "out", "--format", "png", "--format", "pdf")
+    assert ran.code == 0, ran.err
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "trace.h5",
+        "heads.png",
+        "heads.pdf",
+        "summary.json",
+    }
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    (comparison,) = summary["comparisons"]
+    trace = read_trace(tmp_path / "out" / "trace.h5")
+    mean = trace.arrays["perturbation_isolated"][:, 1, 0].mean()
+    assert comparison["isolated"]["treatment_mean_l1"] == pytest.approx(mean)
+    assert f"{comparison['isolated']['improved']}" in ran.out
+    assert all(len(line) <= 80 for line in ran.out.splitlines())
+
+
+def test_heads_reads_a_trace_again(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    perturbkv("trace", *tiny, "-o", "t.h5")
+    ran = perturbkv("heads", "t.h5", "-o", "figures", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json()["trace_digest"] == read_trace(tmp_path / "t.h5").digest
+    assert (tmp_path / "figures" / "heads.svg").exists()
+
+
+def test_several_treatments_presets_and_budgets_make_a_comparison_each(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("heads", *tiny, "-b", "0.5", "--preset", "paper", "--preset", "paper-v2", "--compare",
+                    "attention,two-stage,random", "-o", "out", "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert len(ran.json()["comparisons"]) == 2 * 2 * 2
+    assert len(list(Path("out").glob("*.png"))) == 8
+
+
+def test_policies_can_be_compared(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("heads", *tiny, "--compare", "streaming-llm,snapkv:two-stage", "-o", "out", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json()["comparisons"][0]["baseline"].startswith("streaming-llm:position")
+
+
+def test_trace_writes_where_it_is_told_and_info_reads_it(perturbkv: Run, tiny: list[object]) -> None:
+    made = perturbkv("trace", *tiny, "--selection", "value", "--save", "outputs", "--steps", 2, "-o", "t.h5", "--json")
+    assert made.code == 0, made.err
+    assert made.json()["samples"] == ["p0", "p1"]
+    told = perturbkv("info", "t.h5", "--json").json()
+    assert told["variables"]["head_output"]["shape"] == [2, 1, 2, 2, 4, 8]
+    assert "head_output" in perturbkv("info", "t.h5").out
+
+
+def test_the_default_folder_names_time_model_and_dataset(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    assert perturbkv("heads", *tiny).code == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.endswith("-tiny-prompts")
+
+
+def test_a_second_run_goes_on_and_a_longer_one_extends(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    perturbkv("trace", *tiny, "-o", "t.h5")
+    first = read_trace(tmp_path / "t.h5")
+    again = perturbkv("trace", *tiny, "-o", "t.h5")
+    assert "2 of 2 samples are there already" in again.err
+    assert perturbkv("trace", *tiny, "--samples", 3, "-o", "t.h5").code == 0
+    longer = read_trace(tmp_path / "t.h5")
+    assert longer.sample_ids == ("p0", "p1", "p2")
+    np.testing.assert_array_equal(longer.arrays["theta"][:2], first.arrays["theta"])
+
+
+def test_dry_run_tells_and_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    told = perturbkv("heads", *tiny, "--max-tokens", 100, "--dry-run", "--json").json()
+    assert (told["samples"], told["tokens_max"], told["cut_samples"]) == (2, 100, 2)
+    assert told["full_cache_mib"] == pytest.approx(2 * 2 * 2 * 8 * 100 * 4 / 2**20)
+    assert told["evicted_caches_mib"] == pytest.approx(2 * 2 * 4 * 8 * 24 * 4 * 2 / 2**20)
+    assert "24" in perturbkv("heads", *tiny, "--dry-run").out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cut_and_untouched_prompts_are_reported(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("trace", *tiny, "--max-tokens", 100, "-b", "1.0", "-o", "t.h5")
+    assert "2 of 2 prompts were cut in the middle to 100 tokens" in ran.err
+    assert "evicts nothing in 2 of 2 samples" in ran.err
+
+
+def test_random_weights_are_said_everywhere(perturbkv: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from perturbkv import aliases
+
+    shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1}
+    monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
+    ran = perturbkv("heads", "--model", "random:small", "--dataset", data, "--samples", 1, "-o", "out")
+    assert ran.code == 0, ran.err
+    assert "random weights" in ran.out
+    assert "random weights" in ran.err
+    assert "random weights" in Path("out/heads.svg").read_text()
+    with h5py.File("out/trace.h5") as file:
+        assert file.attrs["random_weights"] == "true"
+
+
+@pytest.mark.parametrize("command", ["models", "datasets", "policies", "doctor"])
+def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None:
+    table = perturbkv(command)
+    assert table.code == 0
+    assert all(len(line) <= 80 for line in table.out.splitlines())
+    assert "…" not in table.out
+    assert len(perturbkv(command, "--json").json()) > 1
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = "import sys\nfrom perturbkv.cli.main import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, check=False)
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0
+    assert min(times) < 0.5
+
+
+def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("trace", *tiny, "-o", "t.h5")
+    assert "samples" not in ran.err
+    with console.progress("samples", 3) as bar:
+        assert bar.disable
+
+
+def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(adapter, prompts, *more):  # type: ignore[no-untyped-def]
+        run_trace(adapter, prompts[:1], *more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("perturbkv.runner.trace", interrupt)
+        ran = perturbkv("heads", *tiny, "-o", "out")
+    assert ran.code == 130
+    assert "1 of 2 samples are kept beside out/trace.h5; run the same command with --output out" in ran.err
+    assert perturbkv("info", "out/trace.h5").code == 2
+    assert "1 of 2 samples are there already" in perturbkv("heads", *tiny, "-o", "out").err
+
+
+def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    options = [*map(str, tiny), "--samples", "6", "-o", str(tmp_path / "t.h5")]
+    command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()", "trace", *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal = tmp_path / "t.h5.journal"
+    while process.poll() is None and len(list(journal.glob("*.npz"))) < 2:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert perturbkv("trace", *options).code == 0
+    whole = perturbkv("trace", *options[:-1], str(tmp_path / "whole.h5"))
+    assert whole.code == 0
+    found, expected = read_trace(tmp_path / "t.h5"), read_trace(tmp_path / "whole.h5")
+    for name, array in expected.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+
+
+def test_bench_capture_prints_its_ratios(perturbkv: Run, model: Path) -> None:
+    ran = perturbkv("bench", "capture", "--model", model, "--tokens", 64, "--repeats", 1, "--budget", 40, "--json")
+    assert ran.code == 0, ran.err
+    cost = ran.json()
+    assert cost["time_ratio"] == pytest.approx(cost["traced_seconds"][0] / cost["plain_seconds"][0])
+    assert cost["memory_ratio"] == pytest.approx(cost["traced_peak_bytes"] / cost["plain_peak_bytes"])

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perturbkv.datasets import registry
+from perturbkv.datasets.encode import EncodedPrompt, check_length, cut_middle, encode
+from perturbkv.datasets.prose import sentences
+from perturbkv.datasets.registry import DatasetInfo, DatasetOptions, load
+from perturbkv.datasets.sample import Sample
+from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
+
+
+class Words:
+    """One token per word, numbered by its length; a chat template of two words around the turn."""
+
+    def __init__(self, chat_template: str | None = "yes") -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": ([0] if add_special_tokens else []) + [len(word) for word in text.split()]}
+
+    def apply_chat_template(self, turns: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        return f"<user> {turns[0]['content']} <assistant> "
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def loaded(name: str | Path, samples: int = 1, **options: Any) -> registry.LoadedDataset:
+    return load(str(name), DatasetOptions(samples, **options), Words())
+
+
+def count(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize("haystack", ["prose", "noise"])
+def test_needle_prompts_have_their_length_and_hide_one_needle(haystack: str) -> None:
+    data = loaded("needle", 6, lengths=(200, 400), depths=(0.0, 0.5, 1.0), haystack=haystack)
+    lengths = [200] * 3 + [400] * 3
+    for sample, length in zip(data.samples, lengths, strict=True):
+        assert length - 60 < count(sample.prompt) <= length
+        assert sample.context.count(sample.answers[0]) == 1
+        assert sample.answers[0] not in sample.question + sample.answer_prefix
+        assert sample.answer_prefix in sample.context
+
+
+def test_the_needle_lies_at_its_depth() -> None:
+    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    for sample, depth in zip(loaded("needle", 5, lengths=(1000,), depths=depths).samples, depths, strict=True):
+        before = count(sample.context.partition(sample.answer_prefix)[0])
+        assert abs(before / count(sample.context) - depth) < 0.05
+
+
+def test_a_needle_sample_does_not_depend_on_how_many_are_asked_for() -> None:
+    few, many = loaded("needle", 2).samples, loaded("needle", 6).samples
+    assert few == many[:2]
+    assert len({sample.id for sample in many}) == 6
+    assert loaded("needle", 2, seed=1).samples != few
+    assert loaded("needle", 2).samples == few
+
+
+def test_the_prose_is_prose() -> None:
+    text = sentences()
+    assert len(text) > 500
+    assert len(set(text)) == len(text)
+    assert not any(mark in sentence for sentence in text for mark in ("::", "**", "``", "\n", "==="))
+
+
+def test_longbench_rows_keep_context_and_question_apart(tmp_path: Path) -> None:
+    rows = [{"context": f"A story {i}.", "input": "Who {is} it?", "answers": ["he"], "_id": "x"} for i in range(3)]
+    for place in ("qasper.jsonl", "longbench/qasper.jsonl", "data/qasper.jsonl"):
+        path = tmp_path / place
+        path.parent.mkdir(exist_ok=True)
+        jsonl(path, *rows)
+        data = loaded("qasper", 2, data_dir=tmp_path)
+        assert [sample.id for sample in data.samples] == ["0-x", "1-x"]
+        assert data.samples[1].context.endswith("A story 1.")
+        assert "Who {is} it?" in data.samples[1].question
+        assert data.samples[1].answers == ("he",)
+        assert data.options["wording"]["single-document QA"]
+        assert len(data.options["file_sha256"]) == 64
+        path.unlink()
+
+
+def test_a_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl(tmp_path / "qasper.jsonl", {"context": "c", "input": "q"})
+    monkeypatch.setenv("PERTURBKV_DATA_DIR", str(tmp_path))
+    assert len(loaded("qasper").samples) == 1
+
+
+def test_without_a_hub_the_file_and_both_ways_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unreachable(**wanted: str) -> str:
+        msg = "no route to the hub\nsecond line"
+        raise OSError(msg)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(DatasetError) as told:
+        loaded("qasper", data_dir=tmp_path)
+    for wanted in ("qasper.jsonl", "zai-org/LongBench/data.zip", "--data-dir", "HF_HOME", "no route"):
+        assert wanted in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_prompt_field_is_used_verbatim(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", {"prompt": " As it is. ", "id": 7, "answer_prefix": "So"}, "", {"prompt": "b"})
+    first, second = loaded(path, 2).samples
+    assert (first.prompt, first.id, first.answer_prefix) == (" As it is. ", "7", "So")
+    assert second.id == "1"
+
+
+def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", {"context": "c", "input": "q", "dataset": "multi_news"}, {"input": "plain"})
+    data = loaded(path, 2)
+    assert "Summary:" in data.samples[0].question
+    assert data.samples[1].prompt.strip() == "plain"
+    assert list(data.options["wording"]) == ["summarisation"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (['{"prompt": "a"}', "{no json"], "line 2: expected a JSON object, got text that is no JSON"),
+        (["[1, 2]"], "line 1: expected a JSON object, got list"),
+        (['{"text": "a"}'], r"line 1: expected the field `prompt`.*got \['text'\]"),
+        (['{"prompt": "  "}'], "line 1: sample '0' has an empty prompt"),
+        (['{"context": "", "input": ""}'], "line 1: the prompt is empty"),
+        ([""], "expected at least one sample"),
+        (['{"prompt": "a"}'], "has 1 samples, fewer than --samples 2"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_with_its_line(tmp_path: Path, rows: list[str], told: str) -> None:
+    with pytest.raises(DatasetError, match=told):
+        loaded(jsonl(tmp_path / "d.jsonl", *rows), 2)
+
+
+def test_a_missing_or_binary_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="does not exist"):
+        loaded(tmp_path / "none.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatasetError, match="UTF-8"):
+        loaded(tmp_path / "b.jsonl")
+
+
+def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError) as told:
+        loaded("quasper")
+    assert told.value.known[0] == "qasper"
+    assert ".jsonl" in str(told.value)
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ConfigError, match="registered already"):
+        registry.register(DatasetInfo("needle", "", "", "", ""))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"samples": 0}, {"lengths": (10,)}, {"depths": (0.5, 1.5)}, {"depths": (-0.1,)}, {"haystack": "hay"}],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, UnknownNameError)):
+        DatasetOptions(**{"samples": 1, **options})
+
+
+@given(st.lists(st.integers(), min_size=1), st.integers(2, 50))
+def test_the_cut_keeps_both_ends(ids: list[int], most: int) -> None:
+    kept = cut_middle(tuple(ids), most)
+    assert len(kept) == min(len(ids), most)
+    half = most // 2
+    if len(ids) > most:
+        assert kept[-half:] == tuple(ids[-half:])
+        assert kept[: most - half] == tuple(ids[: most - half])
+
+
+def test_encoding_with_and_without_a_chat_template() -> None:
+    sample = Sample("s", "aa bbb", " cccc", answer_prefix="ddddd")
+    chat = encode(sample, Words(), chat_template=True, max_tokens=None)
+    assert chat.token_ids == (6, 2, 3, 4, 11, 5)
+    plain = encode(sample, Words(), chat_template=False, max_tokens=4)
+    assert plain == EncodedPrompt("s", (0, 2, 4, 5), 1)
+    with pytest.raises(ConfigError, match="chat template"):
+        encode(sample, Words(None), chat_template=True, max_tokens=None)
+
+
+def test_a_prompt_longer_than_the_model_is_refused() -> None:
+    prompt = EncodedPrompt("s", (1,) * 100, 0)
+    check_length(prompt, positions=101, steps=1)
+    with pytest.raises(DatasetError, match="use --max-tokens 99 or less"):
+        check_length(prompt, positions=101, steps=2)
+    with pytest.raises(DatasetError, match="no tokens"):
+        EncodedPrompt("s", (), 0)
