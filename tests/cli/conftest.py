@@ -46,7 +46,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def perturbkv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ran]:
     """Run the command in this process, in an empty folder, as 80 columns would show it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments: object) -> Ran:

