@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -17,15 +17,25 @@ out = Console()
 err = Console(stderr=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> None:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; columns whose heading begins with '#' hold numbers and are set to the right."""
-    drawn = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption=caption, caption_justify="left")
-    for heading in columns:
-        drawn.add_column(heading.removeprefix("#"), justify="right" if heading.startswith("#") else "left",
-                         overflow="fold")  # fmt: skip
+    drawn = Table(box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(columns):
+        justify: JustifyMethod = "right" if heading.startswith("#") else "left"
+        drawn.add_column(
+            heading.removeprefix("#"), justify=justify, overflow="fold", no_wrap=place == 0 and len(columns) > 2
+        )
     for row in rows:
         drawn.add_row(*row)
+    if title:
+        say(title, bold=True)
     out.print(drawn)
+    out.print()
+
+
+def say(text: str, bold: bool = False) -> None:
+    """A line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
+    out.print(text, highlight=False, markup=False, style="bold" if bold else None)
 
 
 def print_json(document: Any) -> None:

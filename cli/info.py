@@ -33,4 +33,4 @@ def info(
     ]
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
-        console.out.print(f"failed: {reason}", highlight=False)
+        console.say(f"failed: {reason}")

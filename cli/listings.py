@@ -25,7 +25,7 @@ def models(as_json: JsonOption = False) -> None:
         return
     cells = [[str(value) for value in row.values()] for row in rows]
     console.table("models", ["alias", "hub id", "#layers", "#heads", "#kv"], cells)
-    console.out.print("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
+    console.say("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
 
 
 def datasets(as_json: JsonOption = False) -> None:
@@ -51,6 +51,9 @@ def policies(as_json: JsonOption = False) -> None:
     console.table(
         "policies",
         ["policy", "what", "selections"],
-        [(row.name, f"{row.summary}\n{row.paper}", ", ".join(row.selections)) for row in known()],
+        [
+            (row.name, f"{row.summary}\n{row.paper.removeprefix('https://')}", ", ".join(row.selections))
+            for row in known()
+        ],
     )
     console.table("selections", ["selection", "what"], list(SELECTIONS.items()))

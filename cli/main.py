@@ -40,6 +40,7 @@ def main() -> None:
 def _quiet_libraries() -> None:
     """Other libraries' warnings stay out of our output, and their progress bars out of files and pipes."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

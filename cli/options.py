@@ -94,6 +94,7 @@ class RunOptions:
     dry_run: Annotated[
         bool, _run("--dry-run", help="Print samples, tokens, configurations and memory; run nothing.")
     ] = False
+    as_json: JsonOption = False
 
     def __post_init__(self) -> None:
         if self.chunk_mib < 1:

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from perturbkv.cli import console, dry_run
-from perturbkv.cli.options import JsonOption, RunOptions, with_run_options
+from perturbkv.cli.options import RunOptions, with_run_options
 from perturbkv.cli.tracing import make_trace, plan, run_folder
 
 _HDF5 = (".h5", ".hdf5")
@@ -22,7 +22,6 @@ def trace(
         list[str] | None,
         Option(help="How entries are selected; repeatable. Default: attention and two-stage.", show_default=False),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Run a model with its full cache and with evicted ones, and write the trace (HDF5).
 
@@ -31,11 +30,11 @@ def trace(
     """
     planned = plan(run, run.configs(selection or ["attention", "two-stage"]))
     if run.dry_run:
-        dry_run.show(planned, as_json)
+        dry_run.show(planned, run.as_json)
         return
     target = run_folder(run)
     path = make_trace(run, planned, target if target.suffix in _HDF5 else target / "trace.h5")
-    failures = report(path, as_json)
+    failures = report(path, run.as_json)
     if failures:
         raise typer.Exit(1)
 
@@ -55,7 +54,7 @@ def report(path: Path, as_json: bool) -> int:
         }
         console.print_json(document)
     else:
-        console.out.print(f"{path}: {len(finished.sample_ids)} samples, {len(finished.run.configs)} configurations")
+        console.say(f"{path}: {len(finished.sample_ids)} samples, {len(finished.run.configs)} configurations")
     say_failures(dict(finished.failures))
     return len(finished.failures)
 

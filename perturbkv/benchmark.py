@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import platform
 import resource
 import statistics
 import subprocess
@@ -18,12 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import DynamicCache
 
 from perturbkv.config import Budget, EvictionConfig, RunConfig, from_preset
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import PerturbkvError
-from perturbkv.loading import load_model
+from perturbkv.loading import load_model, pick_device, pick_dtype
 from perturbkv.models import Adapter
 from perturbkv.runner import trace_sample
 
@@ -34,7 +37,7 @@ _PLAIN_STEPS = 2
 class CaptureCost:
     """Seconds and bytes of a plain run and of a traced one; ratios are traced / plain.
 
-    `plain_seconds` and `traced_seconds` hold one entry per repeat, taken in turns.
+    `plain_seconds` and `traced_seconds` hold one entry per repeat, taken in turns; `machine` says where.
     """
 
     model: str
@@ -46,7 +49,7 @@ class CaptureCost:
     plain_peak_bytes: int
     traced_peak_bytes: int
     memory_ratio: float
-    device: str
+    machine: dict[str, str]
 
 
 def capture_cost(model: str, tokens: int, repeats: int, budget: Budget, dtype: str, device: str) -> CaptureCost:
@@ -66,8 +69,28 @@ def capture_cost(model: str, tokens: int, repeats: int, budget: Budget, dtype: s
         plain_peak_bytes=int(plain["peak"][0]),
         traced_peak_bytes=int(traced["peak"][0]),
         memory_ratio=traced["peak"][0] / plain["peak"][0],
-        device=device,
+        machine=machine(device, dtype),
     )
+
+
+def machine(device: str, dtype: str) -> dict[str, str]:
+    """What the numbers were measured on."""
+    place = pick_device(device)
+    return {
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "dtype": str(pick_dtype(dtype, place)).removeprefix("torch."),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
+    """The CPU's name where Linux tells it."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _configs(budget: Budget) -> tuple[EvictionConfig, ...]:

@@ -35,6 +35,8 @@ _CHOICES = {
     "group_score": ("mean", "max"),
     "group_product": ("product-of-means", "mean-of-products"),
 }
+_SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
+"""How a configuration's label names its less usual choices."""
 
 
 @dataclass(frozen=True, order=True)
@@ -173,7 +175,8 @@ class EvictionConfig:
         for field in dataclasses.fields(self):
             shown = field.name in ("budget", "policy", "selection", "alpha", "window", "pool", "kernel", "granularity")
             if not shown and getattr(self, field.name) != field.default:
-                parts.append(f"{field.name.replace('_', '-')}={getattr(self, field.name)}")
+                name = _SHORT.get(field.name, field.name.replace("_", "-"))
+                parts.append(f"{name}={getattr(self, field.name)}")
         return " ".join(parts)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from perturbkv import hub
 from perturbkv.aliases import ALIASES
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import Adapter, check_family
@@ -38,7 +39,9 @@ class Source:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments shared by configuration, tokenizer and model."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        if self.gguf_file:
+            return {"gguf_file": self.gguf_file}
+        return {"local_files_only": hub.local_only()} if self.hub_id else {}
 
 
 def embedded_gguf() -> Path | None:

@@ -9,6 +9,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
+from perturbkv import hub
 from perturbkv.datasets import wording
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.jsonl import longbench_sample, read_rows, read_text
@@ -45,7 +46,9 @@ def _from_hub(name: str) -> str:
     from huggingface_hub import hf_hub_download
 
     try:
-        archive = hf_hub_download(repo_id=HUB_ID, filename=ARCHIVE, repo_type="dataset")
+        archive = hf_hub_download(
+            repo_id=HUB_ID, filename=ARCHIVE, repo_type="dataset", local_files_only=hub.local_only()
+        )
     except Exception as error:  # the hub's client fails in many ways, all of which mean the same here
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         msg = (

@@ -18,7 +18,7 @@ PARTS = {
 }
 NUMPY_SIDE = ("errors", "config", "trace", "journal", "store", "writer", "analyses", "figures")
 TORCH_SIDE = (
-    ("errors", "config", "trace", "aliases", "tokenization"),
+    ("errors", "config", "trace", "aliases", "tokenization", "hub"),
     ("theory", "norms", "scores"),
     ("policies", "selection"),
     ("cache",),

@@ -1,0 +1,19 @@
+"""The axes that our signatures name are checked in every test; a check that was switched off would be seen here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+from perturbkv import norms, theory
+
+
+def test_an_axis_of_two_lengths_is_an_error() -> None:
+    with pytest.raises(TypeCheckError, match="head"):
+        theory.bounds(torch.ones(2, 5), torch.ones(3, 5), torch.ones(1, 2, 5).bool(), torch.ones(1, 2, 5).bool())
+
+
+def test_a_missing_axis_is_an_error() -> None:
+    with pytest.raises(TypeCheckError, match="value"):
+        norms.projected_value_norms(torch.ones(4, 8), torch.ones(16, 8))
