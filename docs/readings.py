@@ -1,0 +1,80 @@
+"""The numbers that README's reading of its table adds to the table: `python docs/readings.py TRACE.h5 [LONGBENCH]`.
+
+From a trace of `perturbkv heads`: retained mass and runs of kept neighbours per configuration, and what the treatment
+does in the first layer. With LongBench's folder also how widely ν and the window's attention vary, for which the
+trace's model reads its prompts once more.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from perturbkv.datasets.encode import encode
+from perturbkv.datasets.registry import DatasetOptions, load
+from perturbkv.loading import load_model
+from perturbkv.prefill import prefill
+from perturbkv.store import read_trace
+from perturbkv.trace import Trace
+
+SINKS = 4
+"""First entries left out of the spread: their attention and their values are unlike all others."""
+
+
+def say(text: str) -> None:
+    """One line of output."""
+    sys.stdout.write(text + "\n")
+
+
+def runs_of_neighbours(trace: Trace, config: int) -> float:
+    """Mean number of unbroken runs among the kept prefix entries of a head."""
+    window, counts = trace.run.configs[config].window, []
+    for sample, layer, head in np.ndindex(*np.delete(trace.arrays["kept_count"].shape, 1)):
+        kept = trace.kept(sample, config, layer, head)[:-window]
+        counts.append(1 + int((np.diff(kept) > 1).sum()))
+    return float(np.mean(counts))
+
+
+def configurations(trace: Trace) -> None:
+    """Retained mass and runs of neighbours of every configuration."""
+    mass = trace.arrays["retained_mass"][:, :, 0].mean(axis=(0, 2, 3))
+    for place, label in enumerate(trace.run.labels()):
+        say(f"{label}: retained mass {mass[place]:.3f}, {runs_of_neighbours(trace, place):.0f} runs of neighbours")
+
+
+def first_layer(trace: Trace) -> None:
+    """The second configuration against the first: L, θ and the drift of the residual stream."""
+    perturbation, theta, sigma = (
+        trace.arrays[name][:, :2, 0, 0].mean(axis=0) for name in ("perturbation_isolated", "theta", "sigma_stage1")
+    )
+    drift = trace.arrays["hidden_drift_l1"][:, :2, 0, 0]
+    looseness = theta / perturbation
+    say(f"first layer: L × {perturbation[1].sum() / perturbation[0].sum():.2f}, drift × "
+        f"{(drift[:, 1] / drift[:, 0]).min():.2f} to {(drift[:, 1] / drift[:, 0]).max():.2f}")  # fmt: skip
+    say(f"  θ lower in {int((theta[1] < theta[0]).sum())} of {theta.shape[1]} heads, θ / L of the baseline "
+        f"{looseness[0].min():.1f} to {looseness[0].max():.1f}, σ ≤ 0.5 in {int((sigma[1] <= 0.5).sum())}")  # fmt: skip
+
+
+def spread(trace: Trace, data_dir: Path) -> None:
+    """Coefficient of variation over a head's entries: median over heads, then the range over samples."""
+    run, adapter = trace.run, load_model(trace.run.model)
+    window, found = run.configs[0].window, {"ν": [], "window attention": []}
+    options = DatasetOptions(run.samples, seed=run.seed, data_dir=data_dir)
+    for sample in load(run.dataset, options, adapter.tokenizer).samples:
+        prompt = encode(sample, adapter.tokenizer, chat_template=run.chat_template, max_tokens=run.max_tokens)
+        before = prefill(adapter, prompt.token_ids, [window], 2**28, prompt.sample_id)
+        for name, layers in (("ν", before.norms), ("window attention", before.accumulated[window])):
+            per_head = [layer[:, SINKS:].std(dim=1) / layer[:, SINKS:].mean(dim=1) for layer in layers]
+            found[name].append(float(np.median(np.concatenate(per_head))))
+    for name, values in found.items():
+        say(f"coefficient of variation of {name}: {min(values):.2f} to {max(values):.2f} over samples")
+
+
+if __name__ == "__main__":
+    opened = read_trace(Path(sys.argv[1]))
+    configurations(opened)
+    first_layer(opened)
+    if len(sys.argv) > 2:
+        spread(opened, Path(sys.argv[2]))
