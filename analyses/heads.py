@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.bootstrap import RESAMPLES, interval
+from perturbkv.analyses.arithmetic import median, plain, reduction
+from perturbkv.analyses.bootstrap import RESAMPLES, Interval, interval
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.errors import ConfigError, TraceError
+from perturbkv.analyses.reading import EVIDENCE, Floats, check, values
+from perturbkv.analyses.verdicts import verdicts
+from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-TIE_FLOORS = 3
-"""A head is a tie where both perturbations lie under this many noise floors (METHOD: the protocol, 4)."""
-EVIDENCE = 0.5
-"""Theorem 3 speaks only of heads whose σ exceeds this."""
-
-Interval = tuple[float, float] | None
-Floats = NDArray[np.float64]
+ANALYSIS = "heads"
 
 
 @dataclass(frozen=True)
@@ -71,23 +68,37 @@ class HeadKind:
         """Heads whose treatment perturbs more."""
         return int((self.verdict == -1).sum())
 
+    @property
+    def l1_ratio(self) -> float:
+        """L1 over the baseline's, summed over heads; NaN where the baseline's is 0."""
+        return 1 - self.total_reduction
+
+    @property
+    def l1_ratio_interval(self) -> Interval:
+        """Its interval over samples."""
+        ends = self.total_reduction_interval
+        return None if ends is None else (1 - ends[1], 1 - ends[0])
+
     def to_dict(self) -> dict[str, Any]:
         """Numbers for summary.json."""
-        return {
-            "improved": self.improved_count,
-            "tied": self.tied_count,
-            "worsened": self.worsened_count,
-            "improved_share": self.improved_share,
-            "improved_share_interval": self.improved_share_interval,
-            "unflagged_improved_share": _number(self.unflagged_improved_share),
-            "total_reduction": _number(self.total_reduction),
-            "total_reduction_interval": self.total_reduction_interval,
-            "median_reduction": _number(self.median_reduction),
-            "baseline_mean_l1": float(self.baseline_mean.mean()),
-            "treatment_mean_l1": float(self.treatment_mean.mean()),
-            "noise_floor_relative_median": _number(self.floor_relative_median),
-            "noise_floor_relative_max": _number(self.floor_relative_max),
-        }
+        numbers: dict[str, Any] = plain(
+            {
+                "improved": self.improved_count,
+                "tied": self.tied_count,
+                "worsened": self.worsened_count,
+                "improved_share": self.improved_share,
+                "improved_share_interval": self.improved_share_interval,
+                "unflagged_improved_share": self.unflagged_improved_share,
+                "total_reduction": self.total_reduction,
+                "total_reduction_interval": self.total_reduction_interval,
+                "median_reduction": self.median_reduction,
+                "baseline_mean_l1": self.baseline_mean.mean(),
+                "treatment_mean_l1": self.treatment_mean.mean(),
+                "noise_floor_relative_median": self.floor_relative_median,
+                "noise_floor_relative_max": self.floor_relative_max,
+            }
+        )
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -137,15 +148,10 @@ def summarise(
     Raises TraceError where the trace has no complete sample, no such configuration, or NaN in a complete sample;
     ConfigError where it has no such step.
     """
-    if not trace.ok.any():
-        msg = f"heads needs at least one complete sample, {trace.source or 'this trace'} has none"
-        raise TraceError(msg)
-    if not 0 <= step < trace.run.steps:
-        msg = f"expected a step from 0 to {trace.run.steps - 1}, got {step}"
-        raise ConfigError(msg)
+    check(trace, ANALYSIS, step)
     sides = (trace.config_index(baseline), trace.config_index(treatment))
-    flagged = _array(trace, "sigma_stage1")[:, sides[1], step].mean(axis=0) <= EVIDENCE
-    mass = _array(trace, "retained_mass")[:, :, step].mean(axis=(0, 2, 3))
+    flagged = values(trace, "sigma_stage1", ANALYSIS, step)[:, sides[1]].mean(axis=0) <= EVIDENCE
+    mass = values(trace, "retained_mass", ANALYSIS, step).mean(axis=(0, 2, 3))
     kinds = [
         _kind(trace, variable, floor, sides, step, flagged, (resamples, seed))
         for variable, floor in (
@@ -165,13 +171,6 @@ def summarise(
     )
 
 
-def verdicts(baseline: Floats, treatment: Floats, floor: Floats) -> NDArray[np.int8]:
-    """1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties; any shape."""
-    under_noise = np.maximum(baseline, treatment) < TIE_FLOORS * floor
-    sign: NDArray[np.int8] = np.sign(baseline - treatment).astype(np.int8)
-    return np.where(under_noise, np.int8(0), sign)
-
-
 def _kind(
     trace: Trace,
     variable: str,
@@ -181,8 +180,8 @@ def _kind(
     flagged: NDArray[np.bool_],
     bootstrap: tuple[int, int],
 ) -> HeadKind:
-    both = _array(trace, variable)[:, :, step]
-    floors, norms = _array(trace, floor_variable)[:, step], _array(trace, "output_norm")[:, step]
+    both = values(trace, variable, ANALYSIS, step)
+    floors, norms = (values(trace, name, ANALYSIS, step) for name in (floor_variable, "output_norm"))
     parts = (both[:, sides[0]], both[:, sides[1]], floors)
     baseline, treatment, floor = (part.mean(axis=0) for part in parts)
     verdict = verdicts(baseline, treatment, floor)
@@ -192,9 +191,8 @@ def _kind(
         means = (np.tensordot(weights, part, axes=1) for part in parts)
         return np.asarray((verdicts(*means) == 1).mean(axis=(1, 2)))
 
-    def reduction(weights: Floats) -> Floats:
-        totals = [np.tensordot(weights, part, axes=1).sum(axis=(1, 2)) for part in parts[:2]]
-        return np.asarray(_reduction(*totals))
+    def total(weights: Floats) -> Floats:
+        return np.asarray(reduction(*(weights @ part.sum(axis=(1, 2)) for part in parts[:2])))
 
     samples = len(both)
     return HeadKind(
@@ -205,33 +203,9 @@ def _kind(
         improved_share=float((verdict == 1).mean()),
         improved_share_interval=interval(share, samples, *bootstrap),
         unflagged_improved_share=float((verdict[~flagged] == 1).mean()) if (~flagged).any() else float("nan"),
-        total_reduction=float(_reduction(baseline.sum(), treatment.sum())),
-        total_reduction_interval=interval(reduction, samples, *bootstrap) if baseline.any() else None,
-        median_reduction=_median(_reduction(baseline, treatment)),
+        total_reduction=float(reduction(baseline.sum(), treatment.sum())),
+        total_reduction_interval=interval(total, samples, *bootstrap),
+        median_reduction=median(reduction(baseline, treatment)),
         floor_relative_median=float(np.median(relative)),
         floor_relative_max=float(relative.max()),
     )
-
-
-def _array(trace: Trace, name: str) -> Floats:
-    """A variable over the complete samples. Raises TraceError where one of them holds NaN."""
-    array = np.asarray(trace.get(name, "heads"), dtype=np.float64)
-    if np.isnan(array).any():
-        msg = f"expected numbers in every complete sample of {trace.source}, got NaN in '{name}'"
-        raise TraceError(msg)
-    return array
-
-
-def _reduction(baseline: Any, treatment: Any) -> Any:
-    """1 − treatment / baseline; NaN where the baseline is 0."""
-    safe = np.where(np.asarray(baseline) == 0, np.nan, baseline)
-    return 1 - treatment / safe
-
-
-def _median(values: Floats) -> float:
-    return float(np.nanmedian(values)) if not np.isnan(values).all() else float("nan")
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return None if np.isnan(value) else value

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perturbkv.analyses.naming import common, short
 from perturbkv.trace import Trace
+
+MOST_NAMED = 12
+"""A foot that names more configurations than this grows taller than its figure; the metadata name them all."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,28 @@ class RunIdentity:
     made_with: str
 
     def lines(self) -> list[str]:
-        """The foot: the run, then one line per configuration."""
+        """The foot: the run, then its configurations."""
         words = [self.model, self.dataset, f"{self.samples} samples", f"trace {self.trace or 'in memory'}"]
         if self.failed:
             words.insert(3, f"{self.failed} failed")
         if self.random_weights:
             words.insert(0, "RANDOM WEIGHTS")
-        return [" · ".join([*words, self.made_with]), " | ".join(self.configs)]
+        return [" · ".join([*words, self.made_with]), self._shown()]
+
+    def _shown(self) -> str:
+        """What the configurations share, then what tells them apart: sides and settings where every pair is there."""
+        parts = [list(dict.fromkeys(part)) for part in zip(*(_split(label) for label in self.configs), strict=True)]
+        whole = len(parts) == 2 and len(parts[0]) * len(parts[1]) == len(self.configs)
+        apart = [[name for name in short(part) if name] for part in (parts if whole else [self.configs])]
+        if sum(len(names) for names in apart) > MOST_NAMED:
+            apart = [[f"{len(self.configs)} configurations"]]
+        return " · ".join(part for part in (common(self.configs), *(" | ".join(names) for names in apart)) if part)
+
+
+def _split(label: str) -> tuple[str, str]:
+    """Policy and selection; everything else."""
+    side, _, rest = label.partition(" ")
+    return side, rest
 
 
 def identity(trace: Trace, labels: Sequence[str]) -> RunIdentity:

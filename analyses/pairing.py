@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from perturbkv.config import EvictionConfig, RunConfig
+from perturbkv.analyses.naming import without_budget
+from perturbkv.config import SELECTIONS, Budget, EvictionConfig, RunConfig
 from perturbkv.errors import TraceError
 
 
@@ -21,10 +22,22 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[tuple[str, str]
         if _matches(first, baseline) and _matches(second, treatment) and first != second and _alike(first, second)
     ]
     if not found:
-        held = ", ".join(dict.fromkeys(f"{config.policy}:{config.selection}" for config in run.configs))
-        msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {held}"
+        msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_held(run)}"
         raise TraceError(msg)
     return found
+
+
+def series(run: RunConfig, baseline: str, treatment: str) -> list[list[tuple[str, str]]]:
+    """The same pairs, those together that differ in budget alone, smallest first. Raises as `pairs`."""
+    configs = dict(zip(run.labels(), run.configs, strict=True))
+    found: dict[str, list[tuple[str, str]]] = {}
+    for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(configs[pair[0]])):
+        found.setdefault(" ".join(without_budget(label) for label in pair), []).append(pair)
+    return list(found.values())
+
+
+def _held(run: RunConfig) -> str:
+    return ", ".join(dict.fromkeys(f"{config.policy}:{config.selection}" for config in run.configs))
 
 
 def _matches(config: EvictionConfig, side: str) -> bool:
@@ -33,3 +46,38 @@ def _matches(config: EvictionConfig, side: str) -> bool:
 
 def _alike(first: EvictionConfig, second: EvictionConfig) -> bool:
     return dataclasses.replace(first, policy=second.policy, selection=second.selection) == second
+
+
+def of_selection(run: RunConfig, side: str) -> list[int]:
+    """Places of the configurations of one side, by α, then budget: fractions before tokens.
+
+    Raises TraceError where the run holds none.
+    """
+    found = [place for place, config in enumerate(run.configs) if _matches(config, side)]
+    if not found:
+        msg = f"expected configurations of '{side}', got a trace of {_held(run)}"
+        raise TraceError(msg)
+    return sorted(found, key=lambda place: order(run.configs[place]))
+
+
+def order(config: EvictionConfig) -> tuple[float, bool, float]:
+    """Sorts configurations by α, then budget: fractions before tokens."""
+    return config.alpha, isinstance(config.budget.value, int), float(config.budget.value)
+
+
+def families(run: RunConfig) -> list[dict[str, int]]:
+    """Configurations that differ in selection alone: selection -> place; one family per policy, α, budget, …."""
+    found: dict[EvictionConfig, dict[str, int]] = {}
+    for place, config in enumerate(run.configs):
+        shared = dataclasses.replace(config, selection=next(iter(SELECTIONS)))
+        found.setdefault(shared, {})[config.selection] = place
+    return [found[shared] for shared in sorted(found, key=order)]
+
+
+def sweeps(run: RunConfig, side: str) -> list[list[int]]:
+    """Places of one side's configurations, those together that differ in budget alone. Raises as `of_selection`."""
+    found: dict[EvictionConfig, list[int]] = {}
+    for place in of_selection(run, side):
+        config = run.configs[place]
+        found.setdefault(dataclasses.replace(config, budget=Budget(1.0)), []).append(place)
+    return list(found.values())

@@ -2,112 +2,51 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
-from math import isnan
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from typer import Option
-
-from perturbkv.cli import console, dry_run
-from perturbkv.cli.options import (
-    DEFAULT_COMPARE,
-    RunOptions,
-    TraceArgument,
-    parse_compare,
-    with_run_options,
-)
-from perturbkv.cli.saving import FormatOption, save_figure
-from perturbkv.cli.trace import say_failures
-from perturbkv.cli.tracing import make_trace, plan, run_folder
+from perturbkv.cli import console, numbers
+from perturbkv.cli.options import DEFAULT_COMPARE, CompareOption, LookOptions, RunOptions, parse_compare, with_options
+from perturbkv.cli.study import Study, open_study
 
 if TYPE_CHECKING:
     from perturbkv.analyses.heads import HeadComparison, HeadKind
-    from perturbkv.trace import Trace
 
 
-@with_run_options
-def heads(
-    run: RunOptions,
-    trace: TraceArgument = None,
-    compare: Annotated[
-        str, Option(help="Baseline and treatments: selections, or policy:selection, separated by commas.")
-    ] = DEFAULT_COMPARE,
-    step: Annotated[int, Option(help="Which decode step is looked at.")] = 0,
-    figure_format: FormatOption = None,
-) -> None:
+@with_options
+def heads(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> None:
     """Compare selections head by head: perturbation isolated and propagated, heads improved, tied and worsened."""
     names = parse_compare(compare)
-    if trace is None:
-        planned = plan(run, run.configs(names))
-        if run.dry_run:
-            dry_run.show(planned, run.as_json)
-            return
-        folder = run_folder(run)
-        path = make_trace(run, planned, folder / "trace.h5")
-    else:
-        path, folder = trace, run.output or trace.parent
-    finished, results = _compare(path, names, step)
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = _draw(results, folder, figure_format or ["png", "svg"])
-    summary = _summary(finished, results, figures)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    _print(finished, results, summary, folder, run.as_json)
-    if finished.failures:
-        raise typer.Exit(1)
+    study = open_study("heads", run, look, lambda: run.configs(names))
+    if study is None:
+        return
+    results = _compare(study, names)
+    _draw(study, results)
+    study.finish({"comparisons": [result.to_dict() for result in results]}, lambda: _print(results))
 
 
-def _compare(path: Path, names: list[str], step: int) -> tuple[Trace, list[HeadComparison]]:
+def _compare(study: Study, names: list[str]) -> list[HeadComparison]:
     from perturbkv.analyses.heads import summarise
     from perturbkv.analyses.pairing import pairs
-    from perturbkv.store import read_trace
 
-    finished = read_trace(path)
-    found = [pair for treatment in names[1:] for pair in pairs(finished.run, names[0], treatment)]
+    found = [pair for treatment in names[1:] for pair in pairs(study.trace.run, names[0], treatment)]
     order = list(dict.fromkeys(baseline for baseline, _ in found))
     found.sort(key=lambda pair: order.index(pair[0]))
-    return finished, [summarise(finished, *pair, step=step) for pair in found]
+    return [summarise(study.trace, *pair, step=study.look.step) for pair in found]
 
 
-def _draw(results: list[HeadComparison], folder: Path, formats: list[str]) -> list[str]:
+def _draw(study: Study, results: list[HeadComparison]) -> None:
+    from perturbkv.analyses.naming import selection
     from perturbkv.figures.heads import draw
 
-    paths: list[str] = []
     for number, result in enumerate(results):
-        selection = result.treatment.split(" ")[0].partition(":")[2]
-        stem = "heads" if len(results) == 1 else f"heads-{number + 1}-{selection}"
-        paths += save_figure(draw(result), result.identity, folder / stem, formats)
-    return paths
+        stem = "heads" if len(results) == 1 else f"heads-{number + 1}-{selection(result.treatment)}"
+        study.save(draw(result, study.width_mm), result.identity, stem)
 
 
-def _summary(finished: Trace, results: list[HeadComparison], figures: list[str]) -> dict[str, object]:
-    return {
-        "analysis": "heads",
-        "trace": finished.source,
-        "trace_digest": finished.digest,
-        "run": json.loads(finished.run.to_json()),
-        "failed": dict(finished.failures),
-        "comparisons": [result.to_dict() for result in results],
-        "figures": figures,
-    }
-
-
-def _print(
-    finished: Trace, results: list[HeadComparison], summary: dict[str, object], folder: Path, as_json: bool
-) -> None:
-    if as_json:
-        console.print_json(summary)
-    else:
-        words = " · random weights" if finished.run.random_weights else ""
-        console.say(
-            f"{finished.run.model} · {finished.run.dataset} · {int(finished.ok.sum())} samples{words}", bold=True
-        )
-        for baseline, compared in groupby(results, key=lambda result: result.baseline):
-            _print_group(baseline, list(compared))
-        console.say(f"written to {folder}")
-    say_failures(dict(finished.failures))
+def _print(results: list[HeadComparison]) -> None:
+    for baseline, compared in groupby(results, key=lambda result: result.baseline):
+        _print_group(baseline, list(compared))
 
 
 def _print_group(baseline: str, results: list[HeadComparison]) -> None:
@@ -137,20 +76,12 @@ def _flagged(result: HeadComparison) -> str:
 
 
 def _row(kind: str, measured: HeadKind) -> list[str]:
-    ratio, interval = 1 - measured.total_reduction, measured.total_reduction_interval
-    ends = None if interval is None else (1 - interval[1], 1 - interval[0])
     return [
         kind,
-        f"{measured.improved_count}/{measured.tied_count}/{measured.worsened_count}",
-        f"{100 * measured.improved_share:.0f} %" + _interval(measured.improved_share_interval, 100, 0),
-        "–" if isnan(ratio) else f"{ratio:.2f}" + _interval(ends, 1, 2),
+        numbers.verdicts(measured.verdict),
+        numbers.percent(measured.improved_share, measured.improved_share_interval),
+        numbers.decimal(measured.l1_ratio, measured.l1_ratio_interval),
     ]
-
-
-def _interval(interval: tuple[float, float] | None, factor: float, digits: int) -> str:
-    if interval is None:
-        return ""
-    return f" [{factor * interval[0]:.{digits}f}, {factor * interval[1]:.{digits}f}]"
 
 
 def _caption(result: HeadComparison) -> str:

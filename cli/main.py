@@ -8,10 +8,15 @@ import sys
 import typer
 
 from perturbkv.cli import console
+from perturbkv.cli.ablation import ablation
+from perturbkv.cli.assumption import assumption
 from perturbkv.cli.bench import bench
+from perturbkv.cli.bound_tightness import bound_tightness
 from perturbkv.cli.doctor import doctor
+from perturbkv.cli.export import export
 from perturbkv.cli.heads import heads
 from perturbkv.cli.info import info
+from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import datasets, models, policies
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
@@ -22,7 +27,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for command in (heads, trace, info, models, datasets, policies, doctor):
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation)
+for command in (*ANALYSES, trace, info, export, models, datasets, policies, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

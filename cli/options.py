@@ -16,13 +16,20 @@ from perturbkv.config import PRESETS, Budget, EvictionConfig, from_preset
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.policies import registry
 
+FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
+"""Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
+FORMATS = ("png", "svg", "pdf")
+COLUMNS = (1, 2)
+_LOOK = "Analysis and figures"
 _DATA, _EVICT, _RUN = "Model and data", "Eviction", "Running and output"
 DEFAULT_COMPARE = "attention,two-stage"
 
-TraceArgument = Annotated[
-    Path | None, Argument(help="A finished trace; without it the options below make one first.", show_default=False)
-]
 JsonOption = Annotated[bool, Option("--json", help="Print JSON instead of a table.", rich_help_panel=_RUN)]
+
+
+CompareOption = Annotated[
+    str, Option(help="Baseline and treatments: selections, or policy:selection, separated by commas.")
+]
 
 
 def _data(*names: str, **more: Any) -> Any:
@@ -101,6 +108,10 @@ class RunOptions:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
             raise ConfigError(msg)
 
+    def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
+        """The same with these budgets, where the user chose none."""
+        return self if self.budget else dataclasses.replace(self, budget=list(budgets))
+
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Every preset × budget × alpha × selection, the policy's restrictions checked.
 
@@ -124,6 +135,40 @@ class RunOptions:
                  "group_product", "sinks", "seed")  # fmt: skip
         overrides = {name: getattr(self, name) for name in plain}
         return from_preset(preset, budget, alpha=alpha, policy=policy, selection=selection, **overrides)
+
+
+@dataclass(frozen=True)
+class LookOptions:
+    """Which trace an analysis looks at, where in it, and how its figures come out."""
+
+    trace: Annotated[
+        Path | None,
+        Argument(help="A finished trace; without it the options below make one first.", show_default=False),
+    ] = None
+    step: Annotated[int, Option(help="Which decode step is looked at.", rich_help_panel=_LOOK)] = 0
+    figure_format: Annotated[
+        list[str] | None,
+        Option("--format", help="png, svg, pdf; repeatable. Default: png and svg.", rich_help_panel=_LOOK,
+               show_default=False),
+    ] = None  # fmt: skip
+    columns: Annotated[
+        int, Option(help="Width of the figures in a journal's columns: 1 (84 mm) or 2 (174 mm).", rich_help_panel=_LOOK)
+    ] = 2
+
+    def __post_init__(self) -> None:
+        for suffix in self.formats:
+            check_choice("format", suffix, FORMATS)
+        if self.columns not in COLUMNS:
+            msg = f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}"
+            raise ConfigError(msg)
+        if self.step < 0:
+            msg = f"expected a step of at least 0, got {self.step}"
+            raise ConfigError(msg)
+
+    @property
+    def formats(self) -> list[str]:
+        """Which files each figure becomes."""
+        return self.figure_format or ["png", "svg"]
 
 
 def _policy_and_selection(text: str, policy: str) -> tuple[str, str]:
@@ -151,27 +196,37 @@ def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread the fields of RunOptions over a command's parameters in place of its parameter `run`."""
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread each parameter that is annotated with a dataclass of options over the command's own parameters."""
     signature = inspect.signature(command)
-    own_hints = get_type_hints(command, include_extras=True)
-    run_hints = get_type_hints(RunOptions, include_extras=True)
-    kept = [
-        parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hints[name] for name in signature.parameters if dataclasses.is_dataclass(hints[name])}
+    own = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in signature.parameters.items()
-        if name != "run"
+        if name not in groups
     ]
-    spread = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-                          annotation=run_hints[field.name])
-        for field in dataclasses.fields(RunOptions)
-    ]  # fmt: skip
+    spread = [parameter for group in groups.values() for parameter in _parameters(group)]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        run = RunOptions(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunOptions)})
-        command(run=run, **values)
+        made = {
+            name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+            for name, group in groups.items()
+        }
+        command(**made, **values)
 
-    wrapper.__signature__ = signature.replace(parameters=[*kept, *spread])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *spread]}
+    parameters = [*own, *spread]
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    ]

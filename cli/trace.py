@@ -9,13 +9,13 @@ import typer
 from typer import Option
 
 from perturbkv.cli import console, dry_run
-from perturbkv.cli.options import RunOptions, with_run_options
+from perturbkv.cli.options import RunOptions, with_options
 from perturbkv.cli.tracing import make_trace, plan, run_folder
 
 _HDF5 = (".h5", ".hdf5")
 
 
-@with_run_options
+@with_options
 def trace(
     run: RunOptions,
     selection: Annotated[

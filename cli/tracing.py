@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.cli import console
 from perturbkv.cli.options import RunOptions
 from perturbkv.config import EvictionConfig, RunConfig
-from perturbkv.errors import PerturbkvError
+from perturbkv.errors import BudgetError, PerturbkvError
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +51,8 @@ def run_folder(options: RunOptions) -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
 
 
-def encode_prompts(
-    options: RunOptions, configs: Sequence[EvictionConfig], model_config: Any, tokenizer: Any
-) -> Encoded:
-    """Load the dataset and encode it; every error of data, length and budget comes here, before anything runs."""
+def encode_prompts(options: RunOptions, model_config: Any, tokenizer: Any) -> Encoded:
+    """Load the dataset and encode it; every error of data and length comes here, before anything runs."""
     from perturbkv.datasets import registry as datasets
     from perturbkv.datasets.encode import check_length, encode
     from perturbkv.models import check_sliding_window
@@ -73,10 +71,8 @@ def encode_prompts(
     )
     for prompt in prompts:
         check_length(prompt, int(model_config.max_position_embeddings), options.steps)
-        tokens = len(prompt.token_ids)
-        check_sliding_window(model_config, tokens + options.steps, prompt.sample_id, options.model)
-        for config in configs:
-            config.tokens(tokens)
+        total = len(prompt.token_ids) + options.steps
+        check_sliding_window(model_config, total, prompt.sample_id, options.model)
     return Encoded(prompts, loaded.options, template)
 
 
@@ -91,8 +87,35 @@ class Plan:
     run: RunConfig
 
 
-def plan(options: RunOptions, configs: Sequence[EvictionConfig]) -> Plan:
-    """Check everything that can be checked without the weights. Raises PerturbkvErrors."""
+def fitting(
+    configs: Sequence[EvictionConfig], prompts: Sequence[EncodedPrompt], leave_out_unfit: bool
+) -> tuple[EvictionConfig, ...]:
+    """The configurations whose budget exceeds the window in every prompt.
+
+    Raises BudgetError for one that does not, or with `leave_out_unfit` where none is left; those left out are said.
+    """
+    fit: list[EvictionConfig] = []
+    refused: dict[str, BudgetError] = {}
+    for config in configs:
+        try:
+            for prompt in prompts:
+                config.tokens(len(prompt.token_ids))
+        except BudgetError as error:
+            refused[str(config.budget)] = error
+        else:
+            fit.append(config)
+    if refused and not (leave_out_unfit and fit):
+        raise next(iter(refused.values()))
+    for reason in refused.values():
+        console.note(f"left out: {reason}")
+    return tuple(fit)
+
+
+def plan(options: RunOptions, configs: Sequence[EvictionConfig], leave_out_unfit: bool = False) -> Plan:
+    """Check everything that can be checked without the weights. Raises PerturbkvErrors.
+
+    `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
+    """
     from perturbkv.datasets import registry as datasets
     from perturbkv.loading import open_model, pick_device, pick_dtype
 
@@ -100,11 +123,11 @@ def plan(options: RunOptions, configs: Sequence[EvictionConfig]) -> Plan:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     files = open_model(options.model, options.seed)
-    encoded = encode_prompts(options, configs, files.config, files.tokenizer)
+    encoded = encode_prompts(options, files.config, files.tokenizer)
     run = RunConfig(
         model=options.model,
         dataset=options.dataset,
-        configs=tuple(configs),
+        configs=fitting(configs, encoded.prompts, leave_out_unfit),
         revision=files.revision,
         random_weights=files.random_weights,
         dataset_options=encoded.options,

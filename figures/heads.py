@@ -18,11 +18,12 @@ _FLAG_COLOUR = "#c1272d"
 _DECADES_BELOW = 1000.0
 
 
-def draw(result: HeadComparison) -> Figure:
+def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
     """Two log-log panels, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
     with style.use():
-        figure = style.figure(style.WIDE_MM, _HEIGHT_MM)
-        axes = figure.subplots(1, 2)
+        narrow = width_mm < style.WIDE_MM
+        figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1))
+        axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         points = [
             _panel(panel, kind, result.flagged, name)
             for panel, kind, name in zip(
@@ -64,7 +65,7 @@ def _note_edge(axes: Axes, kind: HeadKind, low: float) -> None:
     below = int((np.minimum(kind.baseline_mean, kind.treatment_mean) < low).sum())
     if below:
         note = f"{below} head{'s' if below > 1 else ''} below {low:.1g}, drawn on the edge"
-        axes.text(0.98, 0.02, note, transform=axes.transAxes, ha="right", va="bottom", fontsize=6, color="0.35")
+        style.note(axes, note)
 
 
 def _limits(kind: HeadKind) -> tuple[float, float]:
@@ -83,12 +84,8 @@ def _size(heads: int) -> float:
 
 
 def _title(kind: HeadKind, name: str) -> str:
-    interval = kind.improved_share_interval
-    share = f"{100 * kind.improved_share:.0f} %"
-    if interval is not None:
-        share += f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]"
     counts = f"{kind.improved_count} better, {kind.worsened_count} worse, {kind.tied_count} tied"
-    return f"{name}: {share} of heads improved\n{counts}"
+    return f"{name}: {style.percent(kind.improved_share, kind.improved_share_interval)} of heads improved\n{counts}"
 
 
 def _legend(result: HeadComparison) -> list[Line2D]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
+from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
 
@@ -35,6 +40,54 @@ def layer_colours() -> Colormap:
     return mpl.colormaps["cividis"]
 
 
+def ordered_colours(count: int) -> list[Any]:
+    """Colours for things with an order, such as budgets: dark to light, the lightest still readable on white."""
+    return [mpl.colormaps["viridis"](place) for place in np.linspace(0.0, 0.88, count)]
+
+
+def category_colours(count: int) -> list[Any]:
+    """Colours for things without an order, told apart by every kind of colour vision."""
+    return list(sns.color_palette("colorblind", count))
+
+
+def percent(share: float, interval: tuple[float, float] | None) -> str:
+    """A share with its interval, where there is one: '54 % [51, 56]'."""
+    ends = "" if interval is None else f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]"
+    return f"{100 * share:.0f} %{ends}"
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A number in a title; a dash where there is none."""
+    return "–" if np.isnan(value) else f"{value:.{digits}f}"
+
+
+def bars(value: float, interval: tuple[float, float] | None) -> list[list[float]] | None:
+    """An interval as matplotlib's error bars want it; None where there is none."""
+    return None if interval is None else [[max(0.0, value - interval[0])], [max(0.0, interval[1] - value)]]
+
+
+def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The values as a log axis can show them: NaN where they are not positive."""
+    return np.where(values > 0, values, np.nan)
+
+
+def title(drawn: Figure, text: str) -> None:
+    """What the whole figure shows, at its upper left."""
+    drawn.suptitle(text, x=0.008, ha="left", fontsize=8, fontweight="bold")
+
+
+def note(axes: Axes, text: str) -> None:
+    """A small remark in the panel's lower right corner."""
+    axes.text(0.98, 0.02, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=6, color="0.35")
+
+
+def legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
+    """A legend under the panel, where it hides nothing."""
+    if handles:
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
+                    handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
+
+
 def foot(drawn: Figure, identity: RunIdentity) -> None:
     """Write the run's identity small at the figure's foot, and say it large where the weights are random."""
     lines = [part for line in identity.lines() for part in _wrapped(line, drawn.get_figwidth())]
@@ -45,7 +98,8 @@ def foot(drawn: Figure, identity: RunIdentity) -> None:
         engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
     drawn.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
     if identity.random_weights:
-        drawn.suptitle("random weights", color="#b00020", fontsize=9, fontweight="bold")
+        said = drawn.get_suptitle()
+        drawn.suptitle(f"random weights · {said}" if said else "random weights", color="#b00020", fontweight="bold")
 
 
 def _wrapped(line: str, width_inches: float) -> list[str]:
@@ -66,7 +120,7 @@ def _wrapped(line: str, width_inches: float) -> list[str]:
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
     """The identity under keys that matplotlib's backend for `suffix` (png, svg, pdf) accepts."""
-    description = "; ".join(identity.lines())
+    description = "; ".join([identity.lines()[0], *identity.configs])
     title = f"{identity.model} on {identity.dataset}"
     if suffix == "pdf":
         return {"Title": title, "Subject": description, "Creator": identity.made_with}

@@ -56,6 +56,19 @@ class ActivationError(PerturbkvError):
         super().__init__(f"{where} of layer {layer} hold NaN or Inf in sample '{sample}'")
 
 
+class BoundError(PerturbkvError):
+    """A value above its upper bound: the theorem allows none, so the numbers are wrong."""
+
+    exit_code = 1
+
+    def __init__(self, inequality: str, values: str, where: str, count: int) -> None:
+        self.inequality, self.count = inequality, count
+        super().__init__(
+            f"expected {inequality} everywhere, got {values} in {where}; {count} violations in all: "
+            "the trace is wrong, please report it"
+        )
+
+
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
     """The known names, those most like `name` first, the others in their own order."""
     names = list(known)

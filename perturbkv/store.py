@@ -155,14 +155,13 @@ def sample_of(trace: Trace, name: str) -> SampleTrace | FailedSample:
 
 
 def read_trace(path: Path) -> Trace:
-    """A finished trace, in memory. Raises TraceError for anything that is not one."""
+    """A finished trace, in memory. Raises TraceError for anything that is not one.
+
+    Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
+    """
     path = Path(path)
     with _opened(path) as file:
         run = _run_of(file, path)
-        missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in file]
-        if missing:
-            msg = f"expected a whole trace at {path}, got one without {', '.join(missing)}"
-            raise TraceError(msg)
         ids, failures = _samples_of(file)
         arrays = {name: np.asarray(file[name][()]) for name in VARIABLES if name in file}
         attrs = _provenance_of(file)

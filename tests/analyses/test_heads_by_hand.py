@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.bootstrap import interval, resample
-from perturbkv.analyses.heads import HeadComparison, summarise, verdicts
+from perturbkv.analyses.heads import HeadComparison, summarise
 from perturbkv.analyses.pairing import pairs
+from perturbkv.analyses.verdicts import verdicts
 from perturbkv.config import Budget, EvictionConfig, RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import SampleTrace, Trace

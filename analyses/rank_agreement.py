@@ -1,0 +1,202 @@
+"""Does lowering a bound order selections as the perturbation L does? Rank correlations within each head.
+
+Beside θ and θ̂ stands 1 − S, the attention that was given up: what an ordering that knows no values achieves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.analyses.arithmetic import plain, ratio
+from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
+from perturbkv.analyses.inequalities import Bounded, bounded
+from perturbkv.analyses.naming import setting
+from perturbkv.analyses.pairing import families
+from perturbkv.analyses.reading import EVIDENCE, Floats, check
+from perturbkv.trace import Trace
+
+ANALYSIS = "bound-tightness"
+CONTENDERS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage")
+"""Selections that one would really choose among; the controls beside them are so far off that any bound finds them."""
+BOUNDS = ("θ", "θ̂", "1 − S")
+LEAST_SELECTIONS = 3
+"""Ranks of two are right or wrong: that is what `Concordance` counts."""
+
+
+@dataclass(frozen=True)
+class RankCorrelation:
+    """Spearman's ρ between a bound and L across selections of the same head and sample.
+
+    Attributes:
+        bound: θ, θ̂ or 1 − S.
+        selections: which are ranked.
+        mean: over samples and heads, in [−1, 1]; NaN where no value is left.
+        interval: of the mean, over samples.
+        evidence_mean: the mean where σ > 0.5 in every selection: there all bounds are compared like with like.
+        by_head: (layer, head) mean over samples.
+        values: how many (sample, head) were ranked.
+        flagged: how many were left out because σ ≤ 0.5 in one of the selections (θ̂ only).
+    """
+
+    bound: str
+    selections: tuple[str, ...]
+    mean: float
+    interval: Interval
+    evidence_mean: float
+    by_head: Floats
+    values: int
+    flagged: int
+
+
+@dataclass(frozen=True)
+class Concordance:
+    """How often of two selections the one with the lower bound also has the lower L.
+
+    Attributes:
+        first, second: the selections.
+        bound: θ, θ̂ or 1 − S.
+        share: of the (sample, head) in which both bound and L differ, in [0, 1]; NaN where none does.
+        interval: of the share, over samples.
+        values: how many (sample, head) differ.
+    """
+
+    first: str
+    second: str
+    bound: str
+    share: float
+    interval: Interval
+    values: int
+
+
+@dataclass(frozen=True)
+class RankAgreement:
+    """One family: configurations that differ in selection alone.
+
+    Attributes:
+        setting: what they share, as a label.
+        correlations: over the contenders and over all, for each bound; empty for fewer than three selections.
+        pairs: every two selections, for each bound.
+    """
+
+    setting: str
+    correlations: tuple[RankCorrelation, ...]
+    pairs: tuple[Concordance, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        document: dict[str, Any] = plain(
+            {
+                "setting": self.setting,
+                "rank_correlations": [vars(correlation) for correlation in self.correlations],
+                "concordance": [vars(pair) for pair in self.pairs],
+            }
+        )
+        return document
+
+
+def summarise(trace: Trace, step: int = 0, resamples: int = RESAMPLES, seed: int = 0) -> tuple[RankAgreement, ...]:
+    """One entry per family of two or more selections. Raises TraceError and ConfigError as `reading.check`."""
+    check(trace, ANALYSIS, step)
+    held = bounded(trace, ANALYSIS, step)
+    return tuple(_agreement(held, family, resamples, seed) for family in families(trace.run) if len(family) > 1)
+
+
+def spearman(first: Floats, second: Floats) -> Floats:
+    """Spearman's ρ along the first axis, ties at their mean rank; NaN where one side is constant."""
+    ranks = [_ranks(side) for side in (first, second)]
+    centred = [rank - rank.mean(axis=0) for rank in ranks]
+    products = (centred[0] * centred[1]).sum(axis=0)
+    return np.asarray(ratio(products, np.sqrt(np.prod([(side**2).sum(axis=0) for side in centred], axis=0))))
+
+
+def _ranks(values: Floats) -> Floats:
+    below = (values[None] < values[:, None]).sum(axis=1)
+    equal = (values[None] == values[:, None]).sum(axis=1)
+    return np.asarray(below + (equal + 1) / 2)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """(selection, sample, layer, head) arrays of one family, over the samples of which every member evicts."""
+
+    names: tuple[str, ...]
+    perturbation: Floats
+    bounds: dict[str, Floats]
+    sigma: Floats
+
+    def within(self, names: tuple[str, ...]) -> _Family:
+        places = [self.names.index(name) for name in names]
+        bounds = {bound: array[places] for bound, array in self.bounds.items()}
+        return _Family(names, self.perturbation[places], bounds, self.sigma[places])
+
+    def counted(self, bound: str) -> NDArray[np.bool_]:
+        """(sample, layer, head) True where the bound is evidence: θ̂ where every σ > 0.5, the others always."""
+        everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
+        return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
+
+
+def _agreement(held: Bounded, family: dict[str, int], resamples: int, seed: int) -> RankAgreement:
+    places = list(family.values())
+    samples = held.evicted[:, places].all(axis=1)
+    arrays = [
+        np.moveaxis(array[samples][:, places], 1, 0)
+        for array in (held.perturbation, held.sigma, held.theta, held.theta_hat, 1 - held.mass)
+    ]
+    bounds = dict(zip(BOUNDS, arrays[2:], strict=True))
+    whole = _Family(tuple(family), perturbation=arrays[0], bounds=bounds, sigma=arrays[1])
+    contenders = tuple(name for name in CONTENDERS if name in family)
+    groups = [group for group in dict.fromkeys((contenders, whole.names)) if len(group) >= LEAST_SELECTIONS]
+    return RankAgreement(
+        setting=setting(held.labels[places[0]]),
+        correlations=tuple(
+            _correlation(whole.within(group), bound, resamples, seed) for group in groups for bound in whole.bounds
+        ),
+        pairs=tuple(
+            _concordance(whole.within(pair), bound, resamples, seed)
+            for pair in combinations(whole.names, 2)
+            for bound in whole.bounds
+        ),
+    )
+
+
+def _correlation(family: _Family, bound: str, resamples: int, seed: int) -> RankCorrelation:
+    counted = family.counted(bound)
+    found = np.where(counted, spearman(family.bounds[bound], family.perturbation), np.nan)
+    per_sample = _mean(found, (1, 2))
+    evidence = np.where(family.counted("θ̂"), found, np.nan)
+    return RankCorrelation(
+        bound=bound,
+        selections=family.names,
+        mean=float(_mean(per_sample, (0,))),
+        interval=mean_interval(per_sample, resamples, seed),
+        evidence_mean=float(_mean(_mean(evidence, (1, 2)), (0,))),
+        by_head=_mean(found, (0,)),
+        values=int((~np.isnan(found)).sum()),
+        flagged=int((~counted).sum()),
+    )
+
+
+def _concordance(pair: _Family, bound: str, resamples: int, seed: int) -> Concordance:
+    limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
+    differing = pair.counted(bound) & (limit != 0) & (perturbation != 0)
+    agreeing = np.where(differing, limit == perturbation, np.nan)
+    per_sample = _mean(agreeing, (1, 2))
+    return Concordance(
+        first=pair.names[0],
+        second=pair.names[1],
+        bound=bound,
+        share=float(_mean(per_sample, (0,))),
+        interval=mean_interval(per_sample, resamples, seed),
+        values=int(differing.sum()),
+    )
+
+
+def _mean(values: Floats, axes: tuple[int, ...]) -> Floats:
+    """Mean of what is not NaN; NaN where nothing is."""
+    held = ~np.isnan(values)
+    return np.asarray(ratio(np.where(held, values, 0).sum(axis=axes), held.sum(axis=axes)))

@@ -1,0 +1,80 @@
+"""`perturbkv ablation`: which ingredient of the two-stage selection brings its gain."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from perturbkv.cli import console, numbers
+from perturbkv.cli.options import LookOptions, RunOptions, with_options
+from perturbkv.cli.study import open_study
+from perturbkv.config import EvictionConfig
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.ablation import Ablation
+    from perturbkv.analyses.heads import HeadComparison
+
+_ALPHAS = (0.0, 0.25, 0.5)
+_UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight"]
+_STAGED = ["two-stage-uniform", "two-stage"]
+
+
+@with_options
+def ablation(run: RunOptions, look: LookOptions) -> None:
+    """Tell apart what un-pooling, the value norms and the group's product bring, between the baseline and hindsight.
+
+    Without --granularity both are measured: one kept set per query head, and one per kv head, where alone the group's
+    product is a choice.
+    """
+    study = open_study("ablation", run, look, lambda: _configs(run))
+    if study is None:
+        return
+    from perturbkv.analyses.ablation import summarise
+    from perturbkv.analyses.identity import identity
+    from perturbkv.figures.ablation import draw
+
+    results = summarise(study.trace, look.step)
+    shown = identity(study.trace, list(dict.fromkeys(label for result in results for label in result.identity.configs)))
+    study.save(draw(results, shown, study.width_mm), shown, "ablation")
+    study.finish({"settings": [result.to_dict() for result in results]}, lambda: _print(results))
+
+
+def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
+    """The whole chain at every α; what has no stages once."""
+    alphas = run.alpha or list(_ALPHAS)
+    made: list[EvictionConfig] = []
+    for granularity in [run.granularity] if run.granularity else ["query", "kv"]:
+        wanted = dataclasses.replace(run, granularity=granularity, group_product="product-of-means")
+        made += dataclasses.replace(wanted, alpha=alphas[:1]).configs(_UNSTAGED)
+        made += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
+        if granularity == "kv":
+            grouped = dataclasses.replace(wanted, alpha=alphas, group_product="mean-of-products")
+            made += grouped.configs(["two-stage"])
+    return tuple(dict.fromkeys(made))
+
+
+def _print(results: tuple[Ablation, ...]) -> None:
+    for result in results:
+        console.say(f"\n{result.setting}, α = {result.alpha:g}: L1 over the baseline's, summed over heads", bold=True)
+        columns = ["", "#isolated", "#heads\n+ / = / −", "#propagated", "#heads\n+ / = / −"]
+        rows = [["attention (baseline)", "1", "", "1", ""], *(_row(name, row) for name, row in result.rows.items())]
+        console.table("", columns, rows)
+        if result.absent:
+            console.say(f"not in this trace: {', '.join(result.absent)}")
+        if result.brings:
+            rows = [_row(name, row) for name, row in result.brings.items()]
+            console.table("what each ingredient brings: L1 over that without it", columns, rows)
+    several = next(iter(results[0].rows.values())).isolated.total_reduction_interval is not None
+    words = "In brackets: 95 % bootstrap intervals over samples." if several else "One sample: no intervals."
+    console.say(
+        f"{words} + / = / −: heads better, tied, worse. With one kept set per query head there is no group, "
+        "and no row for its product."
+    )
+
+
+def _row(name: str, compared: HeadComparison) -> list[str]:
+    cells = [name]
+    for kind in (compared.isolated, compared.propagated):
+        cells.append(numbers.decimal(kind.l1_ratio, kind.l1_ratio_interval))
+        cells.append(numbers.verdicts(kind.verdict))
+    return cells

@@ -1,0 +1,81 @@
+"""`perturbkv assumption`: does stage 1 hold more than half of the attention (paper, figure 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from perturbkv.cli import console, numbers
+from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions, with_options
+from perturbkv.cli.study import open_study
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.assumption import Assumption, Reading
+
+_MOST_LISTED = 40
+_READINGS = ("sigma_topk", "sigma_stage1")
+
+
+@with_options
+def assumption(
+    run: RunOptions,
+    look: LookOptions,
+    selection: Annotated[str, Option(help="Whose stage 1 is looked at.")] = "two-stage",
+) -> None:
+    """Check Assumption 1 per layer and head: σ as the paper states it, and as stage 1 really holds it."""
+    wanted = run.with_budgets(FRACTIONS)
+    study = open_study("assumption", wanted, look, lambda: wanted.configs([selection]), leave_out_unfit=not run.budget)
+    if study is None:
+        return
+    from perturbkv.analyses.assumption import summarise
+    from perturbkv.figures.assumption import draw
+
+    result = summarise(study.trace, selection, look.step)
+    study.save(draw(result, study.width_mm), result.identity, "assumption")
+    study.finish(result.to_dict(), lambda: _print(result))
+
+
+def _print(result: Assumption) -> None:
+    several = len({config.alpha for config in result.configs}) > 1
+    for name, title in zip(_READINGS, ("σ of the top ⌊αb⌋ entries of A", "σ of stage 1 and the window"), strict=True):
+        rows = []
+        for config in result.configs:
+            reading = config.readings[name]
+            first = _name(config.label, several)
+            rows.append([
+                first,
+                numbers.percent(reading.share, reading.share_interval),
+                f"{int(reading.failing.sum())} of {reading.failing.size}",
+                _layers(reading),
+            ])  # fmt: skip
+        console.table(f"\n{title}", ["budget", "#share > 0.5", "#heads ≤ 0.5", "most of them in layer"], rows)
+    console.say("Heads at most 0.5 in stage 1, as layer-head:")
+    for config in result.configs:
+        console.say(f"  {_name(config.label, several)}: {_below(config.readings[_READINGS[1]]) or 'none'}")
+    several_samples = result.configs[0].readings[_READINGS[0]].share_interval is not None
+    words = "In brackets: 95 % bootstrap intervals over samples." if several_samples else "One sample: no intervals."
+    console.say(
+        f"Share > 0.5: of all samples and heads. Heads ≤ 0.5: by their mean σ; summary.json lists all. {words} "
+        f"Theorem 3 says nothing where σ of stage 1 is at most 0.5."
+    )
+
+
+def _name(label: str, several: bool) -> str:
+    from perturbkv.analyses.naming import budget
+
+    alpha = next(part for part in label.split() if part.startswith("a="))
+    return f"{budget(label)} {alpha}" if several else budget(label)
+
+
+def _layers(reading: Reading) -> str:
+    """The layers with the most heads below, as 'layer:heads'."""
+    counts = sorted(enumerate(reading.failing.sum(axis=1).tolist()), key=lambda pair: -pair[1])
+    return " ".join(f"{layer}:{heads}" for layer, heads in counts[:5] if heads) or "none"
+
+
+def _below(reading: Reading) -> str:
+    """The heads below as layer-head, the first of them."""
+    names = [f"{layer}-{head}" for layer, head in zip(*reading.failing.nonzero(), strict=True)]
+    more = f" … {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return " ".join(names[:_MOST_LISTED]) + more

@@ -1,0 +1,51 @@
+"""`perturbkv export`: a trace as tidy CSV and Parquet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from perturbkv.cli import console
+from perturbkv.cli.options import JsonOption
+from perturbkv.cli.trace import say_failures
+from perturbkv.errors import ConfigError
+
+
+def export(
+    trace: Annotated[Path, Argument(help="A finished trace.", show_default=False)],
+    output: Annotated[
+        list[Path] | None,
+        Option("--output", "-o", help="A file ending in .csv or .parquet; repeatable. Default: both, beside the trace.",
+               show_default=False),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace files that are there.")] = False,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Write one row per sample × configuration × step × layer × head, with every variable as a column."""
+    from perturbkv.export import SUFFIXES, check_suffix, columns, write
+    from perturbkv.store import read_trace
+
+    paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
+    for path in paths:
+        check_suffix(path)
+        _check_free(path, overwrite)
+    finished = read_trace(trace)
+    with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
+        counts = {str(path): write(finished, path, lambda: bar.advance(bar.task_ids[0])) for path in paths}
+    if as_json:
+        console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})
+    else:
+        for name, count in counts.items():
+            console.say(f"{name}: {count:,} rows")
+    say_failures(dict(finished.failures))
+    if finished.failures:
+        raise typer.Exit(1)
+
+
+def _check_free(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        msg = f"expected no file at {path}, got one; --overwrite replaces it"
+        raise ConfigError(msg)

@@ -1,0 +1,195 @@
+"""`perturbkv layers`: how far the residual stream drifts, per layer, per sample, per budget (paper, figs. 3, 5, 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from typer import Option
+
+from perturbkv.cli import console, numbers
+from perturbkv.cli.options import (
+    DEFAULT_COMPARE,
+    FRACTIONS,
+    CompareOption,
+    LookOptions,
+    RunOptions,
+    check_choice,
+    parse_compare,
+    with_options,
+)
+from perturbkv.cli.study import Study, open_study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from perturbkv.analyses.budgets import Budgets
+    from perturbkv.analyses.identity import RunIdentity
+    from perturbkv.analyses.last_layer import LastLayer
+    from perturbkv.analyses.layers import LayerDrift
+
+Compared = TypeVar("Compared", "LayerDrift", "LastLayer")
+_DISTANCES = ("l1", "l2", "cosine")
+
+
+@with_options
+def layers(
+    run: RunOptions,
+    look: LookOptions,
+    compare: CompareOption = DEFAULT_COMPARE,
+    distance: Annotated[str, Option(help="l1, l2 or cosine.")] = "l1",
+    per_sample: Annotated[bool, Option("--per-sample", help="Also the last layer's drift of every sample.")] = False,
+    budgets: Annotated[
+        bool, Option("--budgets", help="Also last-layer drift, KL and top-1 agreement against the budget.")
+    ] = False,
+) -> None:
+    """Follow the drift of the residual stream from layer to layer, baseline against treatment."""
+    names, distance = parse_compare(compare), check_choice("distance", distance, _DISTANCES)
+    wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
+    study = open_study("layers", wanted, look, lambda: wanted.configs(names), leave_out_unfit=not run.budget)
+    if study is None:
+        return
+    drifts, samples, curves = _drifts(study, names, distance), [], None
+    if per_sample:
+        samples = _samples(study, names, distance)
+    if budgets:
+        curves = _budgets(study, names, distance)
+    document = {
+        "drifts": [drift.to_dict() for series in drifts for drift in series],
+        **({"per_sample": [sample.to_dict() for series in samples for sample in series]} if samples else {}),
+        **({"budgets": curves.to_dict()} if curves else {}),
+    }
+    study.finish(document, lambda: _print(drifts, samples, curves))
+
+
+def _drifts(study: Study, names: list[str], distance: str) -> list[list[LayerDrift]]:
+    from perturbkv.analyses.layers import summarise
+    from perturbkv.figures.layers import draw
+
+    def compare(baseline: str, treatment: str) -> LayerDrift:
+        return summarise(study.trace, baseline, treatment, distance, study.look.step)
+
+    return _series(study, names, "layers", compare, draw)
+
+
+def _samples(study: Study, names: list[str], distance: str) -> list[list[LastLayer]]:
+    from perturbkv.analyses.last_layer import summarise
+    from perturbkv.figures.last_layer import draw
+
+    def compare(baseline: str, treatment: str) -> LastLayer:
+        return summarise(study.trace, baseline, treatment, distance, study.look.step)
+
+    return _series(study, names, "layers-samples", compare, draw)
+
+
+def _budgets(study: Study, names: list[str], distance: str) -> Budgets:
+    from perturbkv.analyses.budgets import summarise
+    from perturbkv.figures.budgets import draw
+
+    curves = summarise(study.trace, names, distance, study.look.step)
+    study.save(draw(curves, study.width_mm), curves.identity, "layers-budgets")
+    return curves
+
+
+def _series(
+    study: Study,
+    names: list[str],
+    stem: str,
+    compare: Callable[[str, str], Compared],
+    draw: Callable[[Sequence[Compared], RunIdentity, float], Figure],
+) -> list[list[Compared]]:
+    """Every treatment against the baseline: a list over budgets per setting, and a figure of each list."""
+    from perturbkv.analyses.identity import identity
+    from perturbkv.analyses.naming import selection
+    from perturbkv.analyses.pairing import series
+
+    pairs = [found for treatment in names[1:] for found in series(study.trace.run, names[0], treatment)]
+    compared: list[list[Compared]] = []
+    for number, together in enumerate(pairs):
+        results = [compare(*pair) for pair in together]
+        shown = identity(study.trace, [label for pair in together for label in pair])
+        name = stem if len(pairs) == 1 else f"{stem}-{number + 1}-{selection(together[0][1])}"
+        study.save(draw(results, shown, study.width_mm), shown, name)
+        compared.append(results)
+    return compared
+
+
+def _print(drifts: list[list[LayerDrift]], samples: list[list[LastLayer]], curves: Budgets | None) -> None:
+    for series in drifts:
+        _print_drifts(series)
+    for found in samples:
+        _print_samples(found)
+    if curves:
+        _print_budgets(curves)
+    one = drifts[0][0].reduction_interval is None
+    words = "One sample: no intervals." if one else "In brackets: 95 % bootstrap intervals over samples."
+    console.say(f"Drift: distance of the evicted run's residual stream from the full run's, mean over samples. {words}")
+
+
+def _print_drifts(series: list[LayerDrift]) -> None:
+    """The first, the middle and the last layer; and in how many layers the treatment is better, tied, worse."""
+    from perturbkv.analyses.naming import budget
+
+    last = len(series[0].reduction) - 1
+    shown = list(dict.fromkeys([0, last // 2, last]))
+    rows = []
+    for drift in series:
+        counts = numbers.verdicts(drift.verdict)
+        rows.append([budget(drift.baseline), *(_sides(drift, layer) for layer in shown), counts])
+        rows.append(["", *(_reduced(drift, layer) for layer in shown), ""])
+    console.say(f"\n{_compared(series[0])}: {series[0].distance} drift, and by how much it is reduced", bold=True)
+    console.table("", ["budget", *(f"#layer {layer}" for layer in shown), "#layers\n+ / = / −"], rows)
+
+
+def _compared(result: LayerDrift | LastLayer) -> str:
+    from perturbkv.analyses.naming import selection
+
+    return f"{selection(result.baseline)} → {selection(result.treatment)}"
+
+
+def _sides(drift: LayerDrift, layer: int) -> str:
+    means = (float(side[layer]) for side in (drift.baseline_mean, drift.treatment_mean))
+    return " → ".join(numbers.significant(mean) for mean in means)
+
+
+def _reduced(drift: LayerDrift, layer: int) -> str:
+    ends = drift.reduction_interval
+    return numbers.percent(float(drift.reduction[layer]), None if ends is None else numbers.ends(ends[:, layer]))
+
+
+def _print_samples(series: list[LastLayer]) -> None:
+    from perturbkv.analyses.naming import budget
+
+    rows = [
+        [
+            budget(result.baseline),
+            numbers.percent(result.improved_share, result.improved_share_interval),
+            numbers.verdicts(result.verdict),
+        ]
+        for result in series
+    ]
+    title = f"{_compared(series[0])}: samples that drift less by the last layer"
+    console.table(title, ["budget", "#share", "#+ / = / −"], rows)
+
+
+def _print_budgets(curves: Budgets) -> None:
+    rows = []
+    for curve in curves.curves:
+        for place, budget in enumerate(curve.budgets):
+            ends = {
+                name: None if array is None else numbers.ends(array[:, place])
+                for name, array in curve.intervals.items()
+            }
+            rows.append([
+                curve.name if place == 0 else "",
+                budget,
+                numbers.percent(float(curve.kept[place])),
+                numbers.significant(float(curve.means["drift"][place])),
+                numbers.decimal(float(curve.means["kl"][place]), ends["kl"]),
+                numbers.percent(float(curve.means["top1"][place]), ends["top1"]),
+            ])  # fmt: skip
+    console.table("how much cache can go", ["selection", "budget", "#kept", "#drift", "#KL, nat", "#same token"], rows)
+    for curve in curves.curves:
+        if curve.cliff:
+            first, second = curve.cliff
+            console.say(f"{curve.name}: KL rises most per halving of the budget from {first} to {second}")

@@ -1,0 +1,77 @@
+"""Where a gain comes from: each ingredient's perturbation relative to the baseline's, isolated and propagated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from perturbkv.analyses.ablation import BASELINE, Ablation
+from perturbkv.analyses.heads import HeadKind
+from perturbkv.analyses.identity import RunIdentity
+from perturbkv.figures import style
+
+_WIDE, _LINE_MM, _AROUND_MM = 3, 4.6, 17
+_MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
+
+
+def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel per setting and α; left of 1 an ingredient perturbs less than the baseline."""
+    with style.use():
+        columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(results))
+        chunks = [results[start : start + columns] for start in range(0, len(results), columns)]
+        names = [list(dict.fromkeys(name for result in chunk for name in result.rows)) for chunk in chunks]
+        heights = [(len(rows) + 1) * _LINE_MM + _AROUND_MM for rows in names]
+        figure = style.figure(width_mm, sum(heights) + 10)
+        axes = figure.subplots(len(chunks), columns, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})
+        for row, chunk, rows in zip(axes, chunks, names, strict=True):
+            for place, panel in enumerate(row):
+                if place < len(chunk):
+                    _panel(panel, chunk[place], [BASELINE, *rows], named=place == 0)
+                else:
+                    panel.set_axis_off()
+        figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
+        style.foot(figure, identity)
+    return figure
+
+
+def _panel(axes: Axes, result: Ablation, names: list[str], *, named: bool) -> None:
+    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
+    for place, name in enumerate(names):
+        if name in result.rows:
+            row = result.rows[name]
+            for kind, measured in (("isolated", row.isolated), ("propagated", row.propagated)):
+                _point(axes, place, kind, measured)
+        elif name != BASELINE:
+            axes.text(1, place, " not measured", fontsize=5.5, color="0.5", va="center")
+    titles = [f"{name} (= 1)" if name == BASELINE else name for name in names]
+    axes.set_yticks(range(len(names)), titles if named else [""] * len(names))
+    axes.set(ylim=(len(names) - 0.5, -0.5), xscale="log", xlabel="L1 over the baseline's")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(labelbottom=True)
+    axes.grid(visible=True, axis="x")
+    axes.set_title(f"{result.setting}\nα={result.alpha:g}", loc="left")
+
+
+def _point(axes: Axes, place: int, kind: str, measured: HeadKind) -> None:
+    marker, offset = _MARKS[kind]
+    ratio = measured.l1_ratio
+    if np.isnan(ratio) or ratio <= 0:
+        axes.text(1, place + offset, f" {kind}: baseline or row is 0", fontsize=5.5, color="0.5", va="center")
+        return
+    colour = style.category_colours(2)[list(_MARKS).index(kind)]
+    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.l1_ratio_interval), color=colour,
+                  marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
+
+
+def _legend() -> list[Line2D]:
+    return [
+        Line2D([], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind} perturbation")
+        for kind, colour in zip(_MARKS, style.category_colours(2), strict=True)
+    ]

@@ -1,0 +1,41 @@
+"""Heat maps of σ, layer × head, both readings, one pair per budget and α (paper, figure 4)."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from perturbkv.analyses.assumption import READINGS, Assumption, ConfigAssumption
+from perturbkv.analyses.naming import budget
+from perturbkv.figures import heatmaps, style
+
+_WIDE = 5
+
+
+def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
+    """σ from 0 to 1; heads whose mean σ is at most 0.5 carry a dot."""
+    with style.use():
+        figure = heatmaps.draw(
+            _rows(result, width_mm < style.WIDE_MM),
+            width_mm,
+            (0.0, 1.0),
+            "Assumption 1: share of heads with σ > 0.5",
+            "σ (attention mass), mean over samples\ndot: ≤ 0.5",
+        )
+        style.foot(figure, result.identity)
+    return figure
+
+
+def _rows(result: Assumption, narrow: bool) -> list[list[heatmaps.Map]]:
+    """One column: the readings side by side, a row per configuration. Two columns: the other way round."""
+    alphas = len({config.alpha for config in result.configs}) > 1
+    if narrow:
+        return [[_map(config, reading, alphas) for reading in READINGS] for config in result.configs]
+    chunks = [result.configs[start : start + _WIDE] for start in range(0, len(result.configs), _WIDE)]
+    return [[_map(config, reading, alphas) for config in chunk] for chunk in chunks for reading in READINGS]
+
+
+def _map(config: ConfigAssumption, variable: str, alphas: bool) -> heatmaps.Map:
+    reading = config.readings[variable]
+    name = f"b={budget(config.label)}" + (f" α={config.alpha:g}" if alphas else "")
+    share = style.percent(reading.share, reading.share_interval)
+    return heatmaps.Map(f"{name}\n{READINGS[variable]}\n{share}", reading.mean, reading.failing)

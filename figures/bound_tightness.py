@@ -1,0 +1,147 @@
+"""How tight the bounds are: ratios per budget, tightness against retained mass, rank agreement; heat maps per head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from perturbkv.analyses.bound_tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, BoundTightness, Tightness
+from perturbkv.analyses.naming import budget
+from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
+from perturbkv.figures import heatmaps, style
+
+_ROW_MM = 72
+_MEDIAN = OVER_SAMPLES.index(0.5)
+_LEAST_IN_BIN = 10
+"""A bin with fewer values says nothing of a distribution."""
+_WIDE = 5
+
+
+def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: float = style.WIDE_MM) -> Figure:
+    """Three panels, by budget; `result` holds the configurations of one selection."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        figure = style.figure(width_mm, _ROW_MM * (3 if narrow else 1))
+        axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
+        _ratios(axes[0], result.configs)
+        _against_mass(axes[1], result.configs)
+        _agreement(axes[2], agreements)
+        style.foot(figure, result.identity)
+    return figure
+
+
+def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
+    """L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples carry a dot."""
+    with style.use():
+        wide = 2 if width_mm < style.WIDE_MM else _WIDE
+        maps = [_map(config) for config in result.configs]
+        largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
+        figure = heatmaps.draw(
+            [maps[start : start + wide] for start in range(0, len(maps), wide)],
+            width_mm,
+            (0.0, largest or 1.0),
+            "Theorem 2 by head: L/θ, and its median where σ > 0.5",
+            "L/θ, median over samples\ndot: σ ≤ 0.5 in most",
+        )
+        style.foot(figure, result.identity)
+    return figure
+
+
+def _map(config: Tightness) -> heatmaps.Map:
+    spread = config.spreads[RATIOS[0]]
+    median = style.number(float(spread.evidence[2]))
+    name = f"b={budget(config.label)}\n{median}"
+    return heatmaps.Map(name, spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
+
+
+def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
+    """Median, half and nine tenths of each ratio; grey beside it where σ ≤ 0.5."""
+    colours = style.category_colours(len(RATIOS))
+    for place, config in enumerate(configs):
+        for number, (name, colour) in enumerate(zip(RATIOS, colours, strict=True)):
+            x = place + (number - (len(RATIOS) - 1) / 2) * 0.2
+            spread = config.spreads[name]
+            _bar(axes, x + 0.035, spread.flagged, "0.72", f"flagged {name}")
+            _bar(axes, x - 0.035, spread.evidence, colour, name)
+    axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
+    axes.set_xticks(range(len(configs)), [budget(config.label) for config in configs])
+    axes.set(yscale="log", xlabel="budget b", ylabel="ratio of bounds (1 = tight)")
+    axes.set_title("Ratios over samples and heads", loc="left")
+    handles = [
+        Line2D([], [], color=colour, marker="o", markersize=3, label=name)
+        for name, colour in zip(RATIOS, colours, strict=True)
+    ]
+    handles.append(Line2D([], [], color="0.72", marker="o", markersize=3, label="σ ≤ 0.5: no evidence"))
+    style.legend_below(axes, handles, 2)
+
+
+def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) -> None:
+    """5–95 % thin, 25–75 % thick, the median a dot; nothing where there is no positive value."""
+    shown = np.where(quantiles > 0, quantiles, np.nan)
+    if np.isnan(shown[2]):
+        return
+    low, first, middle, third, high = np.where(np.isnan(shown), shown[2], shown)
+    axes.plot([x, x], [low, high], color=colour, linewidth=0.7)
+    axes.plot([x, x], [first, third], color=colour, linewidth=2.2, solid_capstyle="butt")
+    axes.plot([x], [middle], color=colour, marker="o", markersize=3.2, gid=gid)
+
+
+def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> None:
+    centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
+    for config, colour in zip(configs, style.ordered_colours(len(configs)), strict=True):
+        held = config.mass.count >= _LEAST_IN_BIN
+        low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
+        axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.label}",
+                  label=budget(config.label))  # fmt: skip
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="retained mass S (attention)", ylabel="L/θ, median and quartiles")
+    axes.set_title("Tightness against what is kept", loc="left")
+    handles, _ = axes.get_legend_handles_labels()
+    style.legend_below(axes, handles, 3)
+
+
+def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
+    """Spearman's ρ of each bound with L: the contenders filled, all selections hollow."""
+    ranked = [agreement for agreement in agreements if agreement.correlations]
+    for place, agreement in enumerate(ranked):
+        for correlation in agreement.correlations:
+            _correlation(axes, place, correlation)
+    axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
+    axes.set_xticks(range(len(ranked)), [budget(agreement.setting) for agreement in ranked])
+    axes.set(
+        ylim=(min(axes.get_ylim()[0], -0.05), 1.02), xlabel="budget b", ylabel="rank correlation with L (Spearman)"
+    )
+    axes.set_title("Do bounds order selections?", loc="left")
+    if not ranked:
+        style.note(axes, "needs three or more selections per budget")
+    handles = [_dot(colour, colour, name) for name, colour in _colours().items()]
+    style.legend_below(axes, [*handles, _dot("0.3", "white", "controls included")], 2)
+
+
+def _correlation(axes: Axes, place: int, correlation: RankCorrelation) -> None:
+    filled = set(correlation.selections) <= set(CONTENDERS)
+    colour = _colours()[correlation.bound]
+    axes.errorbar(
+        [place + (BOUNDS.index(correlation.bound) - 1) * 0.2],
+        [correlation.mean],
+        yerr=style.bars(correlation.mean, correlation.interval),
+        color=colour,
+        marker="o",
+        markersize=3.6,
+        markerfacecolor=colour if filled else "white",
+        linewidth=0.8,
+        gid=f"{'contenders' if filled else 'all'} {correlation.bound}",
+    )
+
+
+def _colours() -> dict[str, Any]:
+    return dict(zip(BOUNDS, style.category_colours(len(BOUNDS)), strict=True))
+
+
+def _dot(edge: Any, face: Any, label: str) -> Line2D:
+    return Line2D([], [], linestyle="", marker="o", markersize=3.6, color=edge, markerfacecolor=face, label=label)
