@@ -20,6 +20,12 @@ def budget(label: str) -> str:
     return next(part.removeprefix("b=") for part in label.split() if part.startswith("b="))
 
 
+def budgets(settings: Sequence[str]) -> list[str]:
+    """Each setting's budget, and behind it what else tells the settings apart."""
+    others = short([without_budget(one) for one in settings])
+    return [f"{budget(one)} {other}".strip() for one, other in zip(settings, others, strict=True)]
+
+
 def without_budget(label: str) -> str:
     """A label without its budget."""
     return " ".join(part for part in label.split() if not part.startswith("b="))

@@ -37,35 +37,29 @@ def assumption(
 
 
 def _print(result: Assumption) -> None:
-    several = len({config.alpha for config in result.configs}) > 1
+    from perturbkv.analyses.naming import budgets, setting
+
+    names = budgets([setting(config.label) for config in result.configs])
     for name, title in zip(_READINGS, ("σ of the top ⌊αb⌋ entries of A", "σ of stage 1 and the window"), strict=True):
         rows = []
-        for config in result.configs:
+        for budget, config in zip(names, result.configs, strict=True):
             reading = config.readings[name]
-            first = _name(config.label, several)
             rows.append([
-                first,
+                budget,
                 numbers.percent(reading.share, reading.share_interval),
                 f"{int(reading.failing.sum())} of {reading.failing.size}",
                 _layers(reading),
             ])  # fmt: skip
         console.table(f"\n{title}", ["budget", "#share > 0.5", "#heads ≤ 0.5", "most of them in layer"], rows)
     console.say("Heads at most 0.5 in stage 1, as layer-head:")
-    for config in result.configs:
-        console.say(f"  {_name(config.label, several)}: {_below(config.readings[_READINGS[1]]) or 'none'}")
+    for budget, config in zip(names, result.configs, strict=True):
+        console.say(f"  {budget}: {_below(config.readings[_READINGS[1]]) or 'none'}")
     several_samples = result.configs[0].readings[_READINGS[0]].share_interval is not None
     words = "In brackets: 95 % bootstrap intervals over samples." if several_samples else "One sample: no intervals."
     console.say(
         f"Share > 0.5: of all samples and heads. Heads ≤ 0.5: by their mean σ; summary.json lists all. {words} "
         f"Theorem 3 says nothing where σ of stage 1 is at most 0.5."
     )
-
-
-def _name(label: str, several: bool) -> str:
-    from perturbkv.analyses.naming import budget
-
-    alpha = next(part for part in label.split() if part.startswith("a="))
-    return f"{budget(label)} {alpha}" if several else budget(label)
 
 
 def _layers(reading: Reading) -> str:

@@ -52,53 +52,64 @@ def _draw(study: Study, shown: BoundTightness, agreements: tuple[RankAgreement, 
 def _print(selection: str, shown: BoundTightness, agreements: tuple[RankAgreement, ...]) -> None:
     checked = ", ".join(f"{name} ({count:,})" for name, count in shown.checked.items())
     console.say(f"violations: 0, over all configurations; checked {checked}")
-    from perturbkv.analyses.bound_tightness import RATIOS
-
-    rows = [row for name, config in zip(_settings(shown), shown.configs, strict=True) for row in _rows(name, config)]
-    console.say(f"\n{selection}: median over samples and heads (5 to 95 %)", bold=True)
-    console.table("", ["budget", "σ", "#share", *(f"#{name}" for name in RATIOS)], rows)
+    _print_ratios(selection, shown)
     _print_agreements(agreements)
+    several = any(config.flagged_share_interval for config in shown.configs)
+    words = "In brackets: 95 % bootstrap intervals over samples." if several else "One sample: no intervals."
     console.say(
         "σ ≤ 0.5 is shown and is no evidence for Theorems 3 and 4. ρ: Spearman's rank correlation with L across the "
         "selections of one head. vs: how often, of two-stage and this one, the lower bound has the lower L. 1 − S, the "
         "attention given up, knows no values. θ̂ counts heads with σ > 0.5 in every selection compared; summary.json "
-        "has the others on these heads too. In brackets: 95 % bootstrap intervals over samples."
+        f"has the others on these heads too. {words}"
     )
 
 
-def _settings(shown: BoundTightness) -> list[str]:
-    from perturbkv.analyses.naming import setting, short
+def _print_ratios(selection: str, shown: BoundTightness) -> None:
+    """A table per setting, a pair of rows per budget."""
+    from perturbkv.analyses.bound_tightness import RATIOS
+    from perturbkv.analyses.naming import budgets, setting
 
-    labels = [setting(config.label) for config in shown.configs]
-    return [name or label.split()[0] for name, label in zip(short(labels), labels, strict=True)]
+    tables: dict[str, list[list[str]]] = {}
+    names = budgets([setting(config.label) for config in shown.configs])
+    for name, config in zip(names, shown.configs, strict=True):
+        budget, _, others = name.partition(" ")
+        tables.setdefault(others, []).extend(_rows(budget, config))
+    for others, rows in tables.items():
+        console.say(
+            f"\n{selection} {others}".rstrip() + ": median over samples and heads, 5 to 95 % beneath", bold=True
+        )
+        console.table("", ["budget", "σ", "#share", *(f"#{name}" for name in RATIOS)], rows)
 
 
-def _rows(name: str, config: Tightness) -> list[list[str]]:
+def _rows(budget: str, config: Tightness) -> list[list[str]]:
     """Two rows: where σ is evidence, and where it is not."""
     evidence = [_spread(spread.evidence) for spread in config.spreads.values()]
     flagged = [_spread(spread.flagged) for spread in config.spreads.values()]
     share = config.flagged_share
     return [
-        [name.removeprefix("b="), "> 0.5", numbers.percent(1 - share), *evidence],
+        [budget, "> 0.5", numbers.percent(1 - share), *evidence],
         ["", "≤ 0.5", numbers.percent(share), *flagged],
     ]
 
 
 def _spread(quantiles: object) -> str:
     low, _, median, _, high = (float(value) for value in quantiles)  # type: ignore[attr-defined]
-    return "–" if median != median else f"{median:.2f} ({low:.2f}–{high:.2f})"
+    return "–" if median != median else f"{median:.2f}\n{low:.2f}–{high:.2f}"
 
 
 def _print_agreements(agreements: tuple[RankAgreement, ...]) -> None:
+    from perturbkv.analyses.naming import budgets
     from perturbkv.analyses.rank_agreement import BOUNDS
 
-    rows = [row for agreement in agreements for row in _agreement_rows(agreement)]
+    names = budgets([agreement.setting for agreement in agreements])
+    rows = [row for name, agreement in zip(names, agreements, strict=True) for row in _agreement_rows(name, agreement)]
     if not any(agreement.correlations for agreement in agreements):
         console.say("rank correlation: needs three or more selections of one budget, this trace has fewer")
-    console.table("does a lower bound mean a lower L?", ["budget", "", *(f"#{name}" for name in BOUNDS)], rows)
+    if rows:
+        console.table("does a lower bound mean a lower L?", ["budget", "", *(f"#{name}" for name in BOUNDS)], rows)
 
 
-def _agreement_rows(agreement: RankAgreement) -> list[list[str]]:
+def _agreement_rows(budget: str, agreement: RankAgreement) -> list[list[str]]:
     """ρ over contenders and over all, then how often the bounds pick the better of two."""
     cells: dict[str, list[str]] = {}
     for correlation in agreement.correlations:
@@ -107,5 +118,7 @@ def _agreement_rows(agreement: RankAgreement) -> list[list[str]]:
     for pair in agreement.pairs:
         if pair.second == "two-stage" and pair.first in _TOLD:
             cells.setdefault(f"vs {_TOLD[pair.first]}", []).append(numbers.percent(pair.share, pair.interval))
-    first = agreement.setting.split()[0].removeprefix("b=")
-    return [[first if place == 0 else "", name, *found] for place, (name, found) in enumerate(cells.items())]
+    return [
+        [budget.replace(" ", "\n") if place == 0 else "", name, *found]
+        for place, (name, found) in enumerate(cells.items())
+    ]

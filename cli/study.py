@@ -98,10 +98,10 @@ def open_study(
 
     if look.trace is not None:
         return Study(name, read_trace(look.trace), _ready(run.output or look.trace.parent), look, run.as_json)
+    planned = plan(run, configs(), leave_out_unfit)
     if look.step >= run.steps:
         msg = f"expected a step from 0 to {run.steps - 1}, got {look.step}; --steps {look.step + 1} records it"
         raise ConfigError(msg)
-    planned = plan(run, configs(), leave_out_unfit)
     if run.dry_run:
         dry_run.show(planned, run.as_json)
         return None

@@ -50,7 +50,8 @@ def _panel(axes: Axes, result: Ablation, names: list[str], *, named: bool) -> No
             axes.text(1, place, " not measured", fontsize=5.5, color="0.5", va="center")
     titles = [f"{name} (= 1)" if name == BASELINE else name for name in names]
     axes.set_yticks(range(len(names)), titles if named else [""] * len(names))
-    axes.set(ylim=(len(names) - 0.5, -0.5), xscale="log", xlabel="L1 over the baseline's")
+    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="L1 over the baseline's")
+    style.log_axes(axes, x=True)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())

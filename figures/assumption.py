@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.assumption import READINGS, Assumption, ConfigAssumption
-from perturbkv.analyses.naming import budget
+from perturbkv.analyses.naming import budgets, setting
 from perturbkv.figures import heatmaps, style
 
 _WIDE = 5
@@ -27,15 +27,15 @@ def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
 
 def _rows(result: Assumption, narrow: bool) -> list[list[heatmaps.Map]]:
     """One column: the readings side by side, a row per configuration. Two columns: the other way round."""
-    alphas = len({config.alpha for config in result.configs}) > 1
+    names = budgets([setting(config.label) for config in result.configs])
+    named = list(zip(names, result.configs, strict=True))
     if narrow:
-        return [[_map(config, reading, alphas) for reading in READINGS] for config in result.configs]
-    chunks = [result.configs[start : start + _WIDE] for start in range(0, len(result.configs), _WIDE)]
-    return [[_map(config, reading, alphas) for config in chunk] for chunk in chunks for reading in READINGS]
+        return [[_map(name, config, reading) for reading in READINGS] for name, config in named]
+    chunks = [named[start : start + _WIDE] for start in range(0, len(named), _WIDE)]
+    return [[_map(name, config, reading) for name, config in chunk] for chunk in chunks for reading in READINGS]
 
 
-def _map(config: ConfigAssumption, variable: str, alphas: bool) -> heatmaps.Map:
+def _map(name: str, config: ConfigAssumption, variable: str) -> heatmaps.Map:
     reading = config.readings[variable]
-    name = f"b={budget(config.label)}" + (f" α={config.alpha:g}" if alphas else "")
     share = style.percent(reading.share, reading.share_interval)
-    return heatmaps.Map(f"{name}\n{READINGS[variable]}\n{share}", reading.mean, reading.failing)
+    return heatmaps.Map(f"b={name}\n{READINGS[variable]}\n{share}", reading.mean, reading.failing)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.bound_tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, BoundTightness, Tightness
-from perturbkv.analyses.naming import budget
+from perturbkv.analyses.naming import budgets, setting
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.figures import heatmaps, style
 
@@ -39,7 +39,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
     """L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples carry a dot."""
     with style.use():
         wide = 2 if width_mm < style.WIDE_MM else _WIDE
-        maps = [_map(config) for config in result.configs]
+        maps = [_map(name, config) for name, config in zip(_names(result.configs), result.configs, strict=True)]
         largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
         figure = heatmaps.draw(
             [maps[start : start + wide] for start in range(0, len(maps), wide)],
@@ -52,11 +52,19 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
     return figure
 
 
-def _map(config: Tightness) -> heatmaps.Map:
+def _map(name: str, config: Tightness) -> heatmaps.Map:
     spread = config.spreads[RATIOS[0]]
     median = style.number(float(spread.evidence[2]))
-    name = f"b={budget(config.label)}\n{median}"
-    return heatmaps.Map(name, spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
+    return heatmaps.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
+
+
+def _names(configs: Sequence[Tightness]) -> list[str]:
+    return _lines([setting(config.label) for config in configs])
+
+
+def _lines(settings: Sequence[str]) -> list[str]:
+    """Names of budgets, each part on a line of its own: ticks stand close together."""
+    return [name.replace(" ", "\n") for name in budgets(settings)]
 
 
 def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
@@ -69,8 +77,9 @@ def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
             _bar(axes, x + 0.035, spread.flagged, "0.72", f"flagged {name}")
             _bar(axes, x - 0.035, spread.evidence, colour, name)
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(configs)), [budget(config.label) for config in configs])
-    axes.set(yscale="log", xlabel="budget b", ylabel="ratio of bounds (1 = tight)")
+    axes.set_xticks(range(len(configs)), _names(configs))
+    axes.set(xlabel="budget b", ylabel="ratio of bounds (1 = tight)")
+    style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     handles = [
         Line2D([], [], color=colour, marker="o", markersize=3, label=name)
@@ -93,12 +102,13 @@ def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) 
 
 def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> None:
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
-    for config, colour in zip(configs, style.ordered_colours(len(configs)), strict=True):
+    colours = style.ordered_colours(len(configs))
+    for name, config, colour in zip(_names(configs), configs, colours, strict=True):
         held = config.mass.count >= _LEAST_IN_BIN
         low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
         axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.label}",
-                  label=budget(config.label))  # fmt: skip
+                  label=name)  # fmt: skip
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="retained mass S (attention)", ylabel="L/θ, median and quartiles")
     axes.set_title("Tightness against what is kept", loc="left")
     handles, _ = axes.get_legend_handles_labels()
@@ -112,7 +122,7 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
         for correlation in agreement.correlations:
             _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(ranked)), [budget(agreement.setting) for agreement in ranked])
+    axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
     axes.set(
         ylim=(min(axes.get_ylim()[0], -0.05), 1.02), xlabel="budget b", ylabel="rank correlation with L (Spearman)"
     )

@@ -46,7 +46,8 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
         if interval is not None:
             ends = style.positive(interval) if log else interval
             axes.fill_between(percent, *ends, color=colour, alpha=0.13, linewidth=0)
-    axes.set(xscale="log", yscale="log" if log else "linear", xlabel="kept share of the cache (%)", ylabel=label)
+    axes.set(xlabel="kept share of the cache (%)", ylabel=label)
+    style.log_axes(axes, x=True, y=log)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     ticks = sorted({round(100 * share, 3) for curve in result.curves for share in curve.kept})

@@ -50,7 +50,7 @@ def _panel(axes: Axes, result: LastLayer) -> None:
         places, first, s=size, facecolors="white", edgecolors=colours, linewidths=0.8, zorder=3, gid="baseline"
     )
     axes.scatter(places, second, s=size, c=colours, linewidths=0, zorder=4, gid="treatment")
-    axes.set_yscale("log")
+    style.log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = style.percent(result.improved_share, result.improved_share_interval)
     axes.set_title(f"b={budget(result.baseline)}: {share} improved", loc="left")

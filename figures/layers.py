@@ -72,10 +72,12 @@ def _reduction(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 def _finish(absolute: Axes, relative: Axes, result: LayerDrift) -> None:
     unit = DISTANCES[result.distance]
-    absolute.set(xlabel="decoder layer", ylabel=f"drift of the residual stream ({unit})", yscale="log")
+    absolute.set(xlabel="decoder layer", ylabel=f"drift of the residual stream ({unit})")
+    style.log_axes(absolute, y=True)
     absolute.set_title("Drift after each layer", loc="left")
     relative.axhline(1, color="0.55", linewidth=0.8, zorder=1)
-    relative.set(xlabel="decoder layer", ylabel="reduction of drift (%, log ratio)", yscale="log")
+    relative.set(xlabel="decoder layer", ylabel="reduction of drift (%, log ratio)")
+    style.log_axes(relative, y=True)
     low, high = relative.get_ylim()
     relative.yaxis.set_major_locator(FixedLocator(_COARSE if high / low > 2.5 else _FINE))
     relative.yaxis.set_major_formatter(FuncFormatter(lambda left, _: _signed(100 * (1 - left))))

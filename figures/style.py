@@ -71,6 +71,14 @@ def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(values > 0, values, np.nan)
 
 
+def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
+    """Logarithmic axes, where anything positive is drawn on them: an axis of zeros alone stays linear."""
+    if x and np.isfinite(axes.dataLim.minposx):
+        axes.set_xscale("log")
+    if y and np.isfinite(axes.dataLim.minposy):
+        axes.set_yscale("log")
+
+
 def title(drawn: Figure, text: str) -> None:
     """What the whole figure shows, at its upper left."""
     drawn.suptitle(text, x=0.008, ha="left", fontsize=8, fontweight="bold")

@@ -30,7 +30,7 @@ def test_heads_leaves_trace_figure_summary_and_table(perturbkv: Run, tiny: list[
         "summary.json",
     }
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    (comparison,) = summary["comparisons"]
+    (comparison,) = summary["analyses"]["heads"]["comparisons"]
     trace = read_trace(tmp_path / "out" / "trace.h5")
     mean = trace.arrays["perturbation_isolated"][:, 1, 0].mean()
     assert comparison["isolated"]["treatment_mean_l1"] == pytest.approx(mean)

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from perturbkv.analyses.heads import HeadComparison, summarise
 from perturbkv.figures import style
 from perturbkv.figures.heads import draw
 from perturbkv.trace import SampleTrace
+from tests.support.artists import artist, render, words
 from tests.support.traces import run_config, sample_trace, trace
 
 
@@ -19,24 +17,6 @@ def comparison(
     made = [sample_trace(f"s{i}", layers=layers, heads=heads, seed=i) for i in range(samples)]
     made = [SampleTrace(sample.sample_id, {**sample.arrays, **arrays}) for sample in made]
     return summarise(trace(*made, random_weights=random_weights), *run_config().labels())
-
-
-def artist(figure: Figure, panel: int, gid: str):  # type: ignore[no-untyped-def]
-    (found,) = [child for child in figure.axes[panel].get_children() if child.get_gid() == gid]
-    return found
-
-
-def words(figure: Figure) -> str:
-    texts = [text.get_text() for text in figure.texts]
-    texts += [figure.get_suptitle(), *(text.get_text() for axes in figure.axes for text in axes.texts)]
-    return "\n".join([*texts, *(axes.get_title(loc="left") for axes in figure.axes)])
-
-
-def render(figure: Figure, suffix: str = "png") -> bytes:
-    target = io.BytesIO()
-    with style.use():
-        figure.savefig(target, format=suffix)
-    return target.getvalue()
 
 
 def test_points_are_the_means_of_the_heads() -> None:
@@ -65,7 +45,7 @@ def test_flagged_heads_are_ringed() -> None:
 def test_the_foot_names_the_run() -> None:
     result = comparison()
     assert "0123456789ab" in words(draw(result))
-    assert result.baseline in words(draw(result))
+    assert "snapkv b=64 a=0.25 w=32 max7 query · attention | two-stage" in words(draw(result))
     assert "random weights" not in words(draw(result)).lower()
 
 
@@ -75,20 +55,19 @@ def test_random_weights_are_said_in_the_figure() -> None:
     assert "RANDOM WEIGHTS" in words(figure)
 
 
-def test_it_is_as_wide_as_two_columns() -> None:
+def test_it_is_as_wide_as_one_column_or_two() -> None:
     assert draw(comparison()).get_figwidth() == pytest.approx(174 / 25.4)
+    assert draw(comparison(), 84).get_figwidth() == pytest.approx(84 / 25.4)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_text_stays_text_and_metadata_names_the_run(suffix: str) -> None:
     result = comparison()
-    target = io.BytesIO()
-    with style.use():
-        draw(result).savefig(target, format=suffix, metadata=style.metadata(result.identity, suffix))
+    drawn = render(draw(result), suffix, metadata=style.metadata(result.identity, suffix))
     encoding = "utf-16-be" if suffix == "pdf" else "ascii"
-    assert "0123456789ab".encode(encoding) in target.getvalue()
+    assert "0123456789ab".encode(encoding) in drawn
     if suffix == "svg":
-        assert b">layer<" in target.getvalue()
+        assert b">layer<" in drawn
 
 
 ZERO, TINY = np.zeros((2, 1, 3, 4)), np.full((2, 1, 3, 4), 1e-9)

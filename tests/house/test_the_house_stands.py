@@ -134,7 +134,7 @@ def torch_is_loaded_after(code: str) -> bool:
     [
         "import perturbkv",
         "import perturbkv.store, perturbkv.writer",
-        "import perturbkv.analyses.heads, perturbkv.figures.heads",
+        "\n".join(f"import {name}" for name in modules() if part(name) in ("analyses", "figures", "export")),
         "import perturbkv.datasets.registry, perturbkv.policies.registry",
         "from perturbkv.cli.main import app\nfrom typer.testing import CliRunner\n"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"

@@ -114,11 +114,6 @@ def spoil_format(path: Path) -> None:
         file.attrs["format"] = "other"
 
 
-def spoil_variable(path: Path) -> None:
-    with h5py.File(path, "r+") as file:
-        del file["theta"]
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -127,7 +122,6 @@ def spoil_variable(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "no HDF5"),
         (spoil_version, "got format 2"),
         (spoil_format, "another HDF5 file"),
-        (spoil_variable, "without theta"),
         (lambda path: path.unlink(), "got nothing"),
     ],
 )
@@ -137,6 +131,15 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path, spoil, word
     with pytest.raises(TraceError, match=words) as told:
         read_trace(path)
     assert "\n" not in str(told.value)
+
+
+def test_a_missing_variable_is_told_by_who_needs_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.h5", sample_trace())
+    with h5py.File(path, "r+") as file:
+        del file["theta"]
+    trace = read_trace(path)
+    with pytest.raises(TraceError, match=r"heads needs the variable 'theta', which .*t\.h5 lacks; .* perturbkv trace"):
+        trace.get("theta", "heads")
 
 
 def test_the_golden_file_of_version_1_is_read_for_ever() -> None:

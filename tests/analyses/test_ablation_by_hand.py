@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perturbkv.analyses import ablation
+from perturbkv.config import EvictionConfig
+from perturbkv.errors import TraceError
+from perturbkv.store import read_trace
+from perturbkv.trace import Trace
+from tests.support.measured import MEASURED, config, hand_made
+
+CHAIN = [config("attention"), config("attention-unpooled"), config("two-stage-uniform"), config("two-stage"),
+         config("hindsight")]  # fmt: skip
+L1 = [10, 8, 6, 3, 1]
+
+
+def made(configs: list[EvictionConfig], perturbation: list[float], samples: int = 2) -> Trace:
+    """One layer, one head; every sample alike, the propagated perturbation twice the isolated one."""
+    values = np.tile(np.asarray(perturbation, dtype=float)[:, None, None], (samples, 1, 1, 1))
+    floor = np.full((samples, 1, 1), 1e-9)
+    arrays: dict[str, Any] = {
+        "perturbation_isolated": values,
+        "perturbation_propagated": 2 * values,
+        "noise_floor": floor,
+        "noise_floor_isolated": floor,
+        "sigma_stage1": np.full_like(values, 0.9),
+        "retained_mass": np.full_like(values, 0.9),
+    }
+    return hand_made(configs, arrays)
+
+
+def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None:
+    (found,) = ablation.summarise(made(CHAIN, L1))
+    ratios = {name: row.isolated.l1_ratio for name, row in found.rows.items()}
+    assert ratios == pytest.approx(
+        {"attention-unpooled": 0.8, "two-stage-uniform": 0.6, "two-stage": 0.3, "hindsight": 0.1}
+    )
+    assert {name: row.propagated.l1_ratio for name, row in found.rows.items()} == pytest.approx(ratios)
+    brings = {name: row.isolated.l1_ratio for name, row in found.brings.items()}
+    assert brings == pytest.approx({"un-pooling stage 2": 0.6, "the value norms ν": 0.5, "knowing the query": 1 / 3})
+    assert found.rows["two-stage"].isolated.l1_ratio_interval == pytest.approx((0.3, 0.3))
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_what_a_trace_lacks_is_named_and_a_query_heads_group_is_not_missed() -> None:
+    (found,) = ablation.summarise(made(CHAIN, L1))
+    assert found.absent == ("value", "random")
+    grouped = [config("attention", granularity="kv"), config("two-stage", granularity="kv")]
+    (found,) = ablation.summarise(made(grouped, [2, 1]))
+    assert "mean-of-products" in found.absent
+
+
+def test_the_groups_products_are_rows_of_one_table() -> None:
+    configs = [
+        config("attention", granularity="kv"),
+        config("two-stage", granularity="kv"),
+        config("two-stage", granularity="kv", group_product="mean-of-products"),
+    ]
+    (found,) = ablation.summarise(made(configs, [4, 2, 1]))
+    assert {name: row.isolated.l1_ratio for name, row in found.rows.items()} == pytest.approx(
+        {"two-stage": 0.5, "mean-of-products": 0.25}
+    )
+    assert found.brings["mean of products"].isolated.l1_ratio == pytest.approx(0.5)
+
+
+def test_rows_without_stages_stand_at_every_alpha() -> None:
+    configs = [config("attention", alpha=0.0), config("two-stage", alpha=0.0), config("two-stage", alpha=0.5)]
+    first, second = ablation.summarise(made(configs, [4, 2, 1]))
+    assert (first.alpha, second.alpha) == (0.0, 0.5)
+    assert first.baseline == second.baseline == configs[0].label()
+    assert second.rows["two-stage"].isolated.l1_ratio == pytest.approx(0.25)
+
+
+def test_settings_stay_apart() -> None:
+    configs = [config(name, budget) for budget in (64, 128) for name in ("attention", "value")]
+    found = ablation.summarise(made(configs, [4, 2, 4, 1]))
+    assert [result.setting.split()[0] for result in found] == ["b=64", "b=128"]
+    assert [result.rows["value"].isolated.l1_ratio for result in found] == pytest.approx([0.5, 0.25])
+
+
+def test_one_sample_has_no_intervals() -> None:
+    (found,) = ablation.summarise(made(CHAIN, L1, samples=1))
+    assert found.rows["two-stage"].isolated.l1_ratio_interval is None
+
+
+@pytest.mark.parametrize("configs", [CHAIN[:1], CHAIN[1:]], ids=["nothing beside it", "no baseline"])
+def test_a_trace_without_a_comparison_is_refused(configs: list[EvictionConfig]) -> None:
+    with pytest.raises(TraceError, match="ablation needs the selection 'attention' and another one"):
+        ablation.summarise(made(configs, L1[: len(configs)]))
+
+
+def test_a_measured_trace_gives_every_row() -> None:
+    small, large = ablation.summarise(read_trace(MEASURED))
+    assert list(small.rows) == [name for name in ablation.INGREDIENTS if name != "attention"]
+    assert small.absent == ()
+    assert large.absent == ("mean-of-products",)

@@ -1,0 +1,190 @@
+"""One layer, two heads, two samples: L, θ, θ̂ and θ̂_relax are small whole numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from perturbkv.analyses import bound_tightness, rank_agreement
+from perturbkv.analyses.bound_tightness import LEVELS, summarise
+from perturbkv.analyses.rank_agreement import spearman
+from perturbkv.errors import BoundError, ConfigError, TraceError
+from perturbkv.store import read_trace
+from perturbkv.trace import Trace
+from tests.support.measured import MEASURED, config, hand_made
+
+MEDIAN = LEVELS.index(0.5)
+
+
+def one_config(**changes: Any) -> Trace:
+    """Samples s0, s1; heads 0, 1; σ of head 1 is 0.5 in s1: three values are evidence, one is flagged."""
+    arrays = {
+        "perturbation_isolated": [[[[1, 2]]], [[[3, 4]]]],
+        "theta": [[[[2, 4]]], [[[4, 8]]]],
+        "theta_hat": [[[[4, 8]]], [[[5, 16]]]],
+        "theta_hat_relax": [[[[8, 8]]], [[[10, 2]]]],
+        "sigma_stage1": [[[[0.9, 0.8]]], [[[0.7, 0.5]]]],
+        "retained_mass": [[[[0.91, 0.93]]], [[[0.72, 0.52]]]],
+    }
+    return hand_made([config("two-stage")], arrays | changes, heads=2)
+
+
+def test_ratios_are_those_of_each_sample_and_head() -> None:
+    (found,) = summarise(one_config()).configs
+    medians = {name: spread.evidence[MEDIAN] for name, spread in found.spreads.items()}
+    assert medians == pytest.approx({"L/θ": 0.5, "L/θ̂": 0.25, "θ/θ̂": 0.5, "θ̂/θ̂_relax": 0.5})
+    flagged = {name: spread.flagged[MEDIAN] for name, spread in found.spreads.items()}
+    assert flagged == pytest.approx({"L/θ": 0.5, "L/θ̂": 0.25, "θ/θ̂": 0.5, "θ̂/θ̂_relax": 8})
+    np.testing.assert_allclose(found.spreads["L/θ̂"].by_layer[MEDIAN], [0.25])
+    np.testing.assert_allclose(found.spreads["L/θ̂"].by_head[:, 0, 0], [0.25, 0.425, 0.6])  # least, median, largest
+    np.testing.assert_allclose(found.spreads["L/θ̂"].evidence[[0, -1]], np.quantile([0.25, 0.25, 0.6], [0.05, 0.95]))
+
+
+def test_flagged_values_are_counted_apart() -> None:
+    (found,) = summarise(one_config()).configs
+    assert found.flagged_share == 0.25
+    assert found.flagged_heads.tolist() == [[0, 0.5]]
+    assert found.retained_mass == pytest.approx((0.91 + 0.93 + 0.72 + 0.52) / 4)
+
+
+def test_tightness_is_binned_by_retained_mass() -> None:
+    (found,) = summarise(one_config()).configs
+    assert found.mass.count.sum() == 4
+    bins = [place for place, count in enumerate(found.mass.count) if count]
+    assert bins == [10, 14, 18]  # 0.52, 0.72, and 0.91 with 0.93, in twentieths
+    assert found.mass.quantiles[MEDIAN, 14] == 0.75
+    assert found.mass.quantiles[MEDIAN, 18] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("variable", "values", "inequality"),
+    [
+        ("perturbation_isolated", [[[[1, 2]]], [[[3, 8.001]]]], "L ≤ θ"),
+        ("theta", [[[[2, 4]]], [[[4, 16.001]]]], "θ ≤ θ̂"),
+        ("theta_hat_relax", [[[[8, 8]]], [[[4.999, 2]]]], "θ̂ ≤ θ̂_relax"),
+    ],
+)
+def test_a_violation_is_an_error_that_names_layer_head_and_sample(
+    variable: str, values: object, inequality: str
+) -> None:
+    with pytest.raises(BoundError, match=rf"expected {inequality} .* layer 0, head [01] of sample 's1'.*1 violations"):
+        summarise(one_config(**{variable: values}))
+
+
+def test_rounding_is_no_violation_and_a_flagged_head_may_exceed_theorem_4() -> None:
+    nearly = one_config(perturbation_isolated=[[[[1, 2]]], [[[3, 8 + 1e-6]]]])
+    assert summarise(nearly).checked == {"L ≤ θ": 4, "θ ≤ θ̂": 4, "θ̂ ≤ θ̂_relax": 3}
+
+
+def test_a_sample_that_lost_nothing_is_left_out() -> None:
+    trace = one_config()
+    trace.arrays["evicted"][1] = 0
+    (found,) = summarise(trace).configs
+    assert found.evicted_samples == 1
+    assert found.spreads["L/θ̂"].evidence[MEDIAN] == 0.25
+    assert found.flagged_share_interval is None
+    trace.arrays["evicted"][0] = 0
+    (nothing,) = summarise(trace).configs
+    assert np.isnan(nothing.flagged_share)
+    json.dumps(summarise(trace).to_dict(), allow_nan=False)
+
+
+def test_bounds_of_zero_give_no_ratio() -> None:
+    zero = [[[[0, 0]]], [[[0, 0]]]]
+    names = ("perturbation_isolated", "theta", "theta_hat", "theta_hat_relax")
+    (found,) = summarise(one_config(**dict.fromkeys(names, zero))).configs
+    assert np.isnan(found.spreads["L/θ"].evidence).all()
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    trace = one_config()
+    with pytest.raises(ConfigError, match="a step from 0 to 0"):
+        summarise(trace, step=1)
+    with pytest.raises(TraceError, match="of 'value', got a trace of snapkv:two-stage"):
+        summarise(trace).of("value")
+    lacking = Trace(trace.run, trace.sample_ids, {k: v for k, v in trace.arrays.items() if k != "theta_hat"})
+    with pytest.raises(TraceError, match="bound-tightness needs the variable 'theta_hat'"):
+        summarise(lacking)
+
+
+THREE = [config("attention"), config("two-stage-uniform"), config("two-stage")]
+
+
+def ranked(perturbation: object, theta: object, sigma: object = 0.9, configs: Any = THREE) -> Trace:
+    """One layer, one head; values are (sample, config)."""
+    values = np.asarray(perturbation, dtype=float)[..., None, None]
+    bound = np.asarray(theta, dtype=float)[..., None, None]
+    share = np.broadcast_to(np.asarray(sigma, dtype=float), values.shape[:2])[..., None, None]
+    arrays = {
+        "perturbation_isolated": values,
+        "theta": bound,
+        "theta_hat": 2 * bound[:, ::-1] if bound.shape[0] == 1 else 2 * bound,
+        "theta_hat_relax": 9 * bound,
+        "sigma_stage1": share,
+        "retained_mass": 1 - bound / 100,
+    }
+    return hand_made(configs, arrays)
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    draw = np.random.default_rng(0)
+    first, second = draw.normal(size=(6, 4)), draw.integers(0, 3, (6, 4)).astype(float)
+    expected = [spearmanr(first[:, column], second[:, column]).statistic for column in range(4)]
+    np.testing.assert_allclose(spearman(first, second), expected)
+    assert np.isnan(spearman(np.ones((3, 1)), first[:3, :1])).all()
+
+
+def test_correlations_and_concordance_of_a_bound_that_orders_in_one_sample_of_two() -> None:
+    # s0: θ orders L exactly (ρ = 1, all three pairs agree); s1: exactly the other way (ρ = −1, none agrees)
+    trace = ranked([[1, 2, 3], [3, 2, 1]], [[10, 20, 30], [10, 20, 30]])
+    (found,) = rank_agreement.summarise(trace)
+    (theta,) = [correlation for correlation in found.correlations if correlation.bound == "θ"]
+    assert (theta.mean, theta.interval, theta.values) == (0, (-1, 1), 2)
+    assert theta.selections == ("attention", "two-stage-uniform", "two-stage")
+    assert {pair.share for pair in found.pairs if pair.bound == "θ"} == {0.5}
+    (lost,) = [correlation for correlation in found.correlations if correlation.bound == "1 − S"]
+    assert lost.mean == 0  # 1 − S orders as θ does here
+
+
+def test_a_flagged_selection_takes_the_head_out_of_theorem_3_alone() -> None:
+    trace = ranked([[1, 2, 3], [1, 2, 3]], [[10, 20, 30], [10, 20, 30]], sigma=[[0.9, 0.9, 0.9], [0.9, 0.5, 0.9]])
+    (found,) = rank_agreement.summarise(trace)
+    by_bound = {correlation.bound: correlation for correlation in found.correlations}
+    assert (by_bound["θ"].values, by_bound["θ"].flagged) == (2, 0)
+    assert (by_bound["θ̂"].values, by_bound["θ̂"].flagged) == (1, 1)
+    assert by_bound["θ"].evidence_mean == 1
+    counts = {(pair.first, pair.second): pair.values for pair in found.pairs if pair.bound == "θ̂"}
+    assert counts[("attention", "two-stage")] == 2
+    assert counts[("attention", "two-stage-uniform")] == 1
+
+
+def test_equal_sides_are_no_evidence_of_order() -> None:
+    (found,) = rank_agreement.summarise(ranked([[1, 1, 2]], [[5, 6, 6]]))
+    values = {(pair.first, pair.second): pair.values for pair in found.pairs if pair.bound == "θ"}
+    assert values[("attention", "two-stage-uniform")] == 0  # L is equal
+    assert values[("two-stage-uniform", "two-stage")] == 0  # θ is equal
+    assert values[("attention", "two-stage")] == 1
+
+
+def test_two_selections_have_pairs_but_no_ranks() -> None:
+    (found,) = rank_agreement.summarise(ranked([[1, 2]], [[5, 6]], configs=THREE[:2]))
+    assert found.correlations == ()
+    assert [pair.share for pair in found.pairs if pair.bound == "θ"] == [1]
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_controls_are_ranked_apart_from_contenders() -> None:
+    four = [*THREE, config("random")]
+    (found,) = rank_agreement.summarise(ranked([[1, 2, 3, 9]], [[30, 20, 10, 90]], configs=four))
+    means = {len(c.selections): c.mean for c in found.correlations if c.bound == "θ"}
+    assert means == pytest.approx({3: -1, 4: spearmanr([1, 2, 3, 9], [30, 20, 10, 90]).statistic})
+
+
+def test_a_measured_trace_holds_every_inequality() -> None:
+    result = bound_tightness.summarise(read_trace(MEASURED))
+    assert result.checked["L ≤ θ"] == 3 * 15 * 2 * 4
+    assert len(result.of("two-stage").configs) == 3

@@ -1,0 +1,176 @@
+"""Every analysis on finished traces: the golden ones pass through, what is missing is told, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+from rich.cells import cell_len
+
+from perturbkv.store import read_trace
+from tests.support.measured import MEASURED
+
+Run = Callable[..., Any]
+GOLDEN = MEASURED.with_name("trace-v1.h5")
+ANALYSES = {
+    "heads": ["heads"],
+    "layers": ["layers", "layers-samples", "layers-budgets"],
+    "assumption": ["assumption"],
+    "bound-tightness": ["bound-tightness", "bound-tightness-heads"],
+    "ablation": ["ablation"],
+}
+OPTIONS = {"layers": ["--per-sample", "--budgets"], "heads": ["--compare", "attention,value"]}
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    return Path(shutil.copy(MEASURED, tmp_path / "measured.h5"))
+
+
+@pytest.mark.parametrize("command", ANALYSES)
+def test_the_measured_golden_trace_passes_through(perturbkv: Run, measured: Path, command: str) -> None:
+    ran = perturbkv(command, measured, *OPTIONS.get(command, []), "-o", "out", "--format", "png", "--columns", 1)
+    assert ran.code == 1, ran.err  # a sample of it failed
+    assert "failed: planted failure" in ran.err
+    assert all(cell_len(line) <= 80 for line in ran.out.splitlines()), ran.out
+    numbers = json.loads(Path("out/summary.json").read_text())["analyses"][command]
+    assert len(numbers["figures"]) == len(list(Path("out").glob("*.png"))) > 0
+    if command != "heads":
+        assert {Path(path).stem for path in numbers["figures"]} == set(ANALYSES[command])
+
+
+@pytest.mark.parametrize("command", [*ANALYSES, "info", "export"])
+def test_the_first_golden_trace_passes_through(perturbkv: Run, tmp_path: Path, command: str) -> None:
+    trace = shutil.copy(GOLDEN, tmp_path / "golden.h5")
+    ran = perturbkv(command, trace)
+    assert ran.code == (0 if command == "info" else 1), ran.err
+    if command == "bound-tightness":  # its numbers are random: the check of the bounds must say so
+        assert "error: expected θ ≤ θ̂ everywhere" in ran.err
+        assert "layer 0, head 0 of sample 'first'" in ran.err
+    else:
+        assert "planted failure" in ran.out + ran.err
+        assert "error:" not in ran.err
+
+
+def test_analyses_of_one_trace_share_a_summary_and_another_trace_starts_anew(
+    perturbkv: Run, measured: Path, tmp_path: Path
+) -> None:
+    for command in ("assumption", "ablation"):
+        perturbkv(command, measured, "-o", "out", "--format", "png")
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert set(summary["analyses"]) == {"assumption", "ablation"}
+    assert summary["trace_digest"] == read_trace(measured).digest
+    perturbkv("heads", shutil.copy(GOLDEN, tmp_path / "golden.h5"), "-o", "out", "--format", "png")
+    assert set(json.loads(Path("out/summary.json").read_text())["analyses"]) == {"heads"}
+
+
+def test_a_summary_of_others_is_left_alone(perturbkv: Run, measured: Path) -> None:
+    Path("summary.json").write_text("mine")
+    ran = perturbkv("assumption", measured, "-o", ".")
+    assert ran.code == 2
+    assert "expected a summary of ours at summary.json" in ran.err
+    assert Path("summary.json").read_text() == "mine"
+
+
+def test_json_is_the_summary_of_the_analysis(perturbkv: Run, measured: Path) -> None:
+    told = perturbkv("bound-tightness", measured, "-o", "out", "--json").json()
+    stored = json.loads(Path("out/summary.json").read_text())
+    assert told["analysis"] == "bound-tightness"
+    assert told["configurations"] == stored["analyses"]["bound-tightness"]["configurations"]
+    assert told["violations"] == 0
+    assert told["inequalities_checked"]["L ≤ θ"] == 360
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        ("heads", "noise_floor"),
+        ("layers", "hidden_drift_l1"),
+        ("assumption", "sigma_topk"),
+        ("bound-tightness", "theta_hat_relax"),
+        ("ablation", "perturbation_isolated"),
+    ],
+)
+def test_a_variable_that_is_not_there_is_named_with_what_records_it(
+    perturbkv: Run, measured: Path, command: str, variable: str
+) -> None:
+    with h5py.File(measured, "r+") as file:
+        del file[variable]
+    options = ["--compare", "attention,value"] if command == "heads" else []
+    ran = perturbkv(command, measured, *options)
+    assert ran.code == 2
+    needs = "heads" if command == "ablation" else command  # ablation compares head by head
+    assert f"error: {needs} needs the variable '{variable}'" in ran.err
+    assert "record it: perturbkv trace --model tiny --dataset random" in ran.err
+
+
+def test_a_trace_without_what_is_compared_is_refused(perturbkv: Run, measured: Path) -> None:
+    for command, options in (
+        ("layers", ["--compare", "attention,position"]),
+        ("assumption", ["--selection", "position"]),
+        ("bound-tightness", ["--selection", "position"]),
+    ):
+        ran = perturbkv(command, measured, *options)
+        assert ran.code == 2, command
+        assert "got a trace of snapkv:attention" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--columns", 3], "--columns must be 1 (84 mm) or 2 (174 mm), got 3"),
+        (["--format", "gif"], "unknown format 'gif'"),
+        (["--step", -1], "at least 0, got -1"),
+        (["--step", 1], "a step from 0 to 0, got 1"),
+        (["--distance", "l3"], "unknown distance 'l3'"),
+    ],
+)
+def test_options_of_an_analysis(perturbkv: Run, measured: Path, options: list[object], words: str) -> None:
+    ran = perturbkv("layers", measured, *options, "-o", "out")
+    assert ran.code == 2
+    assert words in ran.err
+
+
+def test_export_holds_a_row_per_head_in_both_formats(perturbkv: Run, measured: Path) -> None:
+    ran = perturbkv("export", measured)
+    assert ran.code == 1, ran.err
+    trace = read_trace(measured)
+    table = pyarrow.parquet.read_table(measured.with_suffix(".parquet"))
+    text = pyarrow.csv.read_csv(measured.with_suffix(".csv"))
+    assert table.num_rows == text.num_rows == 3 * 15 * 1 * 2 * 4
+    assert table.column_names == text.column_names
+    row = {name: table[name][200].as_py() for name in table.column_names}
+    sample, config = trace.sample_ids.index(row["sample"]), trace.config_index(row["config"])
+    where = (sample, config, row["step"], row["layer"], row["head"])
+    assert row["theta"] == trace.arrays["theta"][where]
+    assert row["noise_floor"] == trace.arrays["noise_floor"][sample, row["step"], row["layer"], row["head"]]
+    assert row["logit_kl"] == trace.arrays["logit_kl"][sample, config, row["step"]]
+    assert row["prompt_tokens"] == 96
+    assert (row["selection"], row["budget"]) == (
+        trace.run.configs[config].selection,
+        str(trace.run.configs[config].budget),
+    )
+    for name in ("theta", "hidden_drift_l1", "kept_count"):
+        np.testing.assert_array_equal(table[name].to_numpy(), text[name].to_numpy())
+    assert table.schema.field("logit_kl").metadata[b"units"] == b"nat"
+    assert table.schema.metadata[b"trace_digest"].decode() == trace.digest
+    assert {"kept_position", "kept_offset"}.isdisjoint(table.column_names)
+
+
+def test_export_replaces_nothing_unasked(perturbkv: Run, measured: Path) -> None:
+    Path("t.csv").write_text("mine")
+    ran = perturbkv("export", measured, "-o", "t.csv")
+    assert ran.code == 2
+    assert "expected no file at t.csv" in ran.err
+    assert Path("t.csv").read_text() == "mine"
+    assert perturbkv("export", measured, "-o", "t.csv", "--overwrite").code == 1
+    assert len(Path("t.csv").read_text().splitlines()) == 361
+    assert "ending in .csv or .parquet, got 't.xlsx'" in perturbkv("export", measured, "-o", "t.xlsx").err

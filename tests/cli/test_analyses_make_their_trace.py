@@ -1,0 +1,73 @@
+"""Without a trace each analysis makes the one that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perturbkv.store import read_run
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def unbudgeted(tiny: list[object]) -> list[object]:
+    """The tiny run without its budget: prompts of 182 tokens, window 8."""
+    place = tiny.index("--budget")
+    return tiny[:place] + tiny[place + 2 :]
+
+
+def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("ablation", *tiny, "-o", "out", "--json", "--format", "pdf")
+    assert ran.code == 0, ran.err
+    settings = ran.json()["settings"]
+    assert sorted((setting["granularity"], setting["alpha"]) for setting in settings) == [
+        (granularity, alpha) for granularity in ("kv", "query") for alpha in (0.0, 0.25, 0.5)
+    ]
+    assert all(not setting["absent"] for setting in settings)
+    assert len(read_run(Path("out/trace.h5")).configs) == (5 + 6) + (5 + 9)
+    assert Path("out/ablation.pdf").exists()
+
+
+def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, tiny: list[object]) -> None:
+    told = perturbkv("ablation", *tiny, "--alpha", 0, "--granularity", "query", "-o", "out", "--json").json()
+    (setting,) = told["settings"]
+    uniform, unpooled = (setting["rows"][name]["isolated"] for name in ("two-stage-uniform", "attention-unpooled"))
+    assert uniform["treatment_mean_l1"] == unpooled["treatment_mean_l1"]
+
+
+def test_budgets_that_nobody_chose_are_left_out_where_they_do_not_fit(perturbkv: Run, unbudgeted: list[object]) -> None:
+    ran = perturbkv("layers", *unbudgeted, "--budgets", "-o", "out", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert "left out: budget 0.01 of 182 tokens keeps 1 entries" in ran.err
+    assert "left out: budget 0.025" in ran.err
+    assert {str(config.budget) for config in read_run(Path("out/trace.h5")).configs} == {"0.05", "0.1", "0.2", "0.4"}
+    refused = perturbkv("layers", *unbudgeted, "--budget", "0.025", "-o", "other")
+    assert refused.code == 2
+    assert "raise the budget above 8 or lower --window" in refused.err
+
+
+def test_where_no_budget_fits_that_is_an_error(perturbkv: Run, unbudgeted: list[object]) -> None:
+    ran = perturbkv("assumption", *unbudgeted, "--window", 150, "-o", "out")
+    assert ran.code == 2
+    assert "window of 150" in ran.err
+
+
+def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    told = perturbkv("ablation", *tiny, "--dry-run", "--json").json()
+    assert len(told["kept"]) == 25
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["bound-tightness", "assumption", "layers"])
+def test_every_command_leaves_trace_figures_and_summary(perturbkv: Run, unbudgeted: list[object], command: str) -> None:
+    ran = perturbkv(command, *unbudgeted, "--samples", 1, "-b", 24, "-b", 60, "--steps", 2, "--step", 1, "-o", "out")
+    assert ran.code == 0, ran.err
+    assert "One sample: no intervals." in " ".join(ran.out.split())
+    names = {path.name for path in Path("out").iterdir()}
+    assert {"trace.h5", "summary.json", f"{command}.png", f"{command}.svg"} <= names
+    assert 'interval": [' not in json.dumps(json.loads(Path("out/summary.json").read_text())["analyses"])

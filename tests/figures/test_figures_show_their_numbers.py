@@ -1,0 +1,157 @@
+"""Each figure's artists hold the numbers of the result that it was drawn from, for one column and for two."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from perturbkv.analyses import ablation, assumption, bound_tightness, budgets, last_layer, layers, rank_agreement
+from perturbkv.analyses.bound_tightness import LEVELS, MASS_EDGES
+from perturbkv.analyses.identity import identity
+from perturbkv.analyses.pairing import series
+from perturbkv.figures import ablation as ablation_figure
+from perturbkv.figures import assumption as assumption_figure
+from perturbkv.figures import bound_tightness as bounds_figure
+from perturbkv.figures import budgets as budgets_figure
+from perturbkv.figures import last_layer as samples_figure
+from perturbkv.figures import layers as layers_figure
+from perturbkv.store import read_trace
+from tests.support.artists import artist, artists, words
+from tests.support.measured import MEASURED
+
+TRACE = read_trace(MEASURED)
+(PAIRS,) = series(TRACE.run, "attention", "two-stage")
+SHOWN = identity(TRACE, [label for pair in PAIRS for label in pair])
+WIDTHS = pytest.mark.parametrize("width", [84, 174])
+MEDIAN = LEVELS.index(0.5)
+
+
+@WIDTHS
+def test_assumption_maps_hold_sigma_and_dots_where_it_is_at_most_a_half(width: int) -> None:
+    result = assumption.summarise(TRACE)
+    figure = assumption_figure.draw(result, width)
+    readings = list(assumption.READINGS)
+    order = (
+        [(config, name) for config in result.configs for name in readings]
+        if width == 84
+        else [(config, name) for name in readings for config in result.configs]
+    )
+    assert figure.get_figwidth() == pytest.approx(width / 25.4)
+    for panel, (config, name) in enumerate(order):
+        reading = config.readings[name]
+        np.testing.assert_allclose(artist(figure, panel, "map").get_array(), reading.mean)
+        dots = artist(figure, panel, "marks").get_offsets()
+        np.testing.assert_array_equal(dots, np.argwhere(reading.failing)[:, ::-1] + 0.5)
+        assert f"{100 * reading.share:.0f} %" in figure.axes[panel].get_title(loc="left")
+
+
+@WIDTHS
+def test_ratios_are_medians_with_flagged_ones_beside(width: int) -> None:
+    result = bound_tightness.summarise(TRACE).of("attention-unpooled")
+    figure = bounds_figure.draw(result, rank_agreement.summarise(TRACE), width)
+    for name in bound_tightness.RATIOS:
+        for gid, kind in ((name, "evidence"), (f"flagged {name}", "flagged")):
+            medians = [getattr(config.spreads[name], kind)[MEDIAN] for config in result.configs]
+            drawn = [float(line.get_ydata()[0]) for line in artists(figure, 0, gid)]
+            np.testing.assert_allclose(drawn, [median for median in medians if median > 0])
+
+
+def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
+    result = bound_tightness.summarise(TRACE).of("random")
+    figure = bounds_figure.draw(result, (), 174)
+    for config in result.configs:
+        x, y = artist(figure, 1, f"mass {config.label}").get_data()
+        np.testing.assert_allclose(x, (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2)
+        full = config.mass.count >= 10
+        np.testing.assert_allclose(y[full], config.mass.quantiles[MEDIAN][full])
+        assert np.isnan(y[~full]).all()
+    assert "needs three or more selections" in words(figure)
+
+
+def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
+    agreements = rank_agreement.summarise(TRACE)
+    figure = bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), agreements, 174)
+    for gid, count in (("contenders θ", 4), ("all 1 − S", 7)):
+        bound = gid.partition(" ")[2]
+        means = [c.mean for a in agreements for c in a.correlations if c.bound == bound and len(c.selections) == count]
+        drawn = [
+            float(box.lines[0].get_ydata()[0]) for box in figure.axes[2].containers if box.lines[0].get_gid() == gid
+        ]
+        np.testing.assert_allclose(drawn, means)
+
+
+@WIDTHS
+def test_heads_of_theorem_2_are_mapped(width: int) -> None:
+    result = bound_tightness.summarise(TRACE).of("random")
+    figure = bounds_figure.draw_heads(result, width)
+    for panel, config in enumerate(result.configs):
+        np.testing.assert_allclose(artist(figure, panel, "map").get_array(), config.spreads["L/θ"].by_head[1])
+        marks = artist(figure, panel, "marks").get_offsets()
+        assert len(marks) == (config.flagged_heads > 0.5).sum()
+
+
+@WIDTHS
+def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
+    results = [layers.summarise(TRACE, *pair) for pair in PAIRS]
+    figure = layers_figure.draw(results, SHOWN, width)
+    for result in results:
+        np.testing.assert_allclose(artist(figure, 0, f"baseline {result.baseline}").get_ydata(), result.baseline_mean)
+        np.testing.assert_allclose(artist(figure, 0, f"treatment {result.baseline}").get_ydata(), result.treatment_mean)
+        drawn = artist(figure, 1, f"reduction {result.baseline}").get_ydata()
+        np.testing.assert_allclose(1 - drawn, result.reduction)
+    assert figure.axes[1].yaxis_inverted()  # above is better
+    labels = [figure.axes[1].yaxis.get_major_formatter()(ratio) for ratio in (0.5, 1, 1.5)]
+    assert labels == ["+50", "0", "−50"]
+
+
+@WIDTHS
+def test_samples_are_pairs_of_drifts(width: int) -> None:
+    results = [last_layer.summarise(TRACE, *pair) for pair in PAIRS]
+    figure = samples_figure.draw(results, SHOWN, width)
+    for panel, result in enumerate(results):
+        for gid, drift in (("baseline", result.baseline_drift), ("treatment", result.treatment_drift)):
+            np.testing.assert_allclose(artist(figure, panel, gid).get_offsets()[:, 1], drift)
+
+
+@WIDTHS
+def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
+    result = budgets.summarise(TRACE, ["attention", "random"])
+    figure = budgets_figure.draw(result, width)
+    for panel, quantity in enumerate(budgets.QUANTITIES):
+        for curve in result.curves:
+            x, y = artist(figure, panel, f"{quantity} {curve.name}").get_data()
+            np.testing.assert_allclose(x, 100 * curve.kept)
+            np.testing.assert_allclose(y, curve.means[quantity])
+
+
+@WIDTHS
+def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
+    results = ablation.summarise(TRACE)
+    figure = ablation_figure.draw(results, identity(TRACE, TRACE.run.labels()), width)
+    for panel, result in enumerate(results):
+        for kind in ("isolated", "propagated"):
+            ratios = [getattr(row, kind).l1_ratio for row in result.rows.values()]
+            boxes = [box for box in figure.axes[panel].containers if box.lines[0].get_gid() == kind]
+            np.testing.assert_allclose([float(box.lines[0].get_xdata()[0]) for box in boxes], ratios)
+    assert "not measured" in words(figure) if width == 174 else "not measured" not in words(figure)
+
+
+def test_every_axis_names_its_quantity_and_every_foot_its_run() -> None:
+    figures = [
+        assumption_figure.draw(assumption.summarise(TRACE)),
+        bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), rank_agreement.summarise(TRACE)),
+        layers_figure.draw([layers.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
+        samples_figure.draw([last_layer.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
+        budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
+        ablation_figure.draw(ablation.summarise(TRACE), SHOWN),
+    ]
+    for figure in figures:
+        said = words(figure)
+        assert f"trace {TRACE.digest}" in said
+        assert "3 samples · 1 failed" in said
+        assert "random weights" in figure.get_suptitle()
+        for unit in ("L1", "attention mass", "L/θ"):
+            if unit in said:
+                break
+        else:
+            pytest.fail(f"no unit in {said}")

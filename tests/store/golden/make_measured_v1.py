@@ -1,0 +1,45 @@
+"""Made measured-v1.h5, once: a real run of a tiny random model, for commands that need numbers which fit together."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.loading import load_model
+from perturbkv.runner import trace_sample
+from perturbkv.trace import FailedSample
+from perturbkv.writer import TraceWriter
+from tests.support.folders import model_folder
+
+SELECTIONS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage", "value", "random", "hindsight")
+
+
+def configs() -> tuple[EvictionConfig, ...]:
+    """Two budgets of every selection, and the group's other product at one."""
+    shared = {"window": 8, "granularity": "kv"}
+    made = [
+        EvictionConfig(budget=Budget(budget), selection=name, **shared) for budget in (16, 32) for name in SELECTIONS
+    ]
+    return (*made, EvictionConfig(budget=Budget(16), group_product="mean-of-products", **shared))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = load_model(str(model_folder(Path(folder) / "tiny", positions=512)))
+    run = RunConfig(model="tiny", dataset="random", configs=configs(), samples=4, random_weights=True)
+    tokens = torch.randint(0, adapter.model.config.vocab_size, (3, 96), generator=torch.Generator().manual_seed(0))
+    samples = [
+        trace_sample(adapter, EncodedPrompt(f"s{place}", tuple(row.tolist()), 0), run)
+        for place, row in enumerate(tokens)
+    ]
+    broken = FailedSample("broken", "planted failure")
+    names = [*(sample.sample_id for sample in samples), broken.sample_id]
+    path = Path(__file__).with_name("measured-v1.h5")
+    writer = TraceWriter(path, run, names, {"model": "tiny", "random_weights": "true"})
+    for sample in (*samples, broken):
+        writer.append(sample)
+    writer.finish()
