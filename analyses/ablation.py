@@ -31,37 +31,57 @@ INGREDIENTS = {
 }
 """Rows of the table, from the baseline to what knowing the query would bring."""
 BRINGS = {
-    "un-pooling stage 2": (BASELINE, "two-stage-uniform"),
+    "un-pooling": (BASELINE, "two-stage-uniform"),
     "the value norms ν": ("two-stage-uniform", "two-stage"),
     "mean of products": ("two-stage", MEAN_OF_PRODUCTS),
     "knowing the query": ("two-stage", "hindsight"),
 }
 """What one ingredient adds to the row before it: name -> (without, with)."""
+_Members = dict[tuple[str, float | None], str]
+"""Ingredient and α (None without stages) -> label."""
 _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
 """Only these depend on α."""
 
 
 @dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: an ingredient, or what it brings.
+        alpha: of the two stages; None for a row without stages, which is the same at every α.
+        compared: against the baseline, or against the row without the ingredient.
+    """
+
+    name: str
+    alpha: float | None
+    compared: HeadComparison
+
+    @property
+    def title(self) -> str:
+        """The name, with its α where it has one."""
+        return self.name if self.alpha is None else f"{self.name} α={self.alpha:g}"
+
+
+@dataclass(frozen=True)
 class Ablation:
-    """One setting at one α.
+    """One setting: everything but selection, group's product and α is shared.
 
     Attributes:
         setting: what all rows share, as a label.
-        alpha: of the staged rows.
         granularity: query or kv.
         baseline: label of the baseline's configuration.
-        rows: ingredient -> its comparison with the baseline, in the order of `INGREDIENTS`.
-        brings: what an ingredient adds -> its comparison with the row without it.
+        rows: each ingredient, at each α, against the baseline, in the order of `INGREDIENTS`.
+        brings: what each ingredient adds, at each α, to the row without it.
         absent: ingredients that the trace does not hold.
         identity: of the run.
     """
 
     setting: str
-    alpha: float
     granularity: str
     baseline: str
-    rows: dict[str, HeadComparison]
-    brings: dict[str, HeadComparison]
+    rows: tuple[Row, ...]
+    brings: tuple[Row, ...]
     absent: tuple[str, ...]
     identity: RunIdentity
 
@@ -69,45 +89,33 @@ class Ablation:
         """Everything a reader needs, as JSON-able numbers."""
         return {
             "setting": self.setting,
-            "alpha": self.alpha,
             "granularity": self.granularity,
             "baseline": self.baseline,
             "absent": list(self.absent),
-            "rows": {name: row.to_dict() for name, row in self.rows.items()},
-            "brings": {name: row.to_dict() for name, row in self.brings.items()},
+            "rows": [_row_dict(row) for row in self.rows],
+            "brings": [_row_dict(row) for row in self.brings],
         }
 
 
 def summarise(trace: Trace, step: int = 0, resamples: int = RESAMPLES, seed: int = 0) -> tuple[Ablation, ...]:
-    """One entry per setting and α of the trace.
+    """One entry per setting of the trace.
 
     Raises TraceError where no setting holds the baseline and another row, and as `heads.summarise`.
     """
-    grouped: dict[EvictionConfig, dict[tuple[str, float], str]] = {}
+    grouped: dict[EvictionConfig, _Members] = {}
     for config in sorted(trace.run.configs, key=order):
-        grouped.setdefault(_shared(config), {})[_ingredient(config), config.alpha] = config.label()
+        key = (_ingredient(config), config.alpha if _ingredient(config) in _STAGED else None)
+        grouped.setdefault(_shared(config), {}).setdefault(key, config.label())
     found = [
-        _ablation(trace, shared, alpha, members, (step, resamples, seed))
+        _ablation(trace, shared, members, (step, resamples, seed))
         for shared, members in grouped.items()
-        for alpha in _alphas(members)
-        if len(chain(members, alpha)) > 1 and BASELINE in chain(members, alpha)
+        if (BASELINE, None) in members and len(members) > 1
     ]
     if not found:
         held = ", ".join(dict.fromkeys(config.selection for config in trace.run.configs))
         msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {held}"
         raise TraceError(msg)
     return tuple(found)
-
-
-def chain(members: dict[tuple[str, float], str], alpha: float) -> dict[str, str]:
-    """Ingredient -> label at one α; rows without stages are the same at every α."""
-    found = {}
-    for name in INGREDIENTS:
-        exact = members.get((name, alpha))
-        other = [label for (ingredient, _), label in members.items() if ingredient == name and name not in _STAGED]
-        if exact or other:
-            found[name] = exact or other[0]
-    return found
 
 
 def _ingredient(config: EvictionConfig) -> str:
@@ -121,36 +129,35 @@ def _shared(config: EvictionConfig) -> EvictionConfig:
     return dataclasses.replace(config, selection=next(iter(SELECTIONS)), group_product="product-of-means", alpha=0.0)
 
 
-def _alphas(members: dict[tuple[str, float], str]) -> list[float]:
-    """The α of the staged rows; where there are none, any one."""
-    staged = dict.fromkeys(alpha for name, alpha in members if name in _STAGED)
-    return list(staged) or [next(alpha for _, alpha in members)]
-
-
-def _ablation(
-    trace: Trace,
-    shared: EvictionConfig,
-    alpha: float,
-    members: dict[tuple[str, float], str],
-    how: tuple[int, int, int],
-) -> Ablation:
-    labels = chain(members, alpha)
-
+def _ablation(trace: Trace, shared: EvictionConfig, members: _Members, how: tuple[int, int, int]) -> Ablation:
     def compare(without: str, added: str) -> HeadComparison:
-        return heads.summarise(trace, labels[without], labels[added], *how)
+        return heads.summarise(trace, without, added, *how)
 
+    places = {name: place for place, name in enumerate(INGREDIENTS)}
+    rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: places[key[0]])
     expected = [name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or shared.granularity == "kv"]
     return Ablation(
         setting=" ".join(part for part in setting(shared.label()).split() if not part.startswith("a=")),
-        alpha=alpha,
         granularity=shared.granularity,
-        baseline=labels[BASELINE],
-        rows={name: compare(BASELINE, name) for name in labels if name != BASELINE},
-        brings={
-            what: compare(without, added)
-            for what, (without, added) in BRINGS.items()
-            if without in labels and added in labels
-        },
-        absent=tuple(name for name in expected if name not in labels),
-        identity=identity(trace, list(labels.values())),
+        baseline=members[BASELINE, None],
+        rows=tuple(Row(*key, compare(members[BASELINE, None], members[key])) for key in rows),
+        brings=tuple(Row(what, alpha, compare(*pair)) for what, alpha, pair in _steps(members)),
+        absent=tuple(name for name in expected if name not in {name for name, _ in members}),
+        identity=identity(trace, list(members.values())),
     )
+
+
+def _steps(members: _Members) -> list[tuple[str, float, tuple[str, str]]]:
+    """What each ingredient brings at each α: the labels without and with it."""
+    alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
+    found = []
+    for what, sides in BRINGS.items():
+        for alpha in alphas:
+            labels = [members.get((name, alpha if name in _STAGED else None)) for name in sides]
+            if labels[0] and labels[1]:
+                found.append((what, alpha, (labels[0], labels[1])))
+    return found
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    return {"name": row.name, "alpha": row.alpha, **row.compared.to_dict()}

@@ -11,8 +11,7 @@ from perturbkv.cli.study import open_study
 from perturbkv.config import EvictionConfig
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.ablation import Ablation
-    from perturbkv.analyses.heads import HeadComparison
+    from perturbkv.analyses.ablation import Ablation, Row
 
 _ALPHAS = (0.0, 0.25, 0.5)
 _UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight"]
@@ -54,27 +53,30 @@ def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
 
 
 def _print(results: tuple[Ablation, ...]) -> None:
+    columns = ["", "#α", "#isolated", "#heads", "#propagated", "#heads"]
     for result in results:
-        console.say(f"\n{result.setting}, α = {result.alpha:g}: L1 over the baseline's, summed over heads", bold=True)
-        columns = ["", "#isolated", "#heads\n+ / = / −", "#propagated", "#heads\n+ / = / −"]
-        rows = [["attention (baseline)", "1", "", "1", ""], *(_row(name, row) for name, row in result.rows.items())]
-        console.table("", columns, rows)
+        console.say(f"\n{result.setting}: L1 over the baseline's, summed over heads", bold=True)
+        console.table("", columns, [["attention", "", "1", "", "1", ""], *_rows(result.rows)])
         if result.absent:
             console.say(f"not in this trace: {', '.join(result.absent)}")
         if result.brings:
-            rows = [_row(name, row) for name, row in result.brings.items()]
-            console.table("what each ingredient brings: L1 over that without it", columns, rows)
-    several = next(iter(results[0].rows.values())).isolated.total_reduction_interval is not None
+            console.table("what each ingredient brings: L1 over that without it", columns, _rows(result.brings))
+    several = results[0].rows[0].compared.isolated.total_reduction_interval is not None
     words = "In brackets: 95 % bootstrap intervals over samples." if several else "One sample: no intervals."
     console.say(
-        f"{words} + / = / −: heads better, tied, worse. With one kept set per query head there is no group, "
+        f"{words} Heads: share of them that is better. With one kept set per query head there is no group, "
         "and no row for its product."
     )
 
 
-def _row(name: str, compared: HeadComparison) -> list[str]:
-    cells = [name]
-    for kind in (compared.isolated, compared.propagated):
-        cells.append(numbers.decimal(kind.l1_ratio, kind.l1_ratio_interval))
-        cells.append(numbers.verdicts(kind.verdict))
-    return cells
+def _rows(rows: tuple[Row, ...]) -> list[list[str]]:
+    """A line per row, each name once."""
+    found, before = [], ""
+    for row in rows:
+        cells = [row.name if row.name != before else "", "" if row.alpha is None else f"{row.alpha:g}"]
+        for kind in (row.compared.isolated, row.compared.propagated):
+            cells.append(numbers.decimal(kind.l1_ratio, kind.l1_ratio_interval))
+            cells.append(numbers.percent(kind.improved_share))
+        found.append(cells)
+        before = row.name
+    return found

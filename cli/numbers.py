@@ -13,7 +13,8 @@ Interval = tuple[float, float] | None
 
 
 def decimal(value: float, interval: Interval = None, digits: int = 2) -> str:
-    """'0.71 [0.65, 0.78]'."""
+    """'0.71 [0.65, 0.78]'; fewer digits from 10 on."""
+    digits = max(0, digits - 1) if abs(value) >= 10 else digits
     return "–" if isnan(value) else f"{_fixed(value, digits)}{_ends(interval, digits)}"
 
 

@@ -10,28 +10,28 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from perturbkv.analyses.ablation import BASELINE, Ablation
+from perturbkv.analyses.ablation import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Ablation
 from perturbkv.analyses.heads import HeadKind
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.figures import style
 
-_WIDE, _LINE_MM, _AROUND_MM = 3, 4.6, 17
+_WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 17
 _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
 def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per setting and α; left of 1 an ingredient perturbs less than the baseline."""
+    """A panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(results))
         chunks = [results[start : start + columns] for start in range(0, len(results), columns)]
-        names = [list(dict.fromkeys(name for result in chunk for name in result.rows)) for chunk in chunks]
-        heights = [(len(rows) + 1) * _LINE_MM + _AROUND_MM for rows in names]
+        titles = [_titles(chunk) for chunk in chunks]
+        heights = [len(rows) * _LINE_MM + _AROUND_MM for rows in titles]
         figure = style.figure(width_mm, sum(heights) + 10)
-        axes = figure.subplots(len(chunks), columns, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})
-        for row, chunk, rows in zip(axes, chunks, names, strict=True):
+        axes = figure.subplots(len(chunks), columns, squeeze=False, sharex=True, height_ratios=heights)
+        for row, chunk, rows in zip(axes, chunks, titles, strict=True):
             for place, panel in enumerate(row):
                 if place < len(chunk):
-                    _panel(panel, chunk[place], [BASELINE, *rows], named=place == 0)
+                    _panel(panel, chunk[place], rows, named=place == 0)
                 else:
                     panel.set_axis_off()
         figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
@@ -39,25 +39,32 @@ def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = s
     return figure
 
 
-def _panel(axes: Axes, result: Ablation, names: list[str], *, named: bool) -> None:
+def _titles(results: Sequence[Ablation]) -> list[str]:
+    """The rows that panels side by side share: the baseline, then each ingredient at each α."""
+    named = {row.title: list(INGREDIENTS).index(row.name) for result in results for row in result.rows}
+    return [BASELINE, *sorted(named, key=lambda title: named[title])]
+
+
+def _panel(axes: Axes, result: Ablation, titles: list[str], *, named: bool) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
-    for place, name in enumerate(names):
-        if name in result.rows:
-            row = result.rows[name]
-            for kind, measured in (("isolated", row.isolated), ("propagated", row.propagated)):
+    rows = {row.title: row.compared for row in result.rows}
+    for place, title in enumerate(titles):
+        if title in rows:
+            for kind, measured in (("isolated", rows[title].isolated), ("propagated", rows[title].propagated)):
                 _point(axes, place, kind, measured)
-        elif name != BASELINE:
-            axes.text(1, place, " not measured", fontsize=5.5, color="0.5", va="center")
-    titles = [f"{name} (= 1)" if name == BASELINE else name for name in names]
-    axes.set_yticks(range(len(names)), titles if named else [""] * len(names))
-    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="L1 over the baseline's")
+        elif title != BASELINE:
+            grouped = title.startswith(MEAN_OF_PRODUCTS) and result.granularity == "query"
+            axes.text(1, place, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
+    shown = [f"{title} (= 1)" if title == BASELINE else title for title in titles]
+    axes.set_yticks(range(len(titles)), shown if named else [""] * len(titles))
+    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="L1 over the baseline's")
     style.log_axes(axes, x=True)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")
-    axes.set_title(f"{result.setting}\nα={result.alpha:g}", loc="left")
+    axes.set_title(result.setting, loc="left")
 
 
 def _point(axes: Axes, place: int, kind: str, measured: HeadKind) -> None:

@@ -42,7 +42,7 @@ def layer_colours() -> Colormap:
 
 def ordered_colours(count: int) -> list[Any]:
     """Colours for things with an order, such as budgets: dark to light, the lightest still readable on white."""
-    return [mpl.colormaps["viridis"](place) for place in np.linspace(0.0, 0.88, count)]
+    return [mpl.colormaps["viridis"](place) for place in np.linspace(0.0, 0.82, count)]
 
 
 def category_colours(count: int) -> list[Any]:

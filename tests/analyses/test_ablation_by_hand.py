@@ -33,16 +33,22 @@ def made(configs: list[EvictionConfig], perturbation: list[float], samples: int 
     return hand_made(configs, arrays)
 
 
+def isolated(rows: tuple[ablation.Row, ...]) -> dict[str, float]:
+    return {row.title: row.compared.isolated.l1_ratio for row in rows}
+
+
 def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None:
     (found,) = ablation.summarise(made(CHAIN, L1))
-    ratios = {name: row.isolated.l1_ratio for name, row in found.rows.items()}
+    ratios = isolated(found.rows)
     assert ratios == pytest.approx(
-        {"attention-unpooled": 0.8, "two-stage-uniform": 0.6, "two-stage": 0.3, "hindsight": 0.1}
+        {"attention-unpooled": 0.8, "two-stage-uniform α=0.25": 0.6, "two-stage α=0.25": 0.3, "hindsight": 0.1}
     )
-    assert {name: row.propagated.l1_ratio for name, row in found.rows.items()} == pytest.approx(ratios)
-    brings = {name: row.isolated.l1_ratio for name, row in found.brings.items()}
-    assert brings == pytest.approx({"un-pooling stage 2": 0.6, "the value norms ν": 0.5, "knowing the query": 1 / 3})
-    assert found.rows["two-stage"].isolated.l1_ratio_interval == pytest.approx((0.3, 0.3))
+    assert {row.title: row.compared.propagated.l1_ratio for row in found.rows} == pytest.approx(ratios)
+    brings = isolated(found.brings)
+    assert brings == pytest.approx(
+        {"un-pooling α=0.25": 0.6, "the value norms ν α=0.25": 0.5, "knowing the query α=0.25": 1 / 3}
+    )
+    assert found.rows[2].compared.isolated.l1_ratio_interval == pytest.approx((0.3, 0.3))
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -61,30 +67,29 @@ def test_the_groups_products_are_rows_of_one_table() -> None:
         config("two-stage", granularity="kv", group_product="mean-of-products"),
     ]
     (found,) = ablation.summarise(made(configs, [4, 2, 1]))
-    assert {name: row.isolated.l1_ratio for name, row in found.rows.items()} == pytest.approx(
-        {"two-stage": 0.5, "mean-of-products": 0.25}
-    )
-    assert found.brings["mean of products"].isolated.l1_ratio == pytest.approx(0.5)
+    assert isolated(found.rows) == pytest.approx({"two-stage α=0.25": 0.5, "mean-of-products α=0.25": 0.25})
+    assert isolated(found.brings) == pytest.approx({"mean of products α=0.25": 0.5})
 
 
-def test_rows_without_stages_stand_at_every_alpha() -> None:
-    configs = [config("attention", alpha=0.0), config("two-stage", alpha=0.0), config("two-stage", alpha=0.5)]
-    first, second = ablation.summarise(made(configs, [4, 2, 1]))
-    assert (first.alpha, second.alpha) == (0.0, 0.5)
-    assert first.baseline == second.baseline == configs[0].label()
-    assert second.rows["two-stage"].isolated.l1_ratio == pytest.approx(0.25)
+def test_rows_without_stages_stand_once_and_serve_every_alpha() -> None:
+    names = ("attention", "two-stage", "hindsight")
+    configs = [config(name, alpha=alpha) for alpha in (0.0, 0.5) for name in names]
+    (found,) = ablation.summarise(made(configs, [4, 2, 1, 4, 1, 1]))
+    assert isolated(found.rows) == pytest.approx({"two-stage α=0": 0.5, "two-stage α=0.5": 0.25, "hindsight": 0.25})
+    assert isolated(found.brings) == pytest.approx({"knowing the query α=0": 0.5, "knowing the query α=0.5": 1})
+    assert found.baseline == configs[0].label()
 
 
 def test_settings_stay_apart() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in ("attention", "value")]
     found = ablation.summarise(made(configs, [4, 2, 4, 1]))
     assert [result.setting.split()[0] for result in found] == ["b=64", "b=128"]
-    assert [result.rows["value"].isolated.l1_ratio for result in found] == pytest.approx([0.5, 0.25])
+    assert [result.rows[0].compared.isolated.l1_ratio for result in found] == pytest.approx([0.5, 0.25])
 
 
 def test_one_sample_has_no_intervals() -> None:
     (found,) = ablation.summarise(made(CHAIN, L1, samples=1))
-    assert found.rows["two-stage"].isolated.l1_ratio_interval is None
+    assert found.rows[0].compared.isolated.l1_ratio_interval is None
 
 
 @pytest.mark.parametrize("configs", [CHAIN[:1], CHAIN[1:]], ids=["nothing beside it", "no baseline"])
@@ -95,6 +100,6 @@ def test_a_trace_without_a_comparison_is_refused(configs: list[EvictionConfig]) 
 
 def test_a_measured_trace_gives_every_row() -> None:
     small, large = ablation.summarise(read_trace(MEASURED))
-    assert list(small.rows) == [name for name in ablation.INGREDIENTS if name != "attention"]
+    assert [row.name for row in small.rows] == [name for name in ablation.INGREDIENTS if name != "attention"]
     assert small.absent == ()
     assert large.absent == ("mean-of-products",)

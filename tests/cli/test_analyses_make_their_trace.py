@@ -25,8 +25,10 @@ def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]
     ran = perturbkv("ablation", *tiny, "-o", "out", "--json", "--format", "pdf")
     assert ran.code == 0, ran.err
     settings = ran.json()["settings"]
-    assert sorted((setting["granularity"], setting["alpha"]) for setting in settings) == [
-        (granularity, alpha) for granularity in ("kv", "query") for alpha in (0.0, 0.25, 0.5)
+    assert [setting["granularity"] for setting in settings] == ["query", "kv"]
+    staged = [(row["name"], row["alpha"]) for row in settings[1]["rows"] if row["alpha"] is not None]
+    assert staged == [
+        (name, alpha) for name in ("two-stage-uniform", "two-stage", "mean-of-products") for alpha in (0.0, 0.25, 0.5)
     ]
     assert all(not setting["absent"] for setting in settings)
     assert len(read_run(Path("out/trace.h5")).configs) == (5 + 6) + (5 + 9)
@@ -35,8 +37,8 @@ def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]
 
 def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, tiny: list[object]) -> None:
     told = perturbkv("ablation", *tiny, "--alpha", 0, "--granularity", "query", "-o", "out", "--json").json()
-    (setting,) = told["settings"]
-    uniform, unpooled = (setting["rows"][name]["isolated"] for name in ("two-stage-uniform", "attention-unpooled"))
+    rows = {row["name"]: row for row in told["settings"][0]["rows"]}
+    uniform, unpooled = (rows[name]["isolated"] for name in ("two-stage-uniform", "attention-unpooled"))
     assert uniform["treatment_mean_l1"] == unpooled["treatment_mean_l1"]
 
 

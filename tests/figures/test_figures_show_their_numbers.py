@@ -130,7 +130,7 @@ def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
     figure = ablation_figure.draw(results, identity(TRACE, TRACE.run.labels()), width)
     for panel, result in enumerate(results):
         for kind in ("isolated", "propagated"):
-            ratios = [getattr(row, kind).l1_ratio for row in result.rows.values()]
+            ratios = [getattr(row.compared, kind).l1_ratio for row in result.rows]
             boxes = [box for box in figure.axes[panel].containers if box.lines[0].get_gid() == kind]
             np.testing.assert_allclose([float(box.lines[0].get_xdata()[0]) for box in boxes], ratios)
     assert "not measured" in words(figure) if width == 174 else "not measured" not in words(figure)
