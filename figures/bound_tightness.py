@@ -45,7 +45,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
             [maps[start : start + wide] for start in range(0, len(maps), wide)],
             width_mm,
             (0.0, largest or 1.0),
-            "Theorem 2 by head: L/θ, and its median where σ > 0.5",
+            "Tightness of Theorem 2 by head",
             "L/θ, median over samples\ndot: σ ≤ 0.5 in most",
         )
         style.foot(figure, result.identity)
@@ -54,7 +54,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
 
 def _map(name: str, config: Tightness) -> heatmaps.Map:
     spread = config.spreads[RATIOS[0]]
-    median = style.number(float(spread.evidence[2]))
+    median = f"median {style.number(float(spread.evidence[2]))}"
     return heatmaps.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
 
 

@@ -31,7 +31,8 @@ def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
             )
         ]
         layers = result.flagged.shape[0]
-        bar = figure.colorbar(points[-1], ax=list(axes), label="layer", fraction=0.035, pad=0.02)
+        side = "bottom" if narrow else "right"
+        bar = figure.colorbar(points[-1], ax=list(axes), label="layer", location=side, fraction=0.035, pad=0.02)
         bar.set_ticks([int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())])
         bar.ax.minorticks_off()
         axes[1].legend(handles=_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
