@@ -1,10 +1,13 @@
 # Two commands for a fresh machine: `make demo` shows it at work, `make test` runs the whole suite.
+# `make figures` remakes README's pictures; `make tables LONGBENCH=folder` the tables that it prints.
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
 PY     = $(VENV)/bin/python
 BIN    = $(VENV)/bin/perturbkv
 
-.PHONY: demo test check bench install clean
+NEWS   = --model smollm2-135m --dataset multi_news --samples 8 --max-tokens 1500
+
+.PHONY: demo test check figures tables bench install clean
 
 install: $(VENV)/.installed
 
@@ -29,6 +32,23 @@ check: install
 	$(VENV)/bin/ruff format --check .
 	rm -rf build/typed && $(PY) -m pip install -q --no-deps --target build/typed .
 	cd build/typed && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p perturbkv
+
+figures: demo
+	$(BIN) bound-tightness --dataset needle --samples 8 --length 2000 --output runs/tour --overwrite
+	$(BIN) assumption runs/tour/trace.h5
+	$(BIN) layers runs/tour/trace.h5 --per-sample --budgets
+	$(BIN) ablation --dataset needle --samples 8 --length 2000 --output runs/tour/ablation --overwrite
+	$(BIN) export runs/demo/trace.h5 --overwrite
+	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
+
+tables: install
+	@test -n "$(LONGBENCH)" || { echo "tables needs LongBench's jsonl files: make tables LONGBENCH=folder"; exit 2; }
+	$(BIN) bound-tightness $(NEWS) --data-dir $(LONGBENCH) --window 8 --output runs/news --overwrite
+	$(BIN) assumption runs/news/trace.h5
+	$(BIN) layers runs/news/trace.h5 --per-sample --budgets
+	$(BIN) ablation $(NEWS) --data-dir $(LONGBENCH) --output runs/news/ablation --overwrite
+	$(PY) docs/tables.py runs/news/summary.json runs/news/ablation/summary.json
+	$(PY) docs/readings.py runs/news/trace.h5
 
 bench: install
 	$(BIN) bench capture

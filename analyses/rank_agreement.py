@@ -37,7 +37,7 @@ class RankCorrelation:
         selections: which are ranked.
         mean: over samples and heads, in [−1, 1]; NaN where no value is left.
         interval: of the mean, over samples.
-        evidence_mean: the mean where σ > 0.5 in every selection: there all bounds are compared like with like.
+        evidence_mean, evidence_interval: where σ > 0.5 in every selection: all bounds on the same heads.
         by_head: (layer, head) mean over samples.
         values: how many (sample, head) were ranked.
         flagged: how many were left out because σ ≤ 0.5 in one of the selections (θ̂ only).
@@ -48,6 +48,7 @@ class RankCorrelation:
     mean: float
     interval: Interval
     evidence_mean: float
+    evidence_interval: Interval
     by_head: Floats
     values: int
     flagged: int
@@ -62,6 +63,7 @@ class Concordance:
         bound: θ, θ̂ or 1 − S.
         share: of the (sample, head) in which both bound and L differ, in [0, 1]; NaN where none does.
         interval: of the share, over samples.
+        evidence_share, evidence_interval: where σ > 0.5 in both: all bounds on the same heads.
         values: how many (sample, head) differ.
     """
 
@@ -70,6 +72,8 @@ class Concordance:
     bound: str
     share: float
     interval: Interval
+    evidence_share: float
+    evidence_interval: Interval
     values: int
 
 
@@ -168,13 +172,14 @@ def _correlation(family: _Family, bound: str, resamples: int, seed: int) -> Rank
     counted = family.counted(bound)
     found = np.where(counted, spearman(family.bounds[bound], family.perturbation), np.nan)
     per_sample = _mean(found, (1, 2))
-    evidence = np.where(family.counted("θ̂"), found, np.nan)
+    evidence = _mean(np.where(family.counted("θ̂"), found, np.nan), (1, 2))
     return RankCorrelation(
         bound=bound,
         selections=family.names,
         mean=float(_mean(per_sample, (0,))),
         interval=mean_interval(per_sample, resamples, seed),
-        evidence_mean=float(_mean(_mean(evidence, (1, 2)), (0,))),
+        evidence_mean=float(_mean(evidence, (0,))),
+        evidence_interval=mean_interval(evidence, resamples, seed),
         by_head=_mean(found, (0,)),
         values=int((~np.isnan(found)).sum()),
         flagged=int((~counted).sum()),
@@ -186,12 +191,15 @@ def _concordance(pair: _Family, bound: str, resamples: int, seed: int) -> Concor
     differing = pair.counted(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)
     per_sample = _mean(agreeing, (1, 2))
+    evidence = _mean(np.where(pair.counted("θ̂"), agreeing, np.nan), (1, 2))
     return Concordance(
         first=pair.names[0],
         second=pair.names[1],
         bound=bound,
         share=float(_mean(per_sample, (0,))),
         interval=mean_interval(per_sample, resamples, seed),
+        evidence_share=float(_mean(evidence, (0,))),
+        evidence_interval=mean_interval(evidence, resamples, seed),
         values=int(differing.sum()),
     )
 

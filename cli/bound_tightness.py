@@ -54,13 +54,14 @@ def _print(selection: str, shown: BoundTightness, agreements: tuple[RankAgreemen
     console.say(f"violations: 0, over all configurations; checked {checked}")
     _print_ratios(selection, shown)
     _print_agreements(agreements)
+    from perturbkv.analyses.rank_agreement import CONTENDERS
+
     several = any(config.flagged_share_interval for config in shown.configs)
     words = "In brackets: 95 % bootstrap intervals over samples." if several else "One sample: no intervals."
     console.say(
-        "σ ≤ 0.5 is shown and is no evidence for Theorems 3 and 4. ρ: Spearman's rank correlation with L across the "
-        "selections of one head. vs: how often, of two-stage and this one, the lower bound has the lower L. 1 − S, the "
-        "attention given up, knows no values. θ̂ counts heads with σ > 0.5 in every selection compared; summary.json "
-        f"has the others on these heads too. {words}"
+        "σ ≤ 0.5 is shown and is no evidence for Theorems 3 and 4. ρ: Spearman's rank correlation with L across "
+        f"{', '.join(CONTENDERS)} of one head. vs: how often, of two-stage and this one, the lower bound has the lower "
+        f"L, where σ > 0.5 in both. 1 − S, the attention given up, knows no values. {words}"
     )
 
 
@@ -110,15 +111,19 @@ def _print_agreements(agreements: tuple[RankAgreement, ...]) -> None:
 
 
 def _agreement_rows(budget: str, agreement: RankAgreement) -> list[list[str]]:
-    """ρ over contenders and over all, then how often the bounds pick the better of two."""
+    """ρ over the contenders, everywhere and where σ > 0.5; there also how often a bound picks the better of two."""
+    from perturbkv.analyses.rank_agreement import CONTENDERS
+
     cells: dict[str, list[str]] = {}
-    for correlation in agreement.correlations:
-        name = f"ρ, {len(correlation.selections)} selections"
-        cells.setdefault(name, []).append(numbers.decimal(correlation.mean, correlation.interval))
+    for ranked in agreement.correlations:
+        if set(ranked.selections) <= set(CONTENDERS):
+            everywhere = "" if ranked.bound == "θ̂" else numbers.decimal(ranked.mean, ranked.interval)
+            cells.setdefault("ρ", []).append(everywhere)
+            evidence = numbers.decimal(ranked.evidence_mean, ranked.evidence_interval)
+            cells.setdefault("ρ where σ > 0.5", []).append(evidence)
     for pair in agreement.pairs:
         if pair.second == "two-stage" and pair.first in _TOLD:
-            cells.setdefault(f"vs {_TOLD[pair.first]}", []).append(numbers.percent(pair.share, pair.interval))
-    return [
-        [budget.replace(" ", "\n") if place == 0 else "", name, *found]
-        for place, (name, found) in enumerate(cells.items())
-    ]
+            evidence = numbers.percent(pair.evidence_share, pair.evidence_interval)
+            cells.setdefault(f"vs {_TOLD[pair.first]}", []).append(evidence)
+    first = budget.replace(" ", "\n")
+    return [[first if place == 0 else "", name, *found] for place, (name, found) in enumerate(cells.items())]

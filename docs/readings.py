@@ -1,8 +1,8 @@
 """The numbers that README's reading of its table adds to the table: `python docs/readings.py TRACE.h5 [LONGBENCH]`.
 
-From a trace of `perturbkv heads`: retained mass and runs of kept neighbours per configuration, and what the treatment
-does in the first layer. With LongBench's folder also how widely ν and the window's attention vary, for which the
-trace's model reads its prompts once more.
+From a trace of `perturbkv heads` or `bound-tightness`: retained mass and runs of kept neighbours per configuration,
+what L and θ are made of, and what the treatment does in the first layer. With LongBench's folder also how widely ν and
+the window's attention vary, for which the trace's model reads its prompts once more.
 """
 
 from __future__ import annotations
@@ -57,6 +57,26 @@ def first_layer(trace: Trace) -> None:
         f"{looseness[0].min():.1f} to {looseness[0].max():.1f}, σ ≤ 0.5 in {int((sigma[1] <= 0.5).sum())}")  # fmt: skip
 
 
+def decomposition(trace: Trace) -> None:
+    """L = (1 − S) D and θ = (1 − S) N: D the distance of what went from what stayed, N the sum of their mean norms.
+
+    Sums over the first layer's heads, and over those of all other layers, mean over samples.
+    """
+    mass, perturbation, theta = (
+        trace.arrays[name][:, :, 0] for name in ("retained_mass", "perturbation_isolated", "theta")
+    )
+    for place, label in enumerate(trace.run.labels()):
+        said = []
+        for name, layers in (("first layer", slice(0, 1)), ("others", slice(1, None))):
+            lost = 1 - mass[:, place, layers]
+            distance, norms = (array[:, place, layers] / lost for array in (perturbation, theta))
+            total = perturbation[:, place, layers].sum(axis=(1, 2)).mean()
+            said.append(
+                f"{name}: 1 − S {lost.mean():.2f}, D {distance.mean():.1f}, N {norms.mean():.0f}, ΣL {total:.1f}"
+            )
+        say(f"{label}: {'; '.join(said)}")
+
+
 def spread(trace: Trace, data_dir: Path) -> None:
     """Coefficient of variation over a head's entries: median over heads, then the range over samples."""
     run, adapter = trace.run, load_model(trace.run.model)
@@ -75,6 +95,7 @@ def spread(trace: Trace, data_dir: Path) -> None:
 if __name__ == "__main__":
     opened = read_trace(Path(sys.argv[1]))
     configurations(opened)
+    decomposition(opened)
     first_layer(opened)
     if len(sys.argv) > 2:
         spread(opened, Path(sys.argv[2]))

@@ -116,7 +116,7 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> None:
 
 
 def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
-    """Spearman's ρ of each bound with L: the contenders filled, all selections hollow."""
+    """Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow."""
     ranked = [agreement for agreement in agreements if agreement.correlations]
     for place, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
@@ -126,7 +126,7 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
     axes.set(
         ylim=(min(axes.get_ylim()[0], -0.05), 1.02), xlabel="budget b", ylabel="rank correlation with L (Spearman)"
     )
-    axes.set_title("Do bounds order selections?", loc="left")
+    axes.set_title("Order of selections, σ > 0.5", loc="left")
     if not ranked:
         style.note(axes, "needs three or more selections per budget")
     handles = [_dot(colour, colour, name) for name, colour in _colours().items()]
@@ -138,8 +138,8 @@ def _correlation(axes: Axes, place: int, correlation: RankCorrelation) -> None:
     colour = _colours()[correlation.bound]
     axes.errorbar(
         [place + (BOUNDS.index(correlation.bound) - 1) * 0.2],
-        [correlation.mean],
-        yerr=style.bars(correlation.mean, correlation.interval),
+        [correlation.evidence_mean],
+        yerr=style.bars(correlation.evidence_mean, correlation.evidence_interval),
         color=colour,
         marker="o",
         markersize=3.6,

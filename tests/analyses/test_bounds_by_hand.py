@@ -157,6 +157,8 @@ def test_a_flagged_selection_takes_the_head_out_of_theorem_3_alone() -> None:
     assert (by_bound["θ"].values, by_bound["θ"].flagged) == (2, 0)
     assert (by_bound["θ̂"].values, by_bound["θ̂"].flagged) == (1, 1)
     assert by_bound["θ"].evidence_mean == 1
+    shares = {(pair.first, pair.second): pair.evidence_share for pair in found.pairs if pair.bound == "θ"}
+    assert shares[("attention", "two-stage-uniform")] == 1
     counts = {(pair.first, pair.second): pair.values for pair in found.pairs if pair.bound == "θ̂"}
     assert counts[("attention", "two-stage")] == 2
     assert counts[("attention", "two-stage-uniform")] == 1

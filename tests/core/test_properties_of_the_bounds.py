@@ -49,3 +49,23 @@ def test_keeping_everything_perturbs_nothing(keys: int, seed: int) -> None:
     torch.testing.assert_close(bounds.retained_mass, torch.ones(1, 4, dtype=torch.float64))
     assert bounds.theta.abs().max() < 1e-12
     assert theory.isolated_perturbation(attention, everything, value, w_o).max() < 1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(3, 24), st.floats(0.1, 0.9), st.integers(0, 10**6))
+def test_tightness_is_how_far_what_went_lies_from_what_stayed(keys: int, share: float, seed: int) -> None:
+    """L = (1 − S) ‖μ_gone − μ_kept‖₁ and θ = (1 − S) (ν̄_gone + ν̄_kept), means weighted by attention."""
+    draw = np.random.default_rng(seed)
+    attention, value, w_o = draw.dirichlet(np.ones(keys)), draw.normal(size=(keys, 5)), draw.normal(size=(7, 5))
+    kept = draw.random(keys) < share
+    kept[-1], kept[0] = True, False
+    projected = value @ w_o.T
+    mass = attention[kept].sum()
+    stayed, gone = attention * kept / mass, attention * ~kept / (1 - mass)
+    mask = torch.from_numpy(kept)[None, None]
+    weights, values, matrix = torch.from_numpy(attention)[None], torch.from_numpy(value)[None], torch.from_numpy(w_o)
+    perturbation = theory.isolated_perturbation(weights, mask, values, matrix)
+    theta = theory.bounds(weights, projected_value_norms(values, matrix), mask, mask).theta
+    norms = np.abs(projected).sum(axis=1)
+    np.testing.assert_allclose(perturbation[0, 0], (1 - mass) * np.abs((gone - stayed) @ projected).sum(), rtol=1e-9)
+    np.testing.assert_allclose(theta[0, 0], (1 - mass) * (gone + stayed) @ norms, rtol=1e-9)

@@ -71,13 +71,13 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
 def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
     agreements = rank_agreement.summarise(TRACE)
     figure = bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), agreements, 174)
-    for gid, count in (("contenders θ", 4), ("all 1 − S", 7)):
+    lines = [box.lines[0] for box in figure.axes[2].containers]
+    for gid, count in (("contenders θ̂", 4), ("contenders 1 − S", 4), ("all θ", 7)):
         bound = gid.partition(" ")[2]
-        means = [c.mean for a in agreements for c in a.correlations if c.bound == bound and len(c.selections) == count]
-        drawn = [
-            float(box.lines[0].get_ydata()[0]) for box in figure.axes[2].containers if box.lines[0].get_gid() == gid
-        ]
-        np.testing.assert_allclose(drawn, means)
+        ranked = [c for a in agreements for c in a.correlations if c.bound == bound and len(c.selections) == count]
+        means = [correlation.evidence_mean for correlation in ranked]
+        np.testing.assert_allclose([float(line.get_ydata()[0]) for line in lines if line.get_gid() == gid], means)
+        assert not np.isnan(means).all() or count == 7
 
 
 @WIDTHS

@@ -19,10 +19,10 @@ SELECTIONS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage
 
 
 def configs() -> tuple[EvictionConfig, ...]:
-    """Two budgets of every selection, and the group's other product at one."""
-    shared = {"window": 8, "granularity": "kv"}
+    """Two budgets of every selection, σ > 0.5 in most heads at the larger one; the group's other product at one."""
+    shared = {"window": 8, "granularity": "kv", "alpha": 0.75}
     made = [
-        EvictionConfig(budget=Budget(budget), selection=name, **shared) for budget in (16, 32) for name in SELECTIONS
+        EvictionConfig(budget=Budget(budget), selection=name, **shared) for budget in (16, 80) for name in SELECTIONS
     ]
     return (*made, EvictionConfig(budget=Budget(16), group_product="mean-of-products", **shared))
 

@@ -1,0 +1,148 @@
+"""README's measured tables as Markdown, from what the commands wrote: `python docs/tables.py SUMMARY.json …`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+CONTENDERS = 4
+"""Selections that rank by the window's attention; the others are controls."""
+Cells = list[list[str]]
+
+
+def say(text: str) -> None:
+    """One line of output."""
+    sys.stdout.write(text + "\n")
+
+
+def table(title: str, heads: list[str], rows: Cells) -> None:
+    """A Markdown table."""
+    say(f"\n{title}\n")
+    for cells in (heads, ["---"] * len(heads), *rows):
+        say(f"| {' | '.join(cells)} |")
+
+
+def number(value: float | None, ends: list[float] | None = None, digits: int = 2) -> str:
+    """'0.71 [0.65, 0.78]'."""
+    if value is None:
+        return "–"
+    interval = f" [{', '.join(f'{end:z.{digits}f}' for end in ends)}]" if ends else ""
+    return f"{value:z.{digits}f}{interval}".replace("-", "−")
+
+
+def percent(value: float | None, ends: list[float] | None = None) -> str:
+    """'72 % [58, 82]'."""
+    if value is None:
+        return "–"
+    interval = f" [{', '.join(f'{100 * end:z.0f}' for end in ends)}]" if ends else ""
+    return f"{100 * value:z.0f} %{interval}".replace("-", "−")
+
+
+def budget(label: str) -> str:
+    """The budget that a label names."""
+    return next(part.removeprefix("b=") for part in label.split() if part.startswith("b="))
+
+
+def bound_tightness(found: dict[str, Any]) -> None:
+    """The two-stage selection's ratios, then rank agreement."""
+    rows = []
+    for config in found["configurations"]:
+        if ":two-stage " not in config["config"]:
+            continue
+        for where, name in (("evidence", "> 0.5"), ("sigma_at_most_half", "≤ 0.5")):
+            share = config["sigma_at_most_half_share"]
+            spreads = [spread[where] for spread in config["ratios"].values()]
+            cells = [f"{number(low)}–{number(high)}" for low, _, _, _, high in spreads]
+            medians = [number(spread[2]) for spread in spreads]
+            rows.append([
+                budget(config["config"]) if where == "evidence" else "",
+                number(config["retained_mass"]) if where == "evidence" else "",
+                name,
+                percent(1 - share if where == "evidence" else share),
+                *(f"{median} ({cell})" for median, cell in zip(medians, cells, strict=True)),
+            ])  # fmt: skip
+    table("bound-tightness, two-stage", ["budget", "S", "σ", "share", "L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax"], rows)
+    rows = []
+    for agreement in found["rank_agreement"]:
+        ranked = [one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS]
+        everywhere = ["" if one["bound"] == "θ̂" else number(one["mean"], one["interval"]) for one in ranked]
+        rows.append([budget(agreement["setting"]), "ρ, all heads", *everywhere])
+        evidence = [number(one["evidence_mean"], one["evidence_interval"]) for one in ranked]
+        rows.append(["", "ρ, σ > 0.5", *evidence])
+        for first, name in (("attention", "against attention"), ("two-stage-uniform", "against ν ≡ 1")):
+            pairs = [one for one in agreement["concordance"] if (one["first"], one["second"]) == (first, "two-stage")]
+            rows.append(["", name, *(percent(one["evidence_share"], one["evidence_interval"]) for one in pairs)])
+    table("rank agreement", ["budget", "", "θ", "θ̂", "1 − S"], rows)
+
+
+def assumption(found: dict[str, Any]) -> None:
+    """Shares above a half, both readings, and the layers of the heads below."""
+    rows = []
+    for config in found["configurations"]:
+        cells = [budget(config["config"])]
+        for name in ("sigma_topk", "sigma_stage1"):
+            reading = config[name]
+            below = [head["layer"] for head in reading["heads_at_most_half"]]
+            cells += [percent(reading["share_above_half"], reading["share_above_half_interval"]), str(len(below))]
+        by_layer = config["sigma_stage1"]["share_above_half_by_layer"]
+        cells.append(f"{percent(by_layer[0])}, {percent(sum(by_layer[1:]) / len(by_layer[1:]))}")
+        rows.append(cells)
+    heads = ["budget", "top ⌊αb⌋: > 0.5", "heads below", "stage 1: > 0.5", "heads below", "first layer, others"]
+    table("assumption", heads, rows)
+
+
+def layers(found: dict[str, Any]) -> None:
+    """Reduction of drift after some layers; per sample; against the budget."""
+    rows = []
+    samples = found.get("per_sample", [None] * len(found["drifts"]))
+    for drift, sample in zip(found["drifts"], samples, strict=True):
+        last = len(drift["reduction"]) - 1
+        cells = [budget(drift["baseline"])]
+        for layer in (0, last // 2, last):
+            ends = [end[layer] for end in drift["reduction_interval"]]
+            sides = f"{drift['baseline_drift'][layer]:,.0f} → {drift['treatment_drift'][layer]:,.0f}"
+            cells.append(f"{sides}, {percent(drift['reduction'][layer], ends)}")
+        if sample:
+            cells.append(percent(sample["improved_share"], sample["improved_share_interval"]))
+        rows.append(cells)
+    heads = ["budget", *(f"after layer {layer}" for layer in (0, last // 2, last))]
+    table("layers", [*heads, "samples better"] if samples[0] else heads, rows)
+    if "budgets" in found:
+        curves = found["budgets"]["curves"]
+        rows = []
+        for place, size in enumerate(curves[0]["budgets"]):
+            cells = [size]
+            for curve in curves:
+                ends = [end[place] for end in curve["intervals"]["kl"]]
+                agreed = [end[place] for end in curve["intervals"]["top1"]]
+                cells += [f"{curve['means']['drift'][place]:,.0f}", number(curve["means"]["kl"][place], ends),
+                          percent(curve["means"]["top1"][place], agreed)]  # fmt: skip
+            rows.append(cells)
+        names = [f"{curve['name']}: {what}" for curve in curves for what in ("drift", "KL, nat", "same token")]
+        table("budgets", ["budget", *names], rows)
+
+
+def ablation(found: dict[str, Any]) -> None:
+    """L1 over the baseline's for every row and α, isolated and propagated."""
+    for setting in found["settings"]:
+        for part in ("rows", "brings"):
+            rows = []
+            for row in setting[part]:
+                cells = [row["name"], "" if row["alpha"] is None else f"{row['alpha']:g}"]
+                for kind in ("isolated", "propagated"):
+                    ends = row[kind]["total_reduction_interval"]
+                    ratio = 1 - row[kind]["total_reduction"]
+                    cells += [number(ratio, ends and [1 - ends[1], 1 - ends[0]]), percent(row[kind]["improved_share"])]
+                rows.append(cells)
+            heads = ["", "α", "isolated L1", "heads better", "propagated L1", "heads better"]
+            table(f"ablation, {setting['setting']}: {part}", heads, rows)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        for analysis, numbers in json.loads(Path(name).read_text())["analyses"].items():
+            {"bound-tightness": bound_tightness, "assumption": assumption, "layers": layers, "ablation": ablation}[
+                analysis
+            ](numbers)
