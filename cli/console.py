@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+_NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
+_NUMBERS = re.compile(rf"\[\s+{_NUMBER}(?:,\s+{_NUMBER})*\s+\]")
 out = Console()
 err = Console(stderr=True)
 
@@ -38,9 +41,15 @@ def say(text: str, bold: bool = False) -> None:
     out.print(text, highlight=False, markup=False, style="bold" if bold else None)
 
 
+def as_json(document: Any) -> str:
+    """Indented JSON, lists of numbers on one line each."""
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
+
+
 def print_json(document: Any) -> None:
     """One JSON document on stdout, never wrapped or coloured."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(as_json(document))
 
 
 def note(text: str) -> None:

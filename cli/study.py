@@ -128,5 +128,5 @@ def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[
             raise ConfigError(msg) from None
     document = {**header, "analyses": {**others, name: numbers}}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    beside.write_text(console.as_json(document))
     beside.replace(path)
