@@ -61,8 +61,7 @@ def _print(results: tuple[Ablation, ...]) -> None:
             console.say(f"not in this trace: {', '.join(result.absent)}")
         if result.brings:
             console.table("what each ingredient brings: L1 over that without it", columns, _rows(result.brings))
-    several = results[0].rows[0].compared.isolated.total_reduction_interval is not None
-    words = "In brackets: 95 % bootstrap intervals over samples." if several else "One sample: no intervals."
+    words = numbers.about_intervals(results[0].identity.samples)
     console.say(
         f"{words} Heads: share of them that is better. With one kept set per query head there is no group, "
         "and no row for its product."

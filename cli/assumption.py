@@ -54,8 +54,7 @@ def _print(result: Assumption) -> None:
     console.say("Heads at most 0.5 in stage 1, as layer-head:")
     for budget, config in zip(names, result.configs, strict=True):
         console.say(f"  {budget}: {_below(config.readings[_READINGS[1]]) or 'none'}")
-    several_samples = result.configs[0].readings[_READINGS[0]].share_interval is not None
-    words = "In brackets: 95 % bootstrap intervals over samples." if several_samples else "One sample: no intervals."
+    words = numbers.about_intervals(result.identity.samples)
     console.say(
         f"Share > 0.5: of all samples and heads. Heads ≤ 0.5: by their mean σ; summary.json lists all. {words} "
         f"Theorem 3 says nothing where σ of stage 1 is at most 0.5."

@@ -56,8 +56,7 @@ def _print(selection: str, shown: BoundTightness, agreements: tuple[RankAgreemen
     _print_agreements(agreements)
     from perturbkv.analyses.rank_agreement import CONTENDERS
 
-    several = any(config.flagged_share_interval for config in shown.configs)
-    words = "In brackets: 95 % bootstrap intervals over samples." if several else "One sample: no intervals."
+    words = numbers.about_intervals(shown.identity.samples)
     console.say(
         "σ ≤ 0.5 is shown and is no evidence for Theorems 3 and 4. ρ: Spearman's rank correlation with L across "
         f"{', '.join(CONTENDERS)} of one head. vs: how often, of two-stage and this one, the lower bound has the lower "

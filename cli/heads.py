@@ -85,10 +85,9 @@ def _row(kind: str, measured: HeadKind) -> list[str]:
 
 
 def _caption(result: HeadComparison) -> str:
-    several = result.propagated.improved_share_interval is not None
-    words = "In brackets: 95 % bootstrap intervals over samples. " if several else "One sample: no intervals. "
+    words = numbers.about_intervals(result.identity.samples)
     floor = result.propagated.floor_relative_median
     return (
-        f"{words}+ / = / −: heads better, tied, worse than the baseline. L1 is summed over heads. "
+        f"{words} + / = / −: heads better, tied, worse than the baseline. L1 is summed over heads. "
         f"σ ≤ 0.5: how many heads are no evidence for Theorem 3. Noise floor: {floor:.1e} of ‖o_h‖₁ (median)."
     )

@@ -121,8 +121,7 @@ def _print(drifts: list[list[LayerDrift]], samples: list[list[LastLayer]], curve
         _print_samples(found)
     if curves:
         _print_budgets(curves)
-    one = drifts[0][0].reduction_interval is None
-    words = "One sample: no intervals." if one else "In brackets: 95 % bootstrap intervals over samples."
+    words = numbers.about_intervals(drifts[0][0].identity.samples)
     console.say(f"Drift: distance of the evicted run's residual stream from the full run's, mean over samples. {words}")
 
 

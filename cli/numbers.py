@@ -29,6 +29,11 @@ def significant(value: float) -> str:
     return "–" if isnan(value) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def about_intervals(samples: int) -> str:
+    """What a table's caption says of its intervals."""
+    return "In brackets: 95 % bootstrap intervals over samples." if samples > 1 else "One sample: no intervals."
+
+
 def verdicts(verdict: NDArray[np.int8]) -> str:
     """'7/0/1': better, tied, worse."""
     return "/".join(str(int((verdict == sign).sum())) for sign in (1, 0, -1))
