@@ -18,7 +18,7 @@ def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
             _rows(result, width_mm < style.WIDE_MM),
             width_mm,
             (0.0, 1.0),
-            "Assumption 1: share of heads with σ > 0.5",
+            "Assumption 1: share of samples and heads with σ > 0.5",
             "σ (attention mass), mean over samples\ndot: ≤ 0.5",
         )
         style.foot(figure, result.identity)
