@@ -6,7 +6,7 @@ PY     = $(VENV)/bin/python
 BIN    = $(VENV)/bin/perturbkv
 
 NEWS   = --model smollm2-135m --dataset multi_news --samples 8 --max-tokens 1500
-CLIFF  = $(foreach share,0.01 0.025 0.05 0.1 0.2 0.4,--budget $(share))
+SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
 .PHONY: demo test check figures tables bench install clean
 
@@ -44,12 +44,15 @@ figures: demo
 
 tables: install
 	@test -n "$(LONGBENCH)" || { echo "tables needs LongBench's jsonl files: make tables LONGBENCH=folder"; exit 2; }
-	$(BIN) bound-tightness $(NEWS) --data-dir $(LONGBENCH) --window 8 --output runs/news --overwrite
+	$(BIN) bound-tightness $(NEWS) --data-dir $(LONGBENCH) --window 8 $(SHARES) --output runs/news --overwrite
 	$(BIN) assumption runs/news/trace.h5
 	$(BIN) layers runs/news/trace.h5 --per-sample
-	$(BIN) layers $(NEWS) --data-dir $(LONGBENCH) --window 4 --budgets $(CLIFF) --output runs/news/budgets --overwrite
+	$(BIN) bound-tightness $(NEWS) --data-dir $(LONGBENCH) --output runs/news/window32 --overwrite
+	$(BIN) assumption runs/news/window32/trace.h5
+	$(BIN) layers runs/news/window32/trace.h5 --per-sample
+	$(BIN) layers $(NEWS) --data-dir $(LONGBENCH) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
 	$(BIN) ablation $(NEWS) --data-dir $(LONGBENCH) --output runs/news/ablation --overwrite
-	$(PY) docs/tables.py runs/news/summary.json runs/news/budgets/summary.json runs/news/ablation/summary.json
+	$(PY) docs/tables.py runs/news/summary.json runs/news/window32/summary.json runs/news/budgets/summary.json runs/news/ablation/summary.json
 	$(PY) docs/readings.py runs/news/trace.h5
 
 bench: install

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console, numbers
-from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions, parse_compare, with_options
+from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions, parse_compare, with_options
 from perturbkv.cli.study import Study, open_study
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ def bound_tightness(
     run: RunOptions,
     look: LookOptions,
     selection: Annotated[str, Option(help="Whose bounds the table and the figures show.")] = "two-stage",
-    compare: CompareOption = _SELECTIONS,
+    compare: Annotated[
+        str, Option(help="Selections to measure and to rank, separated by commas; a finished trace has its own.")
+    ] = _SELECTIONS,
 ) -> None:
     """Measure the bounds: L/θ, L/θ̂, θ/θ̂, θ̂/θ̂_relax, violations, and whether lower bounds mean lower L."""
     wanted, names = run.with_budgets(FRACTIONS), parse_compare(compare)

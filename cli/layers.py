@@ -136,14 +136,15 @@ def _print_drifts(series: list[LayerDrift]) -> None:
         counts = numbers.verdicts(drift.verdict)
         rows.append([budget(drift.baseline), *(_sides(drift, layer) for layer in shown), counts])
         rows.append(["", *(_reduced(drift, layer) for layer in shown), ""])
-    console.say(f"\n{_compared(series[0])}: {series[0].distance} drift, and by how much it is reduced", bold=True)
-    console.table("", ["budget", *(f"#layer {layer}" for layer in shown), "#layers\n+ / = / −"], rows)
+    console.say(f"\n{_compared(series[0])}", bold=True)
+    columns = ["budget", *(f"#layer {layer}" for layer in shown), "#layers\n+ / = / −"]
+    console.table(f"{series[0].distance} drift after a layer, and by how much it is reduced", columns, rows)
 
 
 def _compared(result: LayerDrift | LastLayer) -> str:
-    from perturbkv.analyses.naming import selection
+    from perturbkv.analyses.naming import selection, without_budget
 
-    return f"{selection(result.baseline)} → {selection(result.treatment)}"
+    return f"{selection(result.baseline)} → {selection(result.treatment)}, {without_budget(result.setting)}"
 
 
 def _sides(drift: LayerDrift, layer: int) -> str:
@@ -167,8 +168,8 @@ def _print_samples(series: list[LastLayer]) -> None:
         ]
         for result in series
     ]
-    title = f"{_compared(series[0])}: samples that drift less by the last layer"
-    console.table(title, ["budget", "#share", "#+ / = / −"], rows)
+    console.say(_compared(series[0]), bold=True)
+    console.table("samples that drift less by the last layer", ["budget", "#share", "#+ / = / −"], rows)
 
 
 def _print_budgets(curves: Budgets) -> None:
@@ -183,9 +184,9 @@ def _print_budgets(curves: Budgets) -> None:
                 curve.name if place == 0 else "",
                 budget,
                 numbers.percent(float(curve.kept[place])),
-                numbers.significant(float(curve.means["drift"][place])),
-                numbers.decimal(float(curve.means["kl"][place]), ends["kl"]),
-                numbers.percent(float(curve.means["top1"][place]), ends["top1"]),
+                numbers.significant(float(curve.means["drift"][place]), ends["drift"]),
+                numbers.significant(float(curve.means["kl"][place]), ends["kl"]),
+                numbers.percent(float(curve.means["top1"][place]), ends["top1"]).replace(" [", "\n["),
             ])  # fmt: skip
     console.table("how much cache can go", ["selection", "budget", "#kept", "#drift", "#KL, nat", "#same token"], rows)
     for curve in curves.curves:

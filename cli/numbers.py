@@ -24,9 +24,16 @@ def percent(share: float, interval: Interval = None) -> str:
     return "–" if isnan(share) else f"{_fixed(100 * share, 0)} %{_ends(ends, 0)}"
 
 
-def significant(value: float) -> str:
-    """Three significant digits, thousands apart."""
-    return "–" if isnan(value) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def significant(value: float, interval: Interval = None) -> str:
+    """Three significant digits, thousands apart; the interval on a line of its own."""
+    if isnan(value):
+        return "–"
+    ends = "" if interval is None else f"\n[{_three(interval[0])}, {_three(interval[1])}]"
+    return _three(value) + ends
+
+
+def _three(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def about_intervals(samples: int) -> str:
