@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perturbkv.analyses.naming import common, short
+from perturbkv.analyses.naming import common, counted, short
 from perturbkv.trace import Trace
 
 MOST_NAMED = 12
@@ -36,7 +36,7 @@ class RunIdentity:
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
-        words = [self.model, self.dataset, f"{self.samples} samples", f"trace {self.trace or 'in memory'}"]
+        words = [self.model, self.dataset, counted(self.samples, "sample"), f"trace {self.trace or 'in memory'}"]
         if self.failed:
             words.insert(3, f"{self.failed} failed")
         if self.random_weights:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def counted(number: int, word: str) -> str:
+    """'1 sample', '8 samples'."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def setting(label: str) -> str:
     """A configuration's label without policy and selection: what the sides of a comparison share."""
     return label.partition(" ")[2]

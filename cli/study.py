@@ -78,8 +78,11 @@ class Study:
             raise typer.Exit(1)
 
     def _title(self) -> None:
+        from perturbkv.analyses.naming import counted
+
         run, words = self.trace.run, " · random weights" if self.trace.run.random_weights else ""
-        console.say(f"{run.model} · {run.dataset} · {int(self.trace.ok.sum())} samples{words}", bold=True)
+        samples = counted(int(self.trace.ok.sum()), "sample")
+        console.say(f"{run.model} · {run.dataset} · {samples}{words}", bold=True)
 
 
 def open_study(

@@ -81,6 +81,8 @@ def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
     axes.set(xlabel="budget b", ylabel="ratio of bounds (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
+    if len(axes.get_lines()) == 1:
+        style.note(axes, "no ratio: nothing went, or the bounds are 0")
     handles = [
         Line2D([], [], color=colour, marker="o", markersize=3, label=name)
         for name, colour in zip(RATIOS, colours, strict=True)
@@ -111,6 +113,8 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> None:
                   label=name)  # fmt: skip
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="retained mass S (attention)", ylabel="L/θ, median and quartiles")
     axes.set_title("Tightness against what is kept", loc="left")
+    if not any((config.mass.count >= _LEAST_IN_BIN).any() for config in configs):
+        style.note(axes, f"no bin of S holds {_LEAST_IN_BIN} values")
     handles, _ = axes.get_legend_handles_labels()
     style.legend_below(axes, handles, 3)
 
@@ -123,12 +127,12 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
             _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
-    axes.set(
-        ylim=(min(axes.get_ylim()[0], -0.05), 1.02), xlabel="budget b", ylabel="rank correlation with L (Spearman)"
-    )
+    axes.set(ylim=(min(axes.get_ylim()[0], -0.05), 1.02), xlabel="budget b", ylabel="Spearman's ρ with L")
     axes.set_title("Order of selections, σ > 0.5", loc="left")
     if not ranked:
         style.note(axes, "needs three or more selections per budget")
+    elif all(np.isnan(one.evidence_mean) for agreement in ranked for one in agreement.correlations):
+        style.note(axes, "no head has σ > 0.5 in every selection")
     handles = [_dot(colour, colour, name) for name, colour in _colours().items()]
     style.legend_below(axes, [*handles, _dot("0.3", "white", "controls included")], 2)
 

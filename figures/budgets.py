@@ -10,6 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from perturbkv.analyses.budgets import Budgets
 from perturbkv.analyses.layers import DISTANCES
+from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
 
 _ROW_MM = 66
@@ -55,4 +56,4 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
     axes.set_title(title, loc="left")
     if hidden:
-        style.note(axes, f"{hidden} value{'s' if hidden > 1 else ''} of 0 not drawn")
+        style.note(axes, f"{counted(hidden, 'value')} of 0 not drawn")

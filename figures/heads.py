@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from perturbkv.analyses.heads import HeadComparison, HeadKind
+from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
 
 _HEIGHT_MM = 92
@@ -65,7 +66,7 @@ def _note_edge(axes: Axes, kind: HeadKind, low: float) -> None:
     """Say how many heads lie below the axes and are drawn on their edge."""
     below = int((np.minimum(kind.baseline_mean, kind.treatment_mean) < low).sum())
     if below:
-        note = f"{below} head{'s' if below > 1 else ''} below {low:.1g}, drawn on the edge"
+        note = f"{counted(below, 'head')} below {low:.1g}, drawn on the edge"
         style.note(axes, note)
 
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.last_layer import LastLayer
 from perturbkv.analyses.layers import DISTANCES
-from perturbkv.analyses.naming import budget, selection
+from perturbkv.analyses.naming import budget, counted, selection
 from perturbkv.figures import style
 
 _WIDE, _ROW_MM, _AROUND_MM = 3, 48, 14
@@ -56,7 +56,7 @@ def _panel(axes: Axes, result: LastLayer) -> None:
     axes.set_title(f"b={budget(result.baseline)}: {share} improved", loc="left")
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
-        style.note(axes, f"{hidden} drift{'s' if hidden > 1 else ''} of 0 not drawn")
+        style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
 
 
 def _legend(result: LastLayer) -> list[Line2D]:

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.layers import DISTANCES, LayerDrift
-from perturbkv.analyses.naming import budget, selection
+from perturbkv.analyses.naming import budget, counted, selection
 from perturbkv.figures import style
 
 _ROW_MM = 74
@@ -94,4 +94,4 @@ def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
     """Say how many drifts a log axis cannot show."""
     hidden = sum(int((side == 0).sum()) for result in results for side in (result.baseline_mean, result.treatment_mean))
     if hidden:
-        style.note(axes, f"{hidden} drift{'s' if hidden > 1 else ''} of 0 not drawn")
+        style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")

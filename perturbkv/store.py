@@ -214,6 +214,16 @@ def read_run(path: Path) -> RunConfig:
         return _run_of(file, path)
 
 
+def check_whole(path: Path) -> None:
+    """Raise TraceError where a trace file lacks a variable that it MUST hold: it cannot be extended."""
+    held = describe(path).variables
+    missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in held]
+    if missing:
+        names = ", ".join(missing)
+        msg = f"expected a whole trace at {path}, got one without {names}; use another --output, or --overwrite"
+        raise TraceError(msg)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
     """The file, open for reading; its damages become a TraceError."""

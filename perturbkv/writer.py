@@ -11,7 +11,7 @@ from perturbkv.config import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.journal import Journal, journal_path
 from perturbkv.journal import replace as replace_file
-from perturbkv.store import read_run, read_trace, sample_of, write_trace
+from perturbkv.store import check_whole, read_run, read_trace, sample_of, write_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 
@@ -99,6 +99,7 @@ class TraceWriter:
         if self.path.exists():
             try:
                 same = self._extends(read_run(self.path))
+                check_whole(self.path)
             except TraceError:
                 same = False
             if not same:
@@ -111,6 +112,7 @@ class TraceWriter:
         run = read_run(self.path)
         if not self._extends(run):
             raise self._other_run(run, self.path)
+        check_whole(self.path)
         return read_trace(self.path)
 
     def _check_journal(self) -> None:

@@ -151,5 +151,5 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
     ran = perturbkv("heads", *tiny, "-o", "out")
     assert ran.code == 1
     assert "failed: the hidden states of layer 1 hold NaN or Inf in sample 'p0'" in ran.err
-    assert "1 samples" in ran.out
+    assert "1 sample\n" in ran.out
     assert dict(read_trace(Path("out/trace.h5")).failures).keys() == {"p0"}

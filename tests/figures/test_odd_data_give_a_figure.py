@@ -99,5 +99,12 @@ def test_zeros_on_log_axes_are_noted() -> None:
     assert "baseline or row is 0" in said[6]
 
 
+def test_panels_that_hold_nothing_say_why() -> None:
+    zero = words(next(figures(ODD["all zero"](), 174)))
+    assert "no ratio: nothing went, or the bounds are 0" in zero
+    assert "no bin of S holds 10 values" in zero
+    assert "no head has σ > 0.5 in every selection" in words(next(figures(ODD["all flagged"](), 174)))
+
+
 def test_a_failed_sample_is_in_every_foot() -> None:
     assert all("2 samples · 1 failed" in words(figure) for figure in figures(ODD["a failed sample"](), 174))

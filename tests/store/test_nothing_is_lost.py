@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -186,6 +187,17 @@ def test_a_file_that_is_no_trace_is_replaced_only_when_asked(tmp_path: Path) -> 
     assert path.read_text() == "precious notes"
     fill(opened(path, overwrite=True))
     assert read_trace(path).sample_ids == tuple(NAMES)
+
+
+def test_a_trace_that_lost_a_variable_is_not_taken_for_finished(tmp_path: Path, uninterrupted: Trace) -> None:
+    path = fill(opened(tmp_path / "t.h5"))
+    with h5py.File(path, "r+") as file:
+        del file["theta"]
+    content = path.read_bytes()
+    with pytest.raises(TraceError, match="got one without theta; use another --output, or --overwrite"):
+        opened(path)
+    assert path.read_bytes() == content
+    assert_same(read_trace(fill(opened(path, overwrite=True))), uninterrupted)
 
 
 def test_a_finished_trace_is_left_alone(tmp_path: Path) -> None:
