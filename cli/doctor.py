@@ -10,7 +10,7 @@ from pathlib import Path
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 
-_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib", "gguf", "accelerate")
+_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib", "pyarrow", "gguf", "accelerate")
 
 
 def doctor(as_json: JsonOption = False) -> None:

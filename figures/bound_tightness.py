@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.bound_tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, BoundTightness, Tightness
-from perturbkv.analyses.naming import budgets, setting
+from perturbkv.analyses.naming import budget, budgets, setting
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.figures import heatmaps, style
 
@@ -67,6 +67,12 @@ def _lines(settings: Sequence[str]) -> list[str]:
     return [name.replace(" ", "\n") for name in budgets(settings)]
 
 
+def _budget_axis(labels: Sequence[str]) -> str:
+    """The budgets' unit: fractions are shares of the prompt, whole numbers are entries."""
+    units = dict.fromkeys("share of the prompt" if "." in budget(label) else "entries" for label in labels)
+    return f"budget b ({' or '.join(units)})" if units else "budget b"
+
+
 def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
     """Median, half and nine tenths of each ratio; grey beside it where σ ≤ 0.5."""
     colours = style.category_colours(len(RATIOS))
@@ -78,7 +84,7 @@ def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
             _bar(axes, x - 0.035, spread.evidence, colour, name)
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(configs)), _names(configs))
-    axes.set(xlabel="budget b", ylabel="ratio of bounds (1 = tight)")
+    axes.set(xlabel=_budget_axis([config.label for config in configs]), ylabel="ratio of bounds (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
