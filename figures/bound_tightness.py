@@ -133,7 +133,8 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
             _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
-    axes.set(ylim=(min(axes.get_ylim()[0], -0.05), 1.02), xlabel="budget b", ylabel="Spearman's ρ with L")
+    axes.set(xlabel=_budget_axis([agreement.setting for agreement in ranked]), ylabel="Spearman's ρ with L")
+    axes.set_ylim(min(axes.get_ylim()[0], -0.05), 1.02)
     axes.set_title("Order of selections, σ > 0.5", loc="left")
     if not ranked:
         style.note(axes, "needs three or more selections per budget")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from perturbkv.analyses import ablation, assumption, bound_tightness, budgets, last_layer, layers, rank_agreement
 from perturbkv.analyses.bound_tightness import LEVELS, MASS_EDGES
@@ -136,22 +139,42 @@ def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
     assert "not measured" in words(figure) if width == 174 else "not measured" not in words(figure)
 
 
-def test_every_axis_names_its_quantity_and_every_foot_its_run() -> None:
-    figures = [
-        assumption_figure.draw(assumption.summarise(TRACE)),
-        bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), rank_agreement.summarise(TRACE)),
-        layers_figure.draw([layers.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
-        samples_figure.draw([last_layer.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
-        budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
-        ablation_figure.draw(ablation.summarise(TRACE), SHOWN),
-    ]
-    for figure in figures:
-        said = words(figure)
-        assert f"trace {TRACE.digest}" in said
-        assert "3 samples · 1 failed" in said
-        assert "random weights" in figure.get_suptitle()
-        for unit in ("L1", "attention mass", "L/θ"):
-            if unit in said:
-                break
-        else:
-            pytest.fail(f"no unit in {said}")
+DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
+    "assumption": (
+        lambda: assumption_figure.draw(assumption.summarise(TRACE)),
+        ["layer", "head", "σ (attention mass), mean over samples"],
+    ),
+    "bounds": (
+        lambda: bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), rank_agreement.summarise(TRACE)),
+        ["ratio of bounds (1 = tight)", "retained mass S (attention)", "Spearman's ρ with L", "budget b (entries)"],
+    ),
+    "bounds by head": (
+        lambda: bounds_figure.draw_heads(bound_tightness.summarise(TRACE).of("two-stage")),
+        ["layer", "head", "L/θ, median over samples"],
+    ),
+    "layers": (
+        lambda: layers_figure.draw([layers.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
+        ["decoder layer", "drift of the residual stream (L1)", "reduction of drift (%, log ratio)"],
+    ),
+    "samples": (
+        lambda: samples_figure.draw([last_layer.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
+        ["sample, sorted by the baseline", "last layer's drift (L1)"],
+    ),
+    "budgets": (
+        lambda: budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
+        ["kept share of the cache (%)", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
+    ),
+    "ablation": (lambda: ablation_figure.draw(ablation.summarise(TRACE), SHOWN), ["L1 over the baseline's"]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_axes_name_quantity_and_unit_and_the_foot_its_run(name: str) -> None:
+    draw, labels = DRAWN[name]
+    figure = draw()
+    said = words(figure)
+    for label in labels:
+        assert label in said
+    assert f"trace {TRACE.digest}" in said
+    assert "3 samples · 1 failed" in said
+    assert "random weights" in figure.get_suptitle()
