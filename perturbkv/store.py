@@ -15,6 +15,7 @@ import numpy as np
 from perturbkv.config import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.journal import Journal, journal_path
+from perturbkv.later import LaterArrays
 from perturbkv.trace import RAGGED_AXES, VARIABLES, FailedSample, SampleTrace, Trace
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 1
@@ -141,31 +142,41 @@ def _write_sample(file: h5py.File, place: int, sample: SampleTrace | FailedSampl
     return added
 
 
-def sample_of(trace: Trace, name: str) -> SampleTrace | FailedSample:
-    """One sample of a finished trace as it was before it was joined with the others."""
-    if name in trace.failures:
-        return FailedSample(name, trace.failures[name])
-    place = trace.sample_ids.index(name)
-    arrays = {key: array[place] for key, array in trace.arrays.items() if key != "kept_position"}
-    offsets, counts = np.asarray(arrays["kept_offset"]), np.asarray(arrays["kept_count"])
-    first, last = int(offsets.min()), int((offsets + counts).max())
-    arrays["kept_offset"] = offsets - first
-    arrays["kept_position"] = trace.arrays["kept_position"][first:last]
-    return SampleTrace(name, arrays)
-
-
 def read_trace(path: Path) -> Trace:
-    """A finished trace, in memory. Raises TraceError for anything that is not one.
+    """A finished trace. Raises TraceError for anything that is not one.
 
-    Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
+    Kept positions and saved outputs, which may be larger than memory should hold, are read when they are asked for;
+    everything else at once. Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
     """
     path = Path(path)
     with _opened(path) as file:
         run = _run_of(file, path)
         ids, failures = _samples_of(file)
-        arrays = {name: np.asarray(file[name][()]) for name in VARIABLES if name in file}
+        names = [name for name in VARIABLES if name in file]
+        arrays = {name: np.asarray(file[name][()]) for name in names if not _is_large(name)}
         attrs = _provenance_of(file)
-    return Trace(run, ids, arrays, failures, attrs, str(path), _digest(path))
+    digest = _digest(path)
+    later = [name for name in names if _is_large(name)]
+    held = LaterArrays(arrays, later, _read_later(path, digest))
+    return Trace(run, ids, held, failures, attrs, str(path), digest)
+
+
+def _is_large(name: str) -> bool:
+    return name == "kept_position" or VARIABLES[name].optional
+
+
+def _read_later(path: Path, digest: str) -> Callable[[str], Any]:
+    """Reads one variable of the file as it is now; TraceError once it was written again."""
+    stamp = path.stat().st_mtime_ns
+
+    def read(name: str) -> Any:
+        with _opened(path) as file:
+            if path.stat().st_mtime_ns != stamp:
+                msg = f"expected the trace {digest} at {path}, got one written since; open it again"
+                raise TraceError(msg)
+            return np.asarray(file[name][()])
+
+    return read
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,18 @@ class Trace:
         start, count = int(self.arrays["kept_offset"][where]), int(self.arrays["kept_count"][where])
         return np.asarray(self.arrays["kept_position"][start : start + count], dtype=np.int32)
 
+    def sample(self, name: str) -> SampleTrace | FailedSample:
+        """One sample as it was before it was joined with the others."""
+        if name in self.failures:
+            return FailedSample(name, self.failures[name])
+        place = self.sample_ids.index(name)
+        arrays = {key: array[place] for key, array in self.arrays.items() if key != "kept_position"}
+        offsets, counts = np.asarray(arrays["kept_offset"]), np.asarray(arrays["kept_count"])
+        first, last = int(offsets.min()), int((offsets + counts).max())
+        arrays["kept_offset"] = offsets - first
+        arrays["kept_position"] = self.arrays["kept_position"][first:last]
+        return SampleTrace(name, arrays)
+
     def config_index(self, label: str) -> int:
         """Place of a configuration along `config`. Raises TraceError with the known labels."""
         labels = self.run.labels()

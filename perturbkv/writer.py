@@ -11,7 +11,7 @@ from perturbkv.config import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.journal import Journal, journal_path
 from perturbkv.journal import replace as replace_file
-from perturbkv.store import check_whole, read_run, read_trace, sample_of, write_trace
+from perturbkv.store import check_whole, read_run, read_trace, write_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 
@@ -106,7 +106,7 @@ class TraceWriter:
                 self.path.unlink()
 
     def _finished_trace(self) -> Trace | None:
-        """The trace that is there, its arrays on disk still; None where there is none."""
+        """The trace that is there; None where there is none."""
         if not self.path.exists():
             return None
         run = read_run(self.path)
@@ -160,7 +160,7 @@ class TraceWriter:
     def _sample(self, name: str) -> SampleTrace | FailedSample:
         sample = self._journal.read(name)
         if sample is None and self._old is not None:
-            return sample_of(self._old, name)
+            return self._old.sample(name)
         if sample is None:
             msg = f"the journal of {self.path} lost the sample '{name}' while it was read"
             raise TraceError(msg)

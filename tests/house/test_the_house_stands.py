@@ -16,7 +16,7 @@ PARTS = {
     "figures": "perturbkv.figures",
     "cli": "perturbkv.cli",
 }
-NUMPY_SIDE = ("errors", "config", "trace", "journal", "store", "writer", "export", "analyses", "figures")
+NUMPY_SIDE = ("errors", "config", "trace", "journal", "later", "store", "writer", "export", "analyses", "figures")
 TORCH_SIDE = (
     ("errors", "config", "trace", "aliases", "tokenization", "hub"),
     ("theory", "norms", "scores"),

@@ -159,3 +159,17 @@ def test_the_golden_file_of_version_1_is_read_for_ever() -> None:
     with h5py.File(GOLDEN) as file:
         assert file["complete"][()].tolist() == [1, 1, 0]
         assert file["theta"].dims[3][0].name == "/layer"
+
+
+def test_large_variables_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.h5", sample_trace())
+    trace, replaced = read_trace(path), read_trace(path)
+    assert "kept_position" in trace.arrays
+    assert set(trace.arrays) == {name for name, variable in VARIABLES.items() if not variable.optional}
+    assert trace.kept(0, 0, 0, 0).tolist() == [0, 1, 2]
+    path.unlink()
+    write(path, sample_trace(layers=3))
+    assert trace.kept(0, 0, 0, 0).tolist() == [0, 1, 2]  # read before
+    assert replaced.arrays["theta"].shape == (1, 2, 1, 2, 2)  # small: read at once
+    with pytest.raises(TraceError, match="got one written since; open it again"):
+        replaced.kept(0, 0, 0, 0)
