@@ -19,10 +19,10 @@ from perturbkv.figures import budgets as budgets_figure
 from perturbkv.figures import last_layer as samples_figure
 from perturbkv.figures import layers as layers_figure
 from perturbkv.store import read_trace
+from tests.support import measured
 from tests.support.artists import artist, artists, words
-from tests.support.measured import MEASURED
 
-TRACE = read_trace(MEASURED)
+TRACE = read_trace(measured.MEASURED)
 (PAIRS,) = series(TRACE.run, "attention", "two-stage")
 SHOWN = identity(TRACE, [label for pair in PAIRS for label in pair])
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
@@ -72,15 +72,21 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
 
 
 def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
-    agreements = rank_agreement.summarise(TRACE)
-    figure = bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), agreements, 174)
-    lines = [box.lines[0] for box in figure.axes[2].containers]
-    for gid, count in (("contenders θ̂", 4), ("contenders 1 − S", 4), ("all θ", 7)):
-        bound = gid.partition(" ")[2]
-        ranked = [c for a in agreements for c in a.correlations if c.bound == bound and len(c.selections) == count]
-        means = [correlation.evidence_mean for correlation in ranked]
-        np.testing.assert_allclose([float(line.get_ydata()[0]) for line in lines if line.get_gid() == gid], means)
-        assert not np.isnan(means).all() or count == 7
+    names = ("attention", "two-stage-uniform", "two-stage", "random")
+    size = (2, len(names), 2, 2)
+    draw = np.random.default_rng(1)
+    arrays = {name: draw.uniform(low, low + 1, size) for name, low in
+              (("perturbation_isolated", 1), ("theta", 3), ("theta_hat", 5), ("theta_hat_relax", 7))}  # fmt: skip
+    arrays |= {name: draw.uniform(0.6, 1, size) for name in ("sigma_stage1", "retained_mass")}
+    trace = measured.hand_made([measured.config(name) for name in names], arrays, layers=2, heads=2)
+    (agreement,) = rank_agreement.summarise(trace)
+    figure = bounds_figure.draw(bound_tightness.summarise(trace).of("two-stage"), [agreement], 174)
+    lines = {box.lines[0].get_gid(): box.lines[0] for box in figure.axes[2].containers}
+    assert len(lines) == len(agreement.correlations) == 6
+    for ranked in agreement.correlations:
+        line = lines[f"{'all' if 'random' in ranked.selections else 'contenders'} {ranked.bound}"]
+        assert float(line.get_ydata()[0]) == ranked.evidence_mean
+        assert (line.get_markerfacecolor() == "white") == ("random" in ranked.selections)
 
 
 @WIDTHS
