@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -69,18 +71,24 @@ def _print(selection: str, shown: BoundTightness, agreements: tuple[RankAgreemen
 def _print_ratios(selection: str, shown: BoundTightness) -> None:
     """A table per setting, a pair of rows per budget."""
     from perturbkv.analyses.bound_tightness import RATIOS
-    from perturbkv.analyses.naming import budgets, setting
+    from perturbkv.analyses.naming import setting
+
+    found = [(setting(config.label), partial(_rows, config=config)) for config in shown.configs]
+    for others, rows in _by_setting(found).items():
+        title = f"{selection} {others}".rstrip()
+        console.say(f"\n{title}: median over samples and heads, 5 to 95 % beneath", bold=True)
+        console.table("", ["budget", "σ", "#share", *(f"#{name}" for name in RATIOS)], rows)
+
+
+def _by_setting(found: Sequence[tuple[str, Callable[[str], list[list[str]]]]]) -> dict[str, list[list[str]]]:
+    """Rows made of each setting's budget, those together whose settings differ in budget alone."""
+    from perturbkv.analyses.naming import budgets
 
     tables: dict[str, list[list[str]]] = {}
-    names = budgets([setting(config.label) for config in shown.configs])
-    for name, config in zip(names, shown.configs, strict=True):
+    for name, (_, rows) in zip(budgets([one for one, _ in found]), found, strict=True):
         budget, _, others = name.partition(" ")
-        tables.setdefault(others, []).extend(_rows(budget, config))
-    for others, rows in tables.items():
-        console.say(
-            f"\n{selection} {others}".rstrip() + ": median over samples and heads, 5 to 95 % beneath", bold=True
-        )
-        console.table("", ["budget", "σ", "#share", *(f"#{name}" for name in RATIOS)], rows)
+        tables.setdefault(others, []).extend(rows(budget))
+    return tables
 
 
 def _rows(budget: str, config: Tightness) -> list[list[str]]:
@@ -100,15 +108,15 @@ def _spread(quantiles: object) -> str:
 
 
 def _print_agreements(agreements: tuple[RankAgreement, ...]) -> None:
-    from perturbkv.analyses.naming import budgets
     from perturbkv.analyses.rank_agreement import BOUNDS
 
-    names = budgets([agreement.setting for agreement in agreements])
-    rows = [row for name, agreement in zip(names, agreements, strict=True) for row in _agreement_rows(name, agreement)]
     if not any(agreement.correlations for agreement in agreements):
         console.say("rank correlation: needs three or more selections of one budget, this trace has fewer")
-    if rows:
-        console.table("does a lower bound mean a lower L?", ["budget", "", *(f"#{name}" for name in BOUNDS)], rows)
+    found = [(agreement.setting, partial(_agreement_rows, agreement=agreement)) for agreement in agreements]
+    for others, rows in _by_setting(found).items():
+        if rows:
+            title = f"does a lower bound mean a lower L? {others}".rstrip()
+            console.table(title, ["budget", "", *(f"#{name}" for name in BOUNDS)], rows)
 
 
 def _agreement_rows(budget: str, agreement: RankAgreement) -> list[list[str]]:
@@ -126,5 +134,4 @@ def _agreement_rows(budget: str, agreement: RankAgreement) -> list[list[str]]:
         if pair.second == "two-stage" and pair.first in _TOLD:
             evidence = numbers.percent(pair.evidence_share, pair.evidence_interval)
             cells.setdefault(f"vs {_TOLD[pair.first]}", []).append(evidence)
-    first = budget.replace(" ", "\n")
-    return [[first if place == 0 else "", name, *found] for place, (name, found) in enumerate(cells.items())]
+    return [[budget if place == 0 else "", name, *found] for place, (name, found) in enumerate(cells.items())]
