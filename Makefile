@@ -40,6 +40,7 @@ figures: demo
 	$(BIN) layers runs/tour/trace.h5 --per-sample --budgets
 	$(BIN) ablation --dataset needle --samples 8 --length 2000 --output runs/tour/ablation --overwrite
 	$(BIN) export runs/demo/trace.h5 --overwrite
+	$(PY) docs/readings.py runs/tour/trace.h5
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
 
 tables: install
@@ -49,7 +50,7 @@ tables: install
 	$(BIN) layers runs/news/trace.h5 --per-sample
 	$(BIN) bound-tightness $(NEWS) --data-dir $(LONGBENCH) --output runs/news/window32 --overwrite
 	$(BIN) assumption runs/news/window32/trace.h5
-	$(BIN) layers runs/news/window32/trace.h5 --per-sample
+	$(BIN) layers runs/news/window32/trace.h5 --per-sample --compare attention,two-stage,two-stage-uniform
 	$(BIN) layers $(NEWS) --data-dir $(LONGBENCH) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
 	$(BIN) ablation $(NEWS) --data-dir $(LONGBENCH) --output runs/news/ablation --overwrite
 	$(PY) docs/tables.py runs/news/summary.json runs/news/window32/summary.json runs/news/budgets/summary.json runs/news/ablation/summary.json

@@ -16,7 +16,7 @@ from perturbkv.analyses.reading import EVIDENCE, Floats, check, values
 from perturbkv.trace import Trace
 
 ANALYSIS = "assumption"
-READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1"}
+READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window"}
 """Variable -> what σ sums: as the paper states it, and as the selection really holds it (METHOD: Assumption 1)."""
 
 

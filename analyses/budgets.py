@@ -17,7 +17,6 @@ from perturbkv.analyses.reading import Floats, check, kept_share, values
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers --budgets"
-QUANTITIES = ("drift", "kl", "top1")
 
 
 @dataclass(frozen=True)

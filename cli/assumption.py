@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.assumption import Assumption, Reading
 
 _MOST_LISTED = 40
-_READINGS = ("sigma_topk", "sigma_stage1")
 
 
 @with_options
@@ -37,10 +36,11 @@ def assumption(
 
 
 def _print(result: Assumption) -> None:
+    from perturbkv.analyses.assumption import READINGS
     from perturbkv.analyses.naming import budgets, setting
 
     names = budgets([setting(config.label) for config in result.configs])
-    for name, title in zip(_READINGS, ("σ of the top ⌊αb⌋ entries of A", "σ of stage 1 and the window"), strict=True):
+    for name, title in READINGS.items():
         rows = []
         for budget, config in zip(names, result.configs, strict=True):
             reading = config.readings[name]
@@ -50,10 +50,10 @@ def _print(result: Assumption) -> None:
                 f"{int(reading.failing.sum())} of {reading.failing.size}",
                 _layers(reading),
             ])  # fmt: skip
-        console.table(f"\n{title}", ["budget", "#share > 0.5", "#heads ≤ 0.5", "most of them in layer"], rows)
+        console.table(f"\nσ of {title}", ["budget", "#share > 0.5", "#heads ≤ 0.5", "most of them in layer"], rows)
     console.say("Heads at most 0.5 in stage 1, as layer-head:")
     for budget, config in zip(names, result.configs, strict=True):
-        console.say(f"  {budget}: {_below(config.readings[_READINGS[1]]) or 'none'}")
+        console.say(f"  {budget}: {_below(config.readings['sigma_stage1']) or 'none'}")
     words = numbers.about_intervals(result.identity.samples)
     console.say(
         f"Share > 0.5: of all samples and heads. Heads ≤ 0.5: by their mean σ; summary.json lists all. {words} "

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.layers import LayerDrift
 
 Compared = TypeVar("Compared", "LayerDrift", "LastLayer")
-_DISTANCES = ("l1", "l2", "cosine")
 
 
 @with_options
@@ -44,7 +43,9 @@ def layers(
     ] = False,
 ) -> None:
     """Follow the drift of the residual stream from layer to layer, baseline against treatment."""
-    names, distance = parse_compare(compare), check_choice("distance", distance, _DISTANCES)
+    from perturbkv.analyses.layers import DISTANCES
+
+    names, distance = parse_compare(compare), check_choice("distance", distance, tuple(DISTANCES))
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
     study = open_study("layers", wanted, look, lambda: wanted.configs(names), leave_out_unfit=not run.budget)
     if study is None:

@@ -41,6 +41,16 @@ def main() -> None:
     except PerturbkvError as error:
         console.note(f"error: {' '.join(str(error).split())}")
         sys.exit(error.exit_code)
+    except OSError as error:
+        console.note(f"error: {_about_file(error)}")
+        sys.exit(2)
+
+
+def _about_file(error: OSError) -> str:
+    """What the file system refused, in one line."""
+    if error.filename is None:
+        return " ".join(str(error).split())
+    return f"expected to read or write {error.filename}, got '{error.strerror}'; choose another place"
 
 
 def _quiet_libraries() -> None:

@@ -55,6 +55,7 @@ class Study:
 
     def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
         """Write a figure in every format asked for."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats))
 
     def finish(self, numbers: dict[str, Any], tables: Callable[[], None]) -> None:
@@ -100,7 +101,7 @@ def open_study(
     from perturbkv.store import read_trace
 
     if look.trace is not None:
-        return Study(name, read_trace(look.trace), _ready(run.output or look.trace.parent), look, run.as_json)
+        return Study(name, read_trace(look.trace), run.output or look.trace.parent, look, run.as_json)
     planned = plan(run, configs(), leave_out_unfit)
     if look.step >= run.steps:
         msg = f"expected a step from 0 to {run.steps - 1}, got {look.step}; --steps {look.step + 1} records it"
@@ -110,12 +111,7 @@ def open_study(
         return None
     folder = run_folder(run)
     finished = read_trace(make_trace(run, planned, folder / "trace.h5"))
-    return Study(name, finished, _ready(folder), look, run.as_json)
-
-
-def _ready(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return Study(name, finished, folder, look, run.as_json)
 
 
 def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[str, Any]) -> None:
@@ -130,6 +126,10 @@ def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[
             msg = f"expected a summary of ours at {path}, got another file; move it away or give another --output"
             raise ConfigError(msg) from None
     document = {**header, "analyses": {**others, name: numbers}}
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(console.as_json(document))
-    beside.replace(path)
+    try:
+        beside.write_text(console.as_json(document))
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """The numbers that README's reading of its table adds to the table: `python docs/readings.py TRACE.h5 [LONGBENCH]`.
 
 From a trace of `perturbkv heads` or `bound-tightness`: retained mass and runs of kept neighbours per configuration,
-what L and θ are made of, and what the treatment does in the first layer. With LongBench's folder also how widely ν and
-the window's attention vary, for which the trace's model reads its prompts once more.
+what L and θ are made of, what the treatment does in the first layer, and single heads that decide. With LongBench's
+folder also how widely ν and the window's attention vary, for which the trace's model reads its prompts once more.
 """
 
 from __future__ import annotations
@@ -77,6 +77,22 @@ def decomposition(trace: Trace) -> None:
         say(f"{label}: {'; '.join(said)}")
 
 
+def single_heads(trace: Trace) -> None:
+    """Where, at the smallest budget, attention and two-stage differ most in what they keep: S and L, each way round."""
+    labels = trace.run.labels()
+    sides = [next(place for place, label in enumerate(labels) if f":{name} " in label)
+             for name in ("attention", "two-stage")]  # fmt: skip
+    mass, perturbation = (
+        trace.arrays[name][:, sides, 0].mean(axis=0) for name in ("retained_mass", "perturbation_isolated")
+    )
+    difference = perturbation[0] - perturbation[1]
+    for flat in [*np.argsort(difference.ravel())[:2], *np.argsort(-difference.ravel())[:2]]:
+        layer, head = np.unravel_index(flat, difference.shape)
+        kept, lost = mass[:, layer, head], perturbation[:, layer, head]
+        say(f"layer {layer}, head {head}: S {kept[0]:.2f} and {kept[1]:.2f}, L {lost[0]:.0f} and {lost[1]:.0f} "
+            f"({labels[sides[0]]}, two-stage)")  # fmt: skip
+
+
 def spread(trace: Trace, data_dir: Path) -> None:
     """Coefficient of variation over a head's entries: median over heads, then the range over samples."""
     run, adapter = trace.run, load_model(trace.run.model)
@@ -97,5 +113,6 @@ if __name__ == "__main__":
     configurations(opened)
     decomposition(opened)
     first_layer(opened)
+    single_heads(opened)
     if len(sys.argv) > 2:
         spread(opened, Path(sys.argv[2]))

@@ -99,7 +99,7 @@ def layers(found: dict[str, Any]) -> None:
     samples = found.get("per_sample", [None] * len(found["drifts"]))
     for drift, sample in zip(found["drifts"], samples, strict=True):
         last = len(drift["reduction"]) - 1
-        cells = [budget(drift["baseline"])]
+        cells = [f"{drift['treatment'].split()[0].partition(':')[2]}, {budget(drift['baseline'])}"]
         for layer in (0, last // 2, last):
             ends = [end[layer] for end in drift["reduction_interval"]]
             sides = f"{drift['baseline_drift'][layer]:,.0f} → {drift['treatment_drift'][layer]:,.0f}"
@@ -107,7 +107,7 @@ def layers(found: dict[str, Any]) -> None:
         if sample:
             cells.append(percent(sample["improved_share"], sample["improved_share_interval"]))
         rows.append(cells)
-    heads = ["budget", *(f"after layer {layer}" for layer in (0, last // 2, last))]
+    heads = ["treatment, budget", *(f"after layer {layer}" for layer in (0, last // 2, last))]
     table("layers", [*heads, "samples better"] if samples[0] else heads, rows)
     if "budgets" in found:
         curves = found["budgets"]["curves"]

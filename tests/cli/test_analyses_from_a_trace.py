@@ -80,6 +80,25 @@ def test_a_summary_of_others_is_left_alone(perturbkv: Run, measured: Path) -> No
     assert Path("summary.json").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["assumption", "measured.h5", "-o", "file"],
+        ["assumption", "measured.h5", "-o", "file/folder"],
+        ["export", "measured.h5", "-o", "file/t.csv"],
+        ["layers", "measured.h5", "-o", "/proc/nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_a_place_that_cannot_be_written_is_one_line(perturbkv: Run, measured: Path, command: list[str]) -> None:
+    Path("file").write_text("mine")
+    ran = perturbkv(*command)
+    assert ran.code == 2
+    (line,) = [line for line in ran.err.splitlines() if line.startswith("error: ")]
+    assert "choose another place" in line
+    assert Path("file").read_text() == "mine"
+
+
 def test_json_is_the_summary_of_the_analysis(perturbkv: Run, measured: Path) -> None:
     told = perturbkv("bound-tightness", measured, "-o", "out", "--json").json()
     stored = json.loads(Path("out/summary.json").read_text())
@@ -118,9 +137,10 @@ def test_a_trace_without_what_is_compared_is_refused(perturbkv: Run, measured: P
         ("assumption", ["--selection", "position"]),
         ("bound-tightness", ["--selection", "position"]),
     ):
-        ran = perturbkv(command, measured, *options)
+        ran = perturbkv(command, measured, *options, "-o", "out")
         assert ran.code == 2, command
         assert "got a trace of snapkv:attention" in ran.err
+    assert [path.name for path in Path().iterdir()] == [measured.name]
 
 
 @pytest.mark.parametrize(
