@@ -1,67 +1,47 @@
 """CompactCache: the physically evicted cache of many configurations, one configuration per batch row.
 
-Per layer, rows whose kept sets have the same shape share one frozen block; tokens decoded afterwards go to a tail
-that grows by doubling, shared by all rows. Attention runs over block and tail without joining them, so that a step
-copies nothing that was kept.
+Per layer the kept entries lie frozen in blocks (`ragged`); tokens decoded afterwards go to a tail that grows by
+doubling, shared by all rows. Attention runs over blocks and tail apart and joins them by their log-sum-exps, so that a
+step copies nothing that was kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from perturbkv.errors import ConfigError
+from perturbkv.ragged import SLACK, KeptEntries, build
 
 _FIRST_TAIL = 8
 
 
-@dataclass(frozen=True)
-class KeptEntries:
-    """The kept entries of one configuration in one layer; kept_head is H_kv or H."""
-
-    keys: Float[Tensor, "kept_head kept d_head"]
-    values: Float[Tensor, "kept_head kept d_head"]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
-
-
-def gather(
-    key: Float[Tensor, "kv_head key d_head"],
-    value: Float[Tensor, "kv_head key d_head"],
-    positions: Int[Tensor, "kept_head kept"],
-) -> KeptEntries:
-    """Copy the kept entries out of a layer's full cache; the copies share no memory with it."""
-    heads = torch.arange(len(positions), device=positions.device) // (len(positions) // key.shape[0])
-    rows = heads.unsqueeze(-1)
-    return KeptEntries(key[rows, positions], value[rows, positions])
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Rows of one shape: keys and values (row, kept_head, kept, d_head)."""
-
-    rows: list[int]
-    keys: Tensor
-    values: Tensor
-
-
 class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions."""
+    """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
 
-    def __init__(self, entries: Sequence[KeptEntries], seen: int) -> None:
+    Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
+    """
+
+    def __init__(self, entries: Sequence[KeptEntries], heads: int, seen: int, layout: str = "ragged") -> None:
         super().__init__()
-        self.blocks = _blocks(entries)
+        self.heads, self.layout = heads, layout
+        self._lay_out(entries)
         self.batch, self.seen, self.length = len(entries), seen, 0
+        self.tail_from = [0] * len(entries)
         self.attached = False
+
+    def _lay_out(self, entries: Sequence[KeptEntries]) -> None:
+        if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
+            msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
+            raise ConfigError(msg)
+        self.borrowed = {row: given for row, given in enumerate(entries) if given.rectangle is not None}
+        self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0)
+        self.kept_entries = sum(sum(row.lengths) for row in entries)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for the first decoded tokens."""
@@ -94,27 +74,34 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
             self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> Tensor:
-        """Attention of the newest tokens over block and tail: (row, query, head, d_head), in the query's dtype."""
-        output = torch.empty_like(query)
+        """Attention of the newest tokens over blocks and tail: (row, query, head, d_head), in the query's dtype."""
+        output, total = self._attend_tail(query, scale)
         for block in self.blocks:
-            output[block.rows] = self._attend_block(block, query[block.rows], scale).to(query.dtype)
-        return output.transpose(1, 2).contiguous()
+            found, weight = block.attend(query, scale)
+            found, weight = found.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)
+            mine = total[block.places].unsqueeze(-1)
+            joint = torch.logaddexp(mine, weight)
+            output[block.places] = output[block.places] * (mine - joint).exp() + found * (weight - joint).exp()
+        return output.to(query.dtype).transpose(1, 2).contiguous()
 
-    def _attend_block(self, block: _Block, query: Tensor, scale: float) -> Tensor:
+    def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Outputs (row, head, query, d_head) and log-sum-exps (row, head, query) over what was decoded."""
         work = torch.promote_types(query.dtype, torch.float32)
-        tail_keys = self.keys[block.rows, :, : self.length].to(work)
-        tail_values = self.values[block.rows, :, : self.length].to(work)
-        query = query.to(work) * scale
-        kept = block.keys.shape[2]
-        logits = torch.cat([_scores(query, block.keys.to(work)), _scores(query, tail_keys)], dim=-1)
-        logits[..., kept:].masked_fill_(self._future(query.shape[2], query.device), -torch.inf)
-        weights = logits.softmax(dim=-1)
-        return _mix(weights[..., :kept], block.values.to(work)) + _mix(weights[..., kept:], tail_values)
+        rows, heads, queries, d_head = query.shape
+        keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
+        asked = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
+        logits = (asked @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
+        logits.masked_fill_(self._unseen(queries, query.device), -torch.inf)
+        total = logits.logsumexp(dim=-1)
+        weights = (logits - total.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
+        return (weights @ values).view(rows, heads, queries, d_head), total
 
-    def _future(self, queries: int, device: torch.device) -> Bool[Tensor, "query tail"]:
-        """True where a tail entry is later than the query."""
+    def _unseen(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
+        """True where a tail entry is later than the query, or already went into the row's block."""
         newest = torch.arange(self.length - queries, self.length, device=device)
-        return torch.arange(self.length, device=device) > newest.unsqueeze(-1)
+        place = torch.arange(self.length, device=device)
+        compressed = torch.tensor(self.tail_from, device=device).view(-1, 1, 1, 1)
+        return (place > newest.unsqueeze(-1)) | (place < compressed)
 
     def get_seq_length(self) -> int:
         """Tokens seen so far, evicted ones included: the next token's position."""
@@ -130,54 +117,88 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kept entries, without the tail."""
-        return sum(block.keys.nbytes + block.values.nbytes for block in self.blocks)
+        """Bytes of the frozen blocks, padding included, without the tail."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the kept entries alone: Σ budgets."""
+        block = self.blocks[0]
+        return self.kept_entries * block.keys.shape[-1] * (block.keys.itemsize + block.values.itemsize)
+
+    def entries(self, row: int) -> KeptEntries:
+        """What a row holds now: frozen entries, then those decoded since, per kept set."""
+        found = {
+            segment.head: (block.entries(place), segment.group)
+            for block in self.blocks
+            for place, segment in enumerate(block.segments)
+            if segment.row == row
+        }
+        keys, values = [], []
+        for head, (frozen, group) in sorted(found.items()):
+            kv_head = head * group * self.keys.shape[1] // self.heads if self.is_initialized else 0
+            tails = (
+                [tail[row, kv_head, self.tail_from[row] : self.length] for tail in (self.keys, self.values)]
+                if self.is_initialized
+                else [frozen[0][:0], frozen[1][:0]]
+            )
+            keys.append(torch.cat([frozen[0], tails[0]]))
+            values.append(torch.cat([frozen[1], tails[1]]))
+        return KeptEntries(tuple(keys), tuple(values))
+
+    def replace(self, rows: dict[int, KeptEntries]) -> None:
+        """Freeze new entries for some rows, whose tails so become empty; the others stay as they are."""
+        every = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
+        self._lay_out(every)
+        for row in rows:
+            self.tail_from[row] = self.length
+        self._drop_dead_tail()
+
+    def _frozen(self, row: int) -> KeptEntries:
+        if row in self.borrowed:
+            return self.borrowed[row]
+        found = {
+            segment.head: block.entries(place)
+            for block in self.blocks
+            for place, segment in enumerate(block.segments)
+            if segment.row == row
+        }
+        pieces = [found[head] for head in sorted(found)]
+        return KeptEntries(tuple(keys for keys, _ in pieces), tuple(values for _, values in pieces))
+
+    def _drop_dead_tail(self) -> None:
+        """Forget tail entries that no row sees any more; positions go on."""
+        dead = min(self.tail_from)
+        if dead == 0 or not self.is_initialized:
+            return
+        self.keys, self.values = (_without(tail, dead, self.length) for tail in (self.keys, self.values))
+        self.seen, self.length = self.seen + dead, self.length - dead
+        self.tail_from = [start - dead for start in self.tail_from]
 
 
-def _blocks(entries: Sequence[KeptEntries]) -> list[_Block]:
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for row, entry in enumerate(entries):
-        by_shape.setdefault(tuple(entry.keys.shape), []).append(row)
-    return [_block(rows, [entries[row] for row in rows]) for rows in by_shape.values()]
-
-
-def _block(rows: list[int], entries: list[KeptEntries]) -> _Block:
-    """A single row stays a view of what it was given: the run that keeps everything borrows the full cache."""
-    if len(entries) == 1:
-        return _Block(rows, entries[0].keys.unsqueeze(0), entries[0].values.unsqueeze(0))
-    return _Block(rows, torch.stack([entry.keys for entry in entries]), torch.stack([e.values for e in entries]))
-
-
-def _scores(query: Tensor, keys: Tensor) -> Tensor:
-    """(row, head, query, d_head) against (row, kept_head, key, d_head) -> (row, head, query, key)."""
-    rows, heads, queries, d_head = query.shape
-    kept_heads = keys.shape[1]
-    grouped = query.reshape(rows, kept_heads, -1, d_head)
-    return (grouped @ keys.transpose(2, 3)).view(rows, heads, queries, keys.shape[2])
-
-
-def _mix(weights: Tensor, values: Tensor) -> Tensor:
-    """(row, head, query, key) times (row, kept_head, key, d_head) -> (row, head, query, d_head)."""
-    rows, heads, queries, keys = weights.shape
-    grouped = weights.reshape(rows, values.shape[1], -1, keys)
-    return (grouped @ values).view(rows, heads, queries, values.shape[-1])
+def _without(tail: Tensor, dead: int, length: int) -> Tensor:
+    """A new tail without its first `dead` entries, with room to grow."""
+    room = max(_FIRST_TAIL, length - dead)
+    fresh = tail.new_empty(*tail.shape[:2], room, tail.shape[3])
+    fresh[:, :, : length - dead] = tail[:, :, dead:length]
+    return fresh
 
 
 class CompactCache(Cache):  # type: ignore[misc]
-    """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`.
+    """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`."""
 
-    Args:
-        layers: per layer, the kept entries of each row.
-        seen: tokens of the prompt, evicted ones included: the first decoded token stands at this position.
-    """
-
-    def __init__(self, layers: Sequence[Sequence[KeptEntries]], seen: int) -> None:
-        super().__init__(layers=[CompactLayer(entries, seen) for entries in layers])
+    def __init__(self, layers: Sequence[CompactLayer]) -> None:
+        super().__init__(layers=list(layers))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kept entries of all layers and rows, without decoded tokens."""
+        """Bytes of the kept entries of all layers and rows, padding included, without decoded tokens."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of `nbytes` that hold no entry."""
+        return self.nbytes - sum(layer.kept_nbytes for layer in self.layers)
 
     def attach(self, attached: bool) -> None:
         """Allow or forbid updates; `capture.decode_from` does both."""

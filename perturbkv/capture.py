@@ -100,8 +100,9 @@ def decode_shared(adapter: Adapter) -> Iterator[None]:
     """Let a batch of identical rows decode from a `SharedCache`: the stock attention on row 0, handed to all rows."""
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        query, *others = args
-        output, weights = stock(module, query[:1], *others, **kwargs)
+        query, key, value, mask, *others = args
+        first = mask[:1] if isinstance(mask, Tensor) else mask
+        output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
         return output.expand(query.shape[0], *output.shape[1:]), weights
 
     with intercept_attention(adapter, attend):

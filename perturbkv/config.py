@@ -1,7 +1,7 @@
 """What a run is: frozen, validated where it is made, and written whole into the trace.
 
-METHOD's "a configuration = accumulate, pool, allocate, select" is `EvictionConfig`; `RunConfig` adds the model, the
-data and the protocol around it. No torch here.
+`RunConfig` puts the model, the data and the protocol around the eviction configurations of `eviction`, whose names
+this module hands on. No torch here.
 """
 
 from __future__ import annotations
@@ -12,197 +12,21 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
+from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.eviction import PRESETS, SELECTIONS, Budget, EvictionConfig, from_preset
 
-SELECTIONS = {
-    "attention": "Top-k of the pooled window attention (the baseline)",
-    "attention-unpooled": "Top-k of the unpooled window attention (control)",
-    "two-stage": "⌊α(b−w)⌋ by attention, the rest by attention × projected value norm (the paper's)",
-    "two-stage-uniform": "two-stage with ν ≡ 1: what un-pooling the second stage alone brings (control)",
-    "value": "Top-k of the projected value norm alone (control)",
-    "random": "a seeded random set (control)",
-    "hindsight": "Top-k of the realised A·ν of the decoding query: what knowing the query would bring (control)",
-    "position": "by position, as the policy says (streaming-llm only)",
-}
+__all__ = ["CACHES", "DTYPES", "PRESETS", "SAVES", "SCENARIOS", "SELECTIONS", "Budget", "EvictionConfig", "RunConfig", "from_preset"]
+
 DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs",)
-_CHOICES = {
-    "selection": tuple(SELECTIONS),
-    "split": ("prefix", "total"),
-    "stage2_score": ("accumulated", "pooled"),
-    "pool": ("max", "average", "none"),
-    "granularity": ("query", "kv"),
-    "group_score": ("mean", "max"),
-    "group_product": ("product-of-means", "mean-of-products"),
+SCENARIOS = {
+    "regular": "the whole prompt is compressed, its question included",
+    "context-only": "only the context is compressed; the question is run over the compressed cache",
 }
-_SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
-"""How a configuration's label names its less usual choices."""
-
-
-@dataclass(frozen=True, order=True)
-class Budget:
-    """Entries kept per head, the window included: an int is tokens, a float a fraction of the prompt.
-
-    Raises BudgetError where it is not positive, or a fraction above 1.
-    """
-
-    value: int | float
-
-    def __post_init__(self) -> None:
-        if not self.value > 0:
-            msg = f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)"
-            raise BudgetError(msg)
-        if isinstance(self.value, float) and self.value > 1:
-            msg = f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"
-            raise BudgetError(msg)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read '128' as tokens and '0.05' as a fraction of the prompt's length."""
-        try:
-            return cls(int(text))
-        except ValueError:
-            pass
-        try:
-            return cls(float(text))
-        except ValueError:
-            msg = f"a budget is tokens (128) or a fraction (0.05), got '{text}'"
-            raise BudgetError(msg) from None
-
-    def tokens(self, prompt_tokens: int) -> int:
-        """The budget of a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, unchanged where given in tokens."""
-        if isinstance(self.value, int):
-            return self.value
-        return int(self.value * prompt_tokens + 1e-9)  # 0.29 * 100 is 28.999… in binary
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-@dataclass(frozen=True)
-class EvictionConfig:
-    """One way to evict: policy, selection, budget and every choice of METHOD that changes which entries stay.
-
-    Raises ConfigError or BudgetError for a value outside its range, UnknownNameError for an unknown choice.
-
-    Attributes:
-        policy: eviction system, a name of `perturbkv.policies.registry`.
-        selection: how the kept entries are taken from scores, a key of `SELECTIONS`.
-        budget: entries kept per head, window included (METHOD: Budget).
-        window: `w`, the last queries of the prompt, whose attention is accumulated and whose entries always stay
-            (paper, Algorithm 2: n' = 32).
-        alpha: share of the prefix budget that stage 1 takes (paper, section 4.2: 0.25).
-        split: what α is a share of. `prefix`: stage 1 takes ⌊α(b−w)⌋ prefix entries. `total`: the window counts as
-            part of stage 1, which takes max(0, ⌊αb⌋−w) prefix entries (preset `kvpress`).
-        stage2_score: S₂ of METHOD. `accumulated`: unpooled Ā (paper, Algorithm 2, line 9); `pooled`: Ā'.
-        epsilon: added to S₂ before it is multiplied by ν (released code: 1e-4).
-        pool, kernel: pooling of Ā over positions and its odd width (paper: max, 7).
-        granularity: one kept set per `query` head or per `kv` head.
-        group_score: how scores are reduced over a key/value head's group (`kv` only); Ā is reduced before pooling.
-        group_product: `kv` only: mean(Ā)·mean(ν), or the mean of Ā_h·ν_h.
-        sinks: first entries that streaming-llm keeps (StreamingLLM, section 3.2: 4).
-        seed: of the `random` selection.
-    """
-
-    budget: Budget
-    policy: str = "snapkv"
-    selection: str = "two-stage"
-    window: int = 32
-    alpha: float = 0.25
-    split: str = "prefix"
-    stage2_score: str = "accumulated"
-    epsilon: float = 0.0
-    pool: str = "max"
-    kernel: int = 7
-    granularity: str = "query"
-    group_score: str = "mean"
-    group_product: str = "product-of-means"
-    sinks: int = 4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for field, known in _CHOICES.items():
-            if getattr(self, field) not in known:
-                raise UnknownNameError(getattr(self, field), field.replace("_", "-"), known)
-        self._check_ranges()
-        if isinstance(self.budget.value, int):
-            self.check_budget(self.budget.value, f"budget {self.budget}")
-
-    def _check_ranges(self) -> None:
-        if self.window < 1:
-            msg = f"the window must hold at least 1 query, got {self.window}"
-            raise ConfigError(msg)
-        if not 0 <= self.alpha <= 1:
-            msg = f"alpha must lie in [0, 1], got {self.alpha}"
-            raise ConfigError(msg)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            msg = f"the pooling kernel must be odd and positive, got {self.kernel}; try {self.kernel + 1}"
-            raise ConfigError(msg)
-        if not self.epsilon >= 0:
-            msg = f"epsilon must be at least 0, got {self.epsilon}"
-            raise ConfigError(msg)
-        if self.sinks < 0:
-            msg = f"sinks must be at least 0, got {self.sinks}"
-            raise ConfigError(msg)
-
-    def check_budget(self, tokens: int, what: str) -> None:
-        """Raise BudgetError unless `tokens` leaves something beside the window. `what` names the budget."""
-        if tokens <= self.window:
-            msg = (
-                f"{what} keeps {tokens} entries, no more than the window of {self.window} that always stays; "
-                f"raise the budget above {self.window} or lower --window"
-            )
-            raise BudgetError(msg)
-
-    def tokens(self, prompt_tokens: int) -> int:
-        """Entries kept per head of a prompt of n tokens: min(b, n). Raises BudgetError where b ≤ w < n."""
-        tokens = self.budget.tokens(prompt_tokens)
-        if prompt_tokens > self.window:
-            self.check_budget(tokens, f"budget {self.budget} of {prompt_tokens} tokens")
-        return min(tokens, prompt_tokens)
-
-    def stage1_tokens(self, kept: int) -> int:
-        """Prefix entries that stage 1 takes of `kept` entries, the window included in `kept` (METHOD: Select)."""
-        if self.split == "total":
-            return max(0, int(self.alpha * kept + 1e-9) - self.window)
-        return int(self.alpha * max(0, kept - self.window) + 1e-9)
-
-    def label(self) -> str:
-        """Unique, readable name: the `config` coordinate of a trace."""
-        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"a={self.alpha:g}", f"w={self.window}"]
-        parts.append("unpooled" if self.pool == "none" else f"{self.pool}{self.kernel}")
-        parts.append(self.granularity)
-        for field in dataclasses.fields(self):
-            shown = field.name in ("budget", "policy", "selection", "alpha", "window", "pool", "kernel", "granularity")
-            if not shown and getattr(self, field.name) != field.default:
-                name = _SHORT.get(field.name, field.name.replace("_", "-"))
-                parts.append(f"{name}={getattr(self, field.name)}")
-        return " ".join(parts)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "paper-v2": {"alpha": 0.5, "stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
-    "kvpress": {
-        "alpha": 0.5,
-        "split": "total",
-        "stage2_score": "pooled",
-        "epsilon": 1e-4,
-        "pool": "average",
-        "kernel": 5,
-        "window": 64,
-        "granularity": "kv",
-    },
+CACHES = {
+    "ragged": "heads of any lengths, in blocks with bounded padding",
+    "rectangular": "one length per configuration and layer, no padding",
 }
-"""METHOD's table of presets, as differences from `EvictionConfig`'s defaults, which are `paper`."""
-
-
-def from_preset(preset: str, budget: Budget, **overrides: Any) -> EvictionConfig:
-    """The preset's configuration at `budget`, each override that is not None replacing the preset's choice."""
-    if preset not in PRESETS:
-        raise UnknownNameError(preset, "preset", PRESETS)
-    chosen = {name: value for name, value in overrides.items() if value is not None}
-    return EvictionConfig(budget=budget, **{**PRESETS[preset], **chosen})
 
 
 @dataclass(frozen=True)
@@ -223,6 +47,10 @@ class RunConfig:
         dtype, device: of the model.
         configs: the eviction configurations, in the order of the trace's `config` dimension.
         save: extra variables to store: `outputs`.
+        scenario: what is compressed, a key of `SCENARIOS`.
+        cache: how evicted caches are laid out, a key of `CACHES`.
+        head_scores: one row of scores per layer, for `headkv`; empty where no configuration asks for them.
+        generate: tokens generated greedily from each cache and scored; 0: none.
     """
 
     model: str
@@ -239,6 +67,10 @@ class RunConfig:
     dtype: str = "float32"
     device: str = "cpu"
     save: tuple[str, ...] = ()
+    scenario: str = "regular"
+    cache: str = "ragged"
+    head_scores: tuple[tuple[float, ...], ...] = ()
+    generate: int = 0
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -250,8 +82,12 @@ class RunConfig:
         if self.max_tokens is not None and self.max_tokens < 2:
             msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
             raise ConfigError(msg)
-        if self.dtype not in DTYPES:
-            raise UnknownNameError(self.dtype, "dtype", DTYPES)
+        if self.generate < 0:
+            msg = f"a run generates at least 0 tokens, got {self.generate}"
+            raise ConfigError(msg)
+        for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES)):
+            if getattr(self, field) not in known:
+                raise UnknownNameError(getattr(self, field), field, known)
         for name in self.save:
             if name not in SAVES:
                 raise UnknownNameError(name, "--save", SAVES)
@@ -282,6 +118,7 @@ class RunConfig:
             document = json.loads(text)
             configs = [{**entry, "budget": Budget(entry["budget"])} for entry in document.pop("configs")]
             document["save"] = tuple(document["save"])
+            document["head_scores"] = tuple(map(tuple, document.get("head_scores", ())))
             return cls(configs=tuple(EvictionConfig(**entry) for entry in configs), **document)
         except (ValueError, KeyError, TypeError) as error:
             msg = f"expected a run configuration as JSON, got one that cannot be read: {error}"

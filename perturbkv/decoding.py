@@ -38,17 +38,20 @@ class StepRecord:
 
 @torch.inference_mode()
 def decode_full(
-    adapter: Adapter, prefill: Prefill, steps: int, rows: int, sample: str
+    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int, sample: str
 ) -> tuple[list[StepRecord], list[int]]:
-    """The reference: greedy steps from the full cache, which grows by `steps` entries.
+    """The reference: the question, then greedy steps, from the full cache, which grows by all of them.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded.
-    Returns the records and the tokens decoded, the first of them the prefill's greedy choice.
+    Returns the records of the steps and the tokens decoded, the first of them the greedy choice after the prompt.
     """
     cache = SharedCache(prefill.cache)
-    tokens, records = [int(prefill.logits.argmax())], []
+    first = prefill.logits
+    if question:
+        first = _step(adapter, cache, decode_shared(adapter), question, rows, sample).logits[0]
+    tokens, records = [int(first.argmax())], []
     for _ in range(steps):
-        record = _step(adapter, cache, decode_shared(adapter), tokens[-1], rows, sample)
+        record = _step(adapter, cache, decode_shared(adapter), tokens[-1:], rows, sample)
         records.append(_first_row(record))
         tokens.append(int(record.logits[0].argmax()))
     return records, tokens[:steps]
@@ -56,15 +59,23 @@ def decode_full(
 
 @torch.inference_mode()
 def decode_evicted(
-    adapter: Adapter, cache: CompactCache, tokens: Sequence[int], rows: int, sample: str
+    adapter: Adapter, cache: CompactCache, question: Sequence[int], tokens: Sequence[int], rows: int, sample: str
 ) -> list[StepRecord]:
-    """Teacher-forced steps from a compact cache, one row per configuration."""
-    return [_step(adapter, cache, decode_from(adapter, cache), token, rows, sample) for token in tokens]
+    """The question, then teacher-forced steps, from a compact cache, one row per configuration; steps are recorded."""
+    if question:
+        _step(adapter, cache, decode_from(adapter, cache), question, rows, sample)
+    return [_step(adapter, cache, decode_from(adapter, cache), [token], rows, sample) for token in tokens]
 
 
 def _step(
-    adapter: Adapter, cache: Cache, attention: AbstractContextManager[None], token: int, rows: int, sample: str
+    adapter: Adapter,
+    cache: Cache,
+    attention: AbstractContextManager[None],
+    tokens: Sequence[int],
+    rows: int,
+    sample: str,
 ) -> StepRecord:
+    """One forward pass of the same tokens in every row; what the last of them did is recorded."""
     record, check = StepRecord(), FiniteCheck()
 
     def hidden(layer: int, output: Tensor) -> None:
@@ -80,9 +91,11 @@ def _step(
     def final(output: Tensor) -> None:
         record.final = output[:, -1]
 
-    ids = torch.full((rows, 1), token, device=adapter.device)
+    ids = torch.tensor([list(tokens)], device=adapter.device).expand(rows, -1)
     with attention, capture(adapter, Observer(query, head_output, hidden, final)):
-        record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
+        record.logits = adapter.model(
+            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
     check.raise_if_not(sample)
     return record
 

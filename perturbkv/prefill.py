@@ -14,7 +14,7 @@ from perturbkv.capture import Observer, capture
 from perturbkv.errors import ActivationError
 from perturbkv.models import Adapter
 from perturbkv.norms import projected_value_norms
-from perturbkv.scores import window_attention
+from perturbkv.policies.base import LayerAttention, Votes
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class Prefill:
     Attributes:
         cache: the full cache, batch 1.
         logits: of the last prompt position.
-        accumulated: window size w -> per layer Ā (head, n − w).
+        accumulated: way to accumulate -> per layer Ā (head, n − w).
         norms: per layer ν (head, n).
+        tokens: n.
     """
 
     cache: Cache
     logits: Float[Tensor, " vocab"]
-    accumulated: dict[int, list[Tensor]]
+    accumulated: dict[Votes, list[Tensor]]
     norms: list[Tensor]
     tokens: int
 
@@ -55,18 +56,17 @@ class FiniteCheck:
 
 @torch.inference_mode()
 def prefill(
-    adapter: Adapter, token_ids: Sequence[int], windows: Sequence[int], chunk_bytes: int, sample: str
+    adapter: Adapter, token_ids: Sequence[int], votes: Sequence[Votes], chunk_bytes: int, sample: str
 ) -> Prefill:
     """Run the prompt once. Raises ActivationError where a layer's hidden states are not finite."""
     cache, check = DynamicCache(), FiniteCheck()
-    accumulated: dict[int, list[Tensor]] = {window: [] for window in windows}
+    accumulated: dict[Votes, list[Tensor]] = {vote: [] for vote in votes}
     norms: list[Tensor] = []
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        tokens = key.shape[2]
-        for window in windows:
-            last = query[0, :, -min(window, tokens) :]
-            accumulated[window].append(window_attention(last, key[0], adapter.scale(layer)))
+        seen = LayerAttention(query[0], key[0], adapter.scale(layer), layer, sample)
+        for vote, layers in accumulated.items():
+            layers.append(vote(seen))
         norms.append(projected_value_norms(value[0], adapter.output_projection(layer), chunk_bytes))
 
     ids = torch.tensor([list(token_ids)], device=adapter.device)

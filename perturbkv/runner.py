@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perturbkv import measure, theory
-from perturbkv.cache import CompactCache, KeptEntries, gather
+from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.config import EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.decoding import StepRecord, decode_evicted, decode_full
@@ -17,17 +17,20 @@ from perturbkv.errors import ActivationError
 from perturbkv.measure import Arrays, LayerMasks, to_numpy
 from perturbkv.models import Adapter
 from perturbkv.norms import DEFAULT_CHUNK_BYTES, projected_value_norms
+from perturbkv.policies import registry
+from perturbkv.policies.base import Votes
 from perturbkv.prefill import Prefill, prefill
+from perturbkv.ragged import borrow, gather
 from perturbkv.selection import KeptSets, LayerStatistics, select
 from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
 
 
 @dataclass(frozen=True)
 class _LayerResult:
-    """One layer after selection: what the compact cache holds, and the isolated quantities of every step."""
+    """One layer after selection: its compact cache, kept positions per kept set, isolated quantities per step."""
 
-    entries: list[KeptEntries]
-    positions: list[Tensor]
+    cache: CompactLayer
+    positions: list[list[Tensor]]
     stage1_counts: list[Tensor]
     isolated: list[dict[str, Tensor]]
     attention: list[Tensor]
@@ -62,19 +65,20 @@ def trace_sample(
 
     `chunk_bytes` bounds the working memory of the value norms.
 
-    Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window.
+    Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
+    for a prompt that the scenario cannot take apart.
     """
-    windows = sorted({config.window for config in run.configs})
-    rows = len(run.configs) + 1
-    before = prefill(adapter, prompt.token_ids, windows, chunk_bytes, prompt.sample_id)
-    full, tokens = decode_full(adapter, before, run.steps, rows, prompt.sample_id)
+    rows, sample = len(run.configs) + 1, prompt.sample_id
+    context, question = prompt.parts(run.scenario)
+    before = prefill(adapter, context, votes(run.configs), chunk_bytes, sample)
+    full, tokens = decode_full(adapter, before, question, run.steps, rows, sample)
     layers = [
-        _evict_layer(adapter, before, full, run.configs, layer, prompt.sample_id, chunk_bytes)
-        for layer in range(len(adapter.layers))
+        _evict_layer(adapter, before, full, run, layer, sample, chunk_bytes) for layer in range(len(adapter.layers))
     ]
-    cache = CompactCache([layer.entries for layer in layers], before.tokens)
-    evicted = decode_evicted(adapter, cache, tokens, rows, prompt.sample_id)
-    arrays = _sample_arrays(prompt, run, tokens) | _isolated_arrays(layers) | _kept_arrays(adapter, layers)
+    cache = CompactCache([layer.cache for layer in layers])
+    arrays = _cache_arrays(cache)
+    evicted = decode_evicted(adapter, cache, question, tokens, rows, sample)
+    arrays |= _sample_arrays(prompt, run, tokens) | _isolated_arrays(layers) | _kept_arrays(adapter, layers)
     arrays |= _step_arrays([measure.propagated(adapter, *step) for step in zip(full, evicted, strict=True)])
     if "outputs" in run.save:
         arrays |= _step_arrays([measure.raw_outputs(*step) for step in zip(full, evicted, strict=True)])
@@ -82,26 +86,34 @@ def trace_sample(
     return SampleTrace(prompt.sample_id, arrays)
 
 
+def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
+    """The ways to accumulate attention that the configurations need, each once."""
+    return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in configs))
+
+
 def _evict_layer(
     adapter: Adapter,
     before: Prefill,
     full: Sequence[StepRecord],
-    configs: Sequence[EvictionConfig],
+    run: RunConfig,
     layer: int,
     sample: str,
     chunk_bytes: int,
 ) -> _LayerResult:
     """Select in one layer, copy out what stays, and measure the isolated quantities of every step."""
     keys, values = before.cache.layers[layer].keys[0], before.cache.layers[layer].values[0]
-    n, w_o = before.tokens, adapter.output_projection(layer)
-    seen = [n + step + 1 for step in range(len(full))]
+    n, w_o, configs = before.tokens, adapter.output_projection(layer), run.configs
+    seen = [keys.shape[1] - len(full) + step + 1 for step in range(len(full))]
     attention = [
         theory.decode_attention(record.query[layer][0], keys[:, :count], adapter.scale(layer))
         for record, count in zip(full, seen, strict=True)
     ]
-    sets = [_kept_sets(config, before, attention[0], layer, adapter.kv_heads, sample) for config in configs]
+    sets = [
+        select(config, statistics_of(adapter, before, config, run.head_scores, layer, sample, attention[0]), n)
+        for config in configs
+    ]
     positions = [_positions(kept_sets.kept) for kept_sets in sets]
-    entries = [KeptEntries(keys[:, :n], values[:, :n])]
+    entries = [borrow(keys[:, :n], values[:, :n])]
     entries += [gather(keys[:, :n], values[:, :n], kept) for kept in positions]
     decoded = projected_value_norms(values[:, n:], w_o, chunk_bytes)
     norms = torch.cat([before.norms[layer], decoded], dim=-1)
@@ -113,28 +125,48 @@ def _evict_layer(
     stage1_counts = [
         sets_.stage1.sum(dim=-1) - min(config.window, n) for config, sets_ in zip(configs, sets, strict=True)
     ]
-    return _LayerResult(entries, positions, stage1_counts, isolated, attention)
+    cache = CompactLayer(entries, adapter.heads, n, run.cache)
+    return _LayerResult(cache, positions, stage1_counts, isolated, attention)
 
 
-def _kept_sets(
-    config: EvictionConfig, before: Prefill, realised: Tensor, layer: int, kv_heads: int, sample: str
-) -> KeptSets:
+def statistics_of(
+    adapter: Adapter,
+    before: Prefill,
+    config: EvictionConfig,
+    head_scores: Sequence[Sequence[float]],
+    layer: int,
+    sample: str,
+    realised: Tensor,
+) -> LayerStatistics:
+    """What a configuration's selection may look at in one layer; `realised` is A of the first decoding query."""
     prefix = before.tokens - min(config.window, before.tokens)
-    statistics = LayerStatistics(
-        accumulated=before.accumulated[config.window][layer],
+    vote = registry.build(config.policy).votes(config)
+    return LayerStatistics(
+        accumulated=before.accumulated[vote][layer],
         norms=before.norms[layer][:, :prefix],
         realised=realised[:, :prefix],
-        kv_heads=kv_heads,
+        kv_heads=adapter.kv_heads,
         layer=layer,
+        layers=len(adapter.layers),
         sample=sample,
+        head_scores=torch.tensor(head_scores, dtype=theory.WORK) if head_scores else None,
     )
-    return select(config, statistics, before.tokens)
 
 
-def _positions(kept: Tensor) -> Tensor:
-    """Kept positions per kept set, ascending: (kept_head, kept)."""
-    count = int(kept[0].sum())
-    return kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+def _positions(kept: Tensor) -> list[Tensor]:
+    """Kept positions per kept set, ascending: (kept,) each."""
+    return [row.nonzero().squeeze(-1) for row in kept]
+
+
+def _cache_arrays(cache: CompactCache) -> Arrays:
+    """Bytes of the evicted caches of all configurations; the run that keeps everything borrows the full cache's."""
+    whole = sum(sum(map(_nbytes, layer.borrowed[0].rectangle or ())) for layer in cache.layers)
+    held = {"cache_bytes": cache.nbytes - whole, "cache_padding_bytes": cache.padding_nbytes}
+    return {name: to_numpy(torch.tensor(value), VARIABLES[name].dtype) for name, value in held.items()}
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes
 
 
 def _per_query_head(sets: Sequence[KeptSets], heads: int) -> LayerMasks:
@@ -148,10 +180,11 @@ def _per_query_head(sets: Sequence[KeptSets], heads: int) -> LayerMasks:
 
 
 def _sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Sequence[int]) -> Arrays:
-    n = len(prompt.token_ids)
+    n = len(prompt.parts(run.scenario)[0])
     evicted = [config.tokens(n) < n for config in run.configs]
     values: dict[str, object] = {
         "prompt_tokens": n,
+        "question_tokens": len(prompt.token_ids) - n,
         "cut_tokens": prompt.cut_tokens,
         "token_id": list(tokens),
         "evicted": evicted,
@@ -185,14 +218,15 @@ def _kept_arrays(adapter: Adapter, layers: Sequence[_LayerResult]) -> Arrays:
     rows, start = [], 0
     for config in range(shape[0]):
         for index, layer in enumerate(layers):
-            positions = layer.positions[config].cpu()
+            positions = layer.positions[config]
             sharing = adapter.heads // len(positions)
-            first = start + torch.arange(len(positions)) * positions.shape[1]
+            lengths = torch.tensor([len(kept) for kept in positions])
+            first = start + lengths.cumsum(0) - lengths
             offsets[config, index] = first.repeat_interleave(sharing)
-            counts[config, index] = positions.shape[1]
+            counts[config, index] = lengths.repeat_interleave(sharing)
             stage1[config, index] = layer.stage1_counts[config].cpu().repeat_interleave(sharing)
-            rows.append(positions.flatten())
-            start += positions.numel()
+            rows += [kept.cpu() for kept in positions]
+            start += int(lengths.sum())
     kept = {"kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": torch.cat(rows)}
     return {name: to_numpy(tensor, VARIABLES[name].dtype) for name, tensor in kept.items()}
 

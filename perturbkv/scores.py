@@ -1,6 +1,11 @@
-"""From the window's attention to a score per entry: accumulate, then pool (METHOD: A configuration)."""
+"""From attention to a score per entry: accumulate, then pool (METHOD: A configuration).
+
+How attention is accumulated is the eviction system's choice (`policies`); most take the window's mean, which is here.
+"""
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.theory import WORK
+
+
+def causal_rows(
+    query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
+) -> Float[Tensor, "group query key"]:
+    """Softmax rows of one key/value head's queries, which stand at `first`, `first` + 1, …; in the query's dtype."""
+    position = torch.arange(first, first + query.shape[1], device=key.device)
+    future = torch.arange(key.shape[0], device=key.device) > position.unsqueeze(-1)
+    return (query @ key.T * scale).masked_fill_(future, -torch.inf).softmax(dim=-1)
 
 
 def window_attention(
@@ -20,12 +34,10 @@ def window_attention(
     """
     heads, window, d_head = query.shape
     kv_heads, keys, _ = key.shape
-    rows = torch.arange(window, device=key.device)
-    future = torch.arange(keys, device=key.device) > keys - window + rows.unsqueeze(-1)
     accumulated = []
     for kv_head, queries in enumerate(query.view(kv_heads, heads // kv_heads, window, d_head)):
-        logits = (queries.to(WORK) @ key[kv_head].to(WORK).T * scale).masked_fill_(future, -torch.inf)
-        accumulated.append(logits.softmax(dim=-1)[..., : keys - window].mean(dim=-2))
+        rows = causal_rows(queries.to(WORK), key[kv_head].to(WORK), scale, keys - window)
+        accumulated.append(rows[..., : keys - window].mean(dim=-2))
     return torch.cat(accumulated)
 
 
@@ -45,3 +57,10 @@ def reduce_group(
         return score
     grouped = score.view(kept_heads, score.shape[0] // kept_heads, score.shape[-1])
     return grouped.mean(dim=1) if how == "mean" else grouped.amax(dim=1)
+
+
+def seeded(heads: int, prefix: int, seed: int, sample: str, layer: int) -> Float[Tensor, "head prefix"]:
+    """Uniform numbers that depend on seed, sample and layer alone, not on the device; on the CPU."""
+    digest = hashlib.sha256(f"{seed}/{sample}/{layer}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.rand((heads, prefix), generator=generator, dtype=WORK)

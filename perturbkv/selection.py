@@ -6,7 +6,6 @@ earlier position on every device: rankings come from a stable descending sort.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,9 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.config import EvictionConfig
+from perturbkv.eviction import EvictionConfig
 from perturbkv.policies import registry
-from perturbkv.scores import pool, reduce_group
+from perturbkv.policies.base import Room
+from perturbkv.scores import pool, reduce_group, seeded
 from perturbkv.theory import WORK
 
 
@@ -29,8 +29,10 @@ class LayerStatistics:
         norms: ν per query head.
         realised: A of the first decoding query per query head (only `hindsight` looks at it).
         kv_heads: number of key/value heads.
-        layer: which layer, for the seed of `random`.
-        sample: the sample's id, likewise.
+        layer, layers: which of how many.
+        sample: the sample's id, for the seed of `random`.
+        head_scores: given scores of all query heads of the model (only `headkv` looks at them).
+        valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
     """
 
     accumulated: Float[Tensor, "head prefix"]
@@ -38,7 +40,10 @@ class LayerStatistics:
     realised: Float[Tensor, "head prefix"]
     kv_heads: int
     layer: int
+    layers: int
     sample: str
+    head_scores: Float[Tensor, "layer head"] | None = None
+    valid: Bool[Tensor, "kept_head prefix"] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,8 @@ class _Scores:
     def random(self) -> Score:
         """Uniform numbers that depend on seed, sample and layer alone, not on the device."""
         statistics = self.statistics
-        text = f"{self.config.seed}/{statistics.sample}/{statistics.layer}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-        shape = (self.kept_heads, statistics.accumulated.shape[1])
-        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=WORK)
+        prefix = statistics.accumulated.shape[1]
+        drawn = seeded(self.kept_heads, prefix, self.config.seed, statistics.sample, statistics.layer)
         return drawn.to(statistics.accumulated.device)
 
     def position(self) -> Score:
@@ -124,29 +127,57 @@ def ranks(score: Score) -> Int[Tensor, "kept_head prefix"]:
 def select(config: EvictionConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
     """The entries that one configuration keeps in one layer.
 
-    Raises BudgetError where the budget leaves nothing beside the window.
+    Raises BudgetError where the budget leaves nothing beside the window, ConfigError where headkv has no scores.
     """
     kept_tokens = config.tokens(prompt_tokens)
     window = min(config.window, prompt_tokens)
-    scores = _Scores(config, statistics)
-    budgets = registry.build(config.policy).allocate(config, scores.attention(pooled=True), kept_tokens, window)
+    policy, scores = registry.build(config.policy), _Scores(config, statistics)
+    budgets = policy.allocate(config, _room(scores, kept_tokens, window))
     first, second = _RANKINGS[config.selection](scores)
-    stage1_counts = _stage1_counts(config, budgets, window)
-    rank = ranks(first)
-    in_stage1 = rank < stage1_counts.unsqueeze(-1)
+    valid = torch.ones_like(first, dtype=torch.bool) if statistics.valid is None else statistics.valid
+    budgets = torch.minimum(budgets, valid.sum(dim=-1))
+    recent = min(policy.recent(config, kept_tokens), kept_tokens) - window
+    forced = _last(valid, torch.minimum(budgets, torch.full_like(budgets, max(0, recent))))
+    rank = ranks(_certain(first, forced, valid))
+    in_stage1 = rank < _stage1_counts(config, budgets, forced.sum(dim=-1), window).unsqueeze(-1)
     if second is not None:
-        rank = ranks(second.masked_fill(in_stage1, torch.inf))
+        rank = ranks(_certain(second, in_stage1, valid))
     return KeptSets(
         kept=_with_window(rank < budgets.unsqueeze(-1), window),
         stage1=_with_window(in_stage1, window),
     )
 
 
+def _room(scores: _Scores, kept: int, window: int) -> Room:
+    """What the policy may look at, reduced to the configuration's granularity."""
+    pooled, statistics = scores.attention(pooled=True), scores.statistics
+    if statistics.valid is not None:
+        pooled = pooled.masked_fill(~statistics.valid, -torch.inf)
+    given = statistics.head_scores
+    if given is not None:
+        given = given.view(statistics.layers, scores.kept_heads, -1).mean(dim=-1)
+    return Room(pooled, kept, window, statistics.layer, statistics.layers, given)
+
+
+def _last(valid: Bool[Tensor, "kept_head prefix"], counts: Int[Tensor, " kept_head"]) -> Bool[Tensor, "kept_head prefix"]:
+    """The last `counts` entries of the prefix, which is aligned at its end."""
+    from_end = torch.arange(valid.shape[1], 0, -1, device=valid.device)
+    return valid & (from_end <= counts.unsqueeze(-1))
+
+
+def _certain(score: Score, first: Bool[Tensor, "kept_head prefix"], valid: Bool[Tensor, "kept_head prefix"]) -> Score:
+    """Scores that put `first` before all others, and places without an entry behind them."""
+    return score.masked_fill(first, torch.inf).masked_fill(~valid, -torch.inf)
+
+
 def _stage1_counts(
-    config: EvictionConfig, budgets: Int[Tensor, " kept_head"], window: int
+    config: EvictionConfig, budgets: Int[Tensor, " kept_head"], forced: Int[Tensor, " kept_head"], window: int
 ) -> Int[Tensor, " kept_head"]:
-    """Prefix entries of stage 1, inside each head's own budget."""
-    counts = [config.stage1_tokens(prefix + window) for prefix in budgets.tolist()]
+    """Prefix entries of stage 1, inside each head's own budget; entries that always stay are part of it."""
+    counts = [
+        recent + config.stage1_tokens(prefix + window, window + recent)
+        for prefix, recent in zip(budgets.tolist(), forced.tolist(), strict=True)
+    ]
     return torch.tensor(counts, device=budgets.device)
 
 

@@ -162,7 +162,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _is_large(name: str) -> bool:
-    return name == "kept_position" or VARIABLES[name].optional
+    return name == "kept_position" or VARIABLES[name].raw
 
 
 def _read_later(path: Path, digest: str) -> Callable[[str], Any]:

@@ -26,6 +26,11 @@ class Variable:
     dtype: str = "float64"
     optional: bool = False
 
+    @property
+    def raw(self) -> bool:
+        """Whether it holds outputs themselves, stored with `--save outputs` alone."""
+        return not {"d_head", "d_model", "key"}.isdisjoint(self.dims)
+
 
 _HEADS = ("config", "step", "layer", "head")
 _LAYERS = ("config", "step", "layer")
@@ -57,6 +62,11 @@ VARIABLES: dict[str, Variable] = {
     "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
     "token_id": Variable(("step",), "1", "token decoded at the step: the full run's greedy choice", "int64"),
     "prompt_tokens": Variable((), "token", "entries n in the cache after the prefill", "int64"),
+    "question_tokens": Variable(
+        (), "token", "tokens run over the compressed cache before step 0 (context-only)", "int64", optional=True
+    ),
+    "cache_bytes": Variable((), "byte", "evicted caches of all configurations, padding included", "int64", optional=True),
+    "cache_padding_bytes": Variable((), "byte", "bytes of cache_bytes that hold no entry", "int64", optional=True),
     "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
     "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where b covers n", "uint8"),
     "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
@@ -168,7 +178,7 @@ class Trace:
         `analysis` names who asks, for the message.
         """
         if name not in self.arrays:
-            record = " with --save outputs" if name in VARIABLES and VARIABLES[name].optional else ""
+            record = " with --save outputs" if name in VARIABLES and VARIABLES[name].raw else ""
             msg = (
                 f"{analysis} needs the variable '{name}', which {self.source or 'this trace'} lacks; "
                 f"record it{record}: perturbkv trace --model {self.run.model} --dataset {self.run.dataset}"

@@ -1,28 +1,117 @@
-"""What an eviction system decides: how many prefix entries each head may keep, and which selections it takes."""
+"""What an eviction system decides: which attention votes, which recent entries always stay, and every head's budget.
+
+Which entries fill the budgets is the selection's part. A system is a subclass of `Policy` that replaces what differs
+from SnapKV.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from perturbkv.config import EvictionConfig
+from perturbkv.eviction import EvictionConfig
+from perturbkv.scores import window_attention
 
 
-class Policy(Protocol):
-    """One eviction system. Which entries fill the budgets is the selection's part."""
+@dataclass(frozen=True)
+class LayerAttention:
+    """What a layer's attention shows while a prompt is prefilled.
 
-    def allocate(
-        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], kept: int, window: int
-    ) -> Int[Tensor, " kept_head"]:
-        """Prefix entries per kept set of one layer.
+    Attributes:
+        query: of the last positions that are there, all of them in a prefill.
+        key: of all n entries.
+        scale: factor on the logits.
+        layer, sample: where we are, for seeds.
+    """
 
-        `scores` are the pooled scores, `kept` the entries per head with the window of `window` entries included.
-        """
+    query: Float[Tensor, "head query d_head"]
+    key: Float[Tensor, "kv_head key d_head"]
+    scale: float
+    layer: int
+    sample: str
 
 
-def uniform(scores: Float[Tensor, "kept_head prefix"], kept: int, window: int) -> Int[Tensor, " kept_head"]:
-    """The same number of prefix entries for every kept set."""
-    return torch.full((scores.shape[0],), kept - window, dtype=torch.int64, device=scores.device)
+@runtime_checkable
+class Votes(Protocol):
+    """A way to accumulate attention. Equal ones are computed once per prompt, so they are hashable."""
+
+    def __call__(self, seen: LayerAttention) -> Float[Tensor, "head prefix"]:
+        """Ā for the entries before the window: (head, n − w)."""
+
+
+@dataclass(frozen=True)
+class WindowVotes:
+    """Mean over the last `window` queries' softmax rows (SnapKV; paper, Algorithm 2, line 3)."""
+
+    window: int
+
+    def __call__(self, seen: LayerAttention) -> Float[Tensor, "head prefix"]:
+        """Ā of the window."""
+        return window_attention(seen.query[:, -min(self.window, seen.key.shape[1]) :], seen.key, seen.scale)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What budgets may look at in one layer.
+
+    Attributes:
+        scores: pooled scores of the prefix; −inf where a head has no entry.
+        kept: entries per head on the average, the window included.
+        window: entries of the window.
+        layer, layers: which of how many.
+        head_scores: given scores of all heads, for headkv.
+    """
+
+    scores: Float[Tensor, "kept_head prefix"]
+    kept: int
+    window: int
+    layer: int
+    layers: int
+    head_scores: Float[Tensor, "layer kept_head"] | None = None
+
+    @property
+    def prefix(self) -> int:
+        """Entries of the prefix."""
+        return self.scores.shape[1]
+
+    def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
+        """The same number of prefix entries for every kept set."""
+        return torch.full((self.scores.shape[0],), entries, dtype=torch.int64, device=self.scores.device)
+
+
+class Policy:
+    """One eviction system; this one is SnapKV's."""
+
+    def votes(self, config: EvictionConfig) -> Votes:
+        """How attention is accumulated."""
+        return WindowVotes(config.window)
+
+    def recent(self, config: EvictionConfig, kept: int) -> int:
+        """Most recent entries that always stay, at least the window, of `kept` in all."""
+        return config.window
+
+    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+        """Prefix entries per kept set of one layer."""
+        return room.uniform(room.kept - room.window)
+
+
+def apportion(shares: Sequence[float], total: int, most: int) -> list[int]:
+    """Whole numbers that add up to min(total, most · len), each near its share and none above `most`.
+
+    Largest remainder: every place gets its share's floor, what is left goes to the largest fractions, the earlier place
+    first; what a full place cannot take goes on in the same order.
+    """
+    counts = [min(most, int(share + 1e-9)) for share in shares]
+    order = sorted(range(len(shares)), key=lambda place: (-round(shares[place] % 1, 9), place))
+    left = min(total, most * len(shares)) - sum(counts)
+    while left > 0:
+        for place in order:
+            if left > 0 and counts[place] < most:
+                counts[place] += 1
+                left -= 1
+    return counts

@@ -1,29 +1,51 @@
-"""The known eviction systems, by name. Imports no torch: a policy's module is imported when it is built."""
+"""The known eviction systems, by name, and what each combines with. A policy's module is imported when it is built."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
 
-from perturbkv.config import SELECTIONS, EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.eviction import SELECTIONS, Budget, EvictionConfig, from_preset
 
 if TYPE_CHECKING:
     from perturbkv.policies.base import Policy
 
 BY_SCORE = tuple(name for name in SELECTIONS if name != "position")
+_PLACE = "perturbkv.policies."
 
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """A registered policy: what it is, where it is from, which selections it combines with."""
+    """A registered policy: what it is, where it is from, and what it combines with.
+
+    Attributes:
+        name, summary, paper: what it is and its source; empty where no paper is its source.
+        implementation: `module:class`.
+        selections: the selections it takes.
+        budgets: what shares them out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
+        defaults: choices that the system makes otherwise than the presets.
+        needs_scores: whether head scores have to be given.
+        carries_history: whether its score counts queries from before the last compression, which decoding forgets.
+    """
 
     name: str
     summary: str
     paper: str
-    selections: tuple[str, ...]
     implementation: str
+    selections: tuple[str, ...] = BY_SCORE
+    budgets: str = "uniform"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs_scores: bool = False
+    carries_history: bool = False
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """Cache layouts that can hold its budgets."""
+        return ("ragged",) if self.budgets == "by head" else ("ragged", "rectangular")
 
 
 _REGISTRY: dict[str, PolicyInfo] = {}
@@ -49,12 +71,50 @@ def info(name: str) -> PolicyInfo:
     return _REGISTRY[name]
 
 
-def check(config: EvictionConfig) -> None:
-    """Raise ConfigError where the policy does not take the configuration's selection."""
+def configured(preset: str, budget: Budget, policy: str, **overrides: Any) -> EvictionConfig:
+    """The preset with the policy's own defaults over it, and over both each override that is not None."""
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    return from_preset(preset, budget, policy=policy, **{**info(policy).defaults, **chosen})
+
+
+def pairs() -> list[tuple[str, str, str]]:
+    """Which policies combine with which selections and caches: rows of names, as `perturbkv policies` prints them."""
+    ordered = sorted(_REGISTRY.values(), key=lambda one: (one.selections, one.caches))
+    return [
+        (", ".join(one.name for one in alike), _listed(selections), " or ".join(caches))
+        for (selections, caches), alike in groupby(ordered, key=lambda one: (one.selections, one.caches))
+    ]
+
+
+def _listed(selections: tuple[str, ...]) -> str:
+    return "every selection but position" if selections == BY_SCORE else ", ".join(selections)
+
+
+def check(config: EvictionConfig, cache: str = "ragged") -> None:
+    """Raise ConfigError where the policy does not take the configuration's selection, or the cache not its budgets."""
     policy = info(config.policy)
     if config.selection not in policy.selections:
-        msg = f"policy '{policy.name}' takes the selections {', '.join(policy.selections)}; got '{config.selection}'"
+        raise ConfigError(_refusal(f"policy '{policy.name}' does not combine with selection '{config.selection}'"))
+    if cache not in policy.caches:
+        budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
+        raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
+
+
+def check_compressible(config: EvictionConfig) -> None:
+    """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
+    able = ", ".join(one.name for one in known() if not one.carries_history)
+    if info(config.policy).carries_history:
+        msg = f"policy '{config.policy}' counts queries that decoding forgets; --compress-every works with {able}"
         raise ConfigError(msg)
+    if config.selection == "hindsight":
+        msg = "selection 'hindsight' looks at the next query, which generation does not have; choose another selection"
+        raise ConfigError(msg)
+
+
+def _refusal(what: str) -> str:
+    """One line: what does not work, and all that does."""
+    works = "; ".join(f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in pairs())
+    return f"{what}; what works (perturbkv policies): {works}"
 
 
 def build(name: str) -> Policy:
@@ -63,21 +123,72 @@ def build(name: str) -> Policy:
     return cast("Policy", getattr(importlib.import_module(module), attribute)())
 
 
-register(
+_UNPOOLED = {"pool": "none"}
+for _info in (
     PolicyInfo(
         "snapkv",
         "the last queries' attention votes; the same budget for every head",
         "https://arxiv.org/abs/2404.14469",
-        BY_SCORE,
-        "perturbkv.policies.snapkv:SnapKV",
-    )
-)
-register(
+        _PLACE + "snapkv:SnapKV",
+    ),
+    PolicyInfo(
+        "pyramidkv",
+        "snapkv's votes; lower layers keep more than upper ones",
+        "https://arxiv.org/abs/2406.02069",
+        _PLACE + "pyramidkv:PyramidKV",
+        budgets="by layer",
+    ),
+    PolicyInfo(
+        "adakv",
+        "snapkv's votes; a layer's heads compete for its budget",
+        "https://arxiv.org/abs/2407.11550",
+        _PLACE + "adakv:AdaKV",
+        budgets="by head",
+    ),
+    PolicyInfo(
+        "headkv",
+        "snapkv's votes; budgets by given head scores (--head-scores)",
+        "https://arxiv.org/abs/2410.19258",
+        _PLACE + "headkv:HeadKV",
+        budgets="by head",
+        needs_scores=True,
+    ),
+    PolicyInfo(
+        "h2o",
+        "all queries vote; half of the budget is recent entries",
+        "https://arxiv.org/abs/2306.14048",
+        _PLACE + "h2o:H2O",
+        defaults=_UNPOOLED,
+        carries_history=True,
+    ),
+    PolicyInfo(
+        "scissorhands",
+        "how often the last queries gave an entry more than the average weight",
+        "https://arxiv.org/abs/2305.17118",
+        _PLACE + "scissorhands:Scissorhands",
+        defaults={"pool": "none", "window": 10},
+        carries_history=True,
+    ),
+    PolicyInfo(
+        "tova",
+        "the last query's attention, averaged over heads",
+        "https://arxiv.org/abs/2401.06104",
+        _PLACE + "tova:TOVA",
+        defaults={"pool": "none", "window": 1},
+    ),
+    PolicyInfo(
+        "random",
+        "seeded random votes: what any method has to beat",
+        "",
+        _PLACE + "random_votes:Random",
+        defaults=_UNPOOLED,
+    ),
     PolicyInfo(
         "streaming-llm",
         "the first entries and the most recent ones, whatever they hold",
         "https://arxiv.org/abs/2309.17453",
-        ("position",),
-        "perturbkv.policies.streaming_llm:StreamingLLM",
-    )
-)
+        _PLACE + "streaming_llm:StreamingLLM",
+        selections=("position",),
+    ),
+):
+    register(_info)

@@ -6,18 +6,8 @@ average of width 5); both are fields of `EvictionConfig`.
 
 from __future__ import annotations
 
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from perturbkv.config import EvictionConfig
-from perturbkv.policies.base import uniform
+from perturbkv.policies.base import Policy
 
 
-class SnapKV:
-    """Uniform budgets."""
-
-    def allocate(
-        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], kept: int, window: int
-    ) -> Int[Tensor, " kept_head"]:
-        """B − w prefix entries for every kept set."""
-        return uniform(scores, kept, window)
+class SnapKV(Policy):
+    """Window votes, uniform budgets."""

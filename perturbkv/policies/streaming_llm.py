@@ -6,18 +6,8 @@ always stay. No score is looked at: the only selection is `position`.
 
 from __future__ import annotations
 
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from perturbkv.config import EvictionConfig
-from perturbkv.policies.base import uniform
+from perturbkv.policies.base import Policy
 
 
-class StreamingLLM:
+class StreamingLLM(Policy):
     """Uniform budgets, filled by position."""
-
-    def allocate(
-        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], kept: int, window: int
-    ) -> Int[Tensor, " kept_head"]:
-        """B − w prefix entries for every kept set."""
-        return uniform(scores, kept, window)

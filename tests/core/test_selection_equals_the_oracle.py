@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.config import SELECTIONS, Budget, EvictionConfig, from_preset
+from perturbkv.errors import ConfigError
 from perturbkv.selection import LayerStatistics, ranks, select
 from tests.oracle import selection as naive
 from tests.support.models import HEADS
 
 PREFIX_SELECTIONS = [name for name in SELECTIONS if name not in ("random", "position")]
+POLICIES = ["pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova"]
+LAYERS = 3
 
 
 def config(budget: int = 20, **fields: object) -> EvictionConfig:
@@ -29,7 +33,8 @@ def statistics(heads: int, kv_heads: int, n: int, window: int, seed: int, ties: 
         attention, norms = np.round(attention * 8) / 8, np.round(norms)
     realised = generator.random((heads, prefix))
     made = (torch.from_numpy(array) for array in (attention, norms, realised))
-    return LayerStatistics(*made, kv_heads=kv_heads, layer=1, sample="s")
+    scores = torch.from_numpy(generator.integers(1, 9, (LAYERS, heads)).astype(float))
+    return LayerStatistics(*made, kv_heads=kv_heads, layer=1, layers=LAYERS, sample="s", head_scores=scores)
 
 
 def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, ties: bool = False) -> None:
@@ -41,13 +46,17 @@ def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, 
         given_statistics.realised.numpy(),
         n,
         kv_heads,
+        given_statistics.layer,
+        LAYERS,
+        given_statistics.head_scores.tolist(),
     )
     found = select(chosen, given_statistics, n)
     sharing = heads // len(found.kept)
     for head in range(heads):
         kept, stage1 = (mask[head // sharing].nonzero().flatten().tolist() for mask in (found.kept, found.stage1))
         assert (kept, stage1) == expected[head]
-        assert len(kept) == min(chosen.budget.tokens(n), n)
+        if chosen.policy in ("snapkv", "h2o", "scissorhands", "tova", "streaming-llm"):
+            assert len(kept) == min(chosen.budget.tokens(n), n)
         assert set(stage1) <= set(kept)
 
 
@@ -86,6 +95,30 @@ def test_a_budget_above_the_prompt_keeps_everything() -> None:
     check(config(budget=80), 4, 2, n=4, seed=1)
 
 
+@pytest.mark.parametrize("granularity", ["query", "kv"])
+@pytest.mark.parametrize("selection", PREFIX_SELECTIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_with_every_selection(policy: str, selection: str, granularity: str) -> None:
+    check(config(policy=policy, selection=selection, granularity=granularity), 4, 2, n=50, seed=11)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(POLICIES),
+    st.sampled_from(["attention", "two-stage"]),
+    st.sampled_from(["query", "kv"]),
+    st.sampled_from(["prefix", "total"]),
+    st.integers(1, 60),
+    st.integers(7, 40),
+    st.integers(0, 10**6),
+)
+def test_any_policy_with_ties(
+    policy: str, selection: str, granularity: str, split: str, n: int, budget: int, seed: int
+) -> None:
+    chosen = config(budget=budget, policy=policy, selection=selection, granularity=granularity, split=split, alpha=0.5)
+    check(chosen, 4, 2, n, seed, ties=True)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(PREFIX_SELECTIONS),
@@ -111,3 +144,20 @@ def test_random_depends_on_seed_sample_and_layer_alone() -> None:
     assert torch.equal(first.kept, again.kept)
     assert not torch.equal(first.kept, other.kept)
     assert first.kept.sum(dim=-1).tolist() == [20] * 4
+
+
+def test_headkv_without_scores_says_where_to_get_them() -> None:
+    bare = dataclasses.replace(statistics(4, 2, 50, 6, seed=1), head_scores=None)
+    with pytest.raises(ConfigError, match="--head-scores"):
+        select(config(policy="headkv"), bare, 50)
+
+
+def test_a_kept_set_without_entries_behind_some_places_keeps_none_of_them() -> None:
+    """As when a ragged cache is compressed again: places on the left are padding."""
+    given_statistics = statistics(4, 2, 50, 6, seed=1)
+    valid = torch.arange(44) >= torch.tensor([[0], [10], [40], [44]])
+    padded = dataclasses.replace(given_statistics, valid=valid)
+    for policy in ("snapkv", *POLICIES):
+        found = select(config(policy=policy), padded, 50)
+        assert not (found.kept[:, :44] & ~valid).any()
+        assert (found.kept[2:, :44] == valid[2:]).all()

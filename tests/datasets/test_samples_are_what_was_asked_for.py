@@ -189,7 +189,7 @@ def test_encoding_with_and_without_a_chat_template() -> None:
     chat = encode(sample, Words(), chat_template=True, max_tokens=None)
     assert chat.token_ids == (6, 2, 3, 4, 11, 5)
     plain = encode(sample, Words(), chat_template=False, max_tokens=4)
-    assert plain == EncodedPrompt("s", (0, 2, 4, 5), 1)
+    assert plain == EncodedPrompt("s", (0, 2, 4, 5), 1, question_tokens=2)
     with pytest.raises(ConfigError, match="chat template"):
         encode(sample, Words(None), chat_template=True, max_tokens=None)
 

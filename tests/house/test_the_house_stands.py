@@ -16,11 +16,12 @@ PARTS = {
     "figures": "perturbkv.figures",
     "cli": "perturbkv.cli",
 }
-NUMPY_SIDE = ("errors", "config", "trace", "journal", "later", "store", "writer", "export", "analyses", "figures")
+NUMPY_SIDE = ("errors", "eviction", "config", "trace", "journal", "later", "store", "writer", "export", "analyses", "figures")
 TORCH_SIDE = (
-    ("errors", "config", "trace", "aliases", "tokenization", "hub"),
+    ("errors", "eviction", "config", "trace", "aliases", "tokenization", "hub"),
     ("theory", "norms", "scores"),
     ("policies", "selection"),
+    ("ragged",),
     ("cache",),
     ("models", "loading", "capture", "datasets"),
     ("prefill",),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
 from perturbkv.config import EvictionConfig
+from tests.oracle import policies
 from tests.oracle.theory import Array, pool
 
 
@@ -16,31 +19,53 @@ def top(scores: dict[int, float], count: int) -> list[int]:
 
 
 def select(
-    config: EvictionConfig, attention: Array, norms: Array, realised: Array, n: int, kv_heads: int
+    config: EvictionConfig,
+    attention: Array,
+    norms: Array,
+    realised: Array,
+    n: int,
+    kv_heads: int,
+    layer: int = 0,
+    layers: int = 1,
+    head_scores: Sequence[Sequence[float]] = (),
 ) -> list[tuple[list[int], list[int]]]:
     """Per query head: (kept, stage 1) positions, the window in both, ascending."""
     heads = len(attention)
-    group = heads // kv_heads
-    window = min(config.window, n)
-    prefix = n - window
-    budget = min(config.budget.tokens(n), n)
-    always = list(range(prefix, n))
-    if config.split == "total":
-        first_count = max(0, math.floor(config.alpha * budget + 1e-9) - config.window)
-    else:
-        first_count = math.floor(config.alpha * max(0, budget - config.window) + 1e-9)
+    group = 1 if config.granularity == "query" else heads // kv_heads
+    prefix = n - min(config.window, n)
+    members = [list(range(first, first + group)) for first in range(0, heads, group)]
+    given = [[sum(Fraction(row[h]) for h in one) / group for one in members] for row in head_scores]
+    pooled = [_pooled(config, one, attention, prefix) for one in members]
+    budgets = policies.budgets(config, pooled, n, layer, layers, given)
     sets = []
-    for head in range(heads):
-        members = [head] if config.granularity == "query" else [h for h in range(heads) if h // group == head // group]
-        first, second = _scores(config, members, attention, norms, realised, prefix)
-        stage1 = top(first, first_count)
-        if second is None:
-            kept = top(first, budget - window)
-        else:
-            rest = {position: score for position, score in second.items() if position not in stage1}
-            kept = stage1 + top(rest, budget - window - len(stage1))
-        sets.append((sorted(kept + always), sorted(stage1 + always)))
+    for one, budget in zip(members, budgets, strict=True):
+        forced = list(range(prefix - min(policies.recent(config, n), budget), prefix))
+        always = [*forced, *range(prefix, n)]
+        first, second = _scores(config, one, attention, norms, realised, prefix)
+        free = {position: score for position, score in first.items() if position not in forced}
+        stage1 = top(free, _stage1_count(config, budget + n - prefix, len(always)))
+        if second is not None:
+            free = {position: score for position, score in second.items() if position not in (*forced, *stage1)}
+        left = budget - len(forced)
+        kept = top(free, left) if second is None else stage1 + top(free, left - len(stage1))
+        sets += [(sorted(kept + always), sorted(stage1 + always))] * group
     return sets
+
+
+def _stage1_count(config: EvictionConfig, budget: int, always: int) -> int:
+    if config.split == "total":
+        return max(0, math.floor(config.alpha * budget + 1e-9) - always)
+    return math.floor(config.alpha * max(0, budget - always) + 1e-9)
+
+
+def _reduced(config: EvictionConfig, members: list[int], attention: Array, prefix: int) -> list[float]:
+    if config.group_score == "max":
+        return [max(attention[h][i] for h in members) for i in range(prefix)]
+    return [math.fsum(attention[h][i] for h in members) / len(members) for i in range(prefix)]
+
+
+def _pooled(config: EvictionConfig, members: list[int], attention: Array, prefix: int) -> list[float]:
+    return pool(_reduced(config, members, attention, prefix), config.pool, config.kernel) if prefix else []
 
 
 def _scores(
@@ -49,11 +74,7 @@ def _scores(
     def mean(rows: Array) -> list[float]:
         return [math.fsum(rows[h][i] for h in members) / len(members) for i in range(prefix)]
 
-    if config.group_score == "max":
-        raw = [max(attention[h][i] for h in members) for i in range(prefix)]
-    else:
-        raw = mean(attention)
-    pooled = pool(raw, config.pool, config.kernel) if prefix else []
+    raw, pooled = _reduced(config, members, attention, prefix), _pooled(config, members, attention, prefix)
     ones = np.ones_like(norms)
     place = range(prefix)
     simple = {

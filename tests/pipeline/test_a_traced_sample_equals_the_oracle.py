@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 
 from perturbkv.config import Budget, EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.policies import registry
 from perturbkv.runner import trace_sample
 from perturbkv.trace import SampleTrace
-from tests.oracle import selection, theory
+from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder, Step
 from tests.support.models import FAMILIES, HEADS, exact_adapter, token_ids
 
-N, WINDOW, STEPS = 36, 5, 2
+LENGTH, WINDOW, STEPS, QUESTION = 36, 5, 2, 7
+HEAD_SCORES = ((1.0, 5.0, 2.0, 2.0), (3.0, 1.0, 1.0, 9.0))
 RELATIVE = 1e-5
 
 
@@ -26,11 +29,19 @@ def configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return (*(replace(base, selection=name) for name in names), wide)
 
 
+def policy_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    fields = {"window": WINDOW, "kernel": 3, "granularity": granularity, "history": 12}
+    names = ("pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova")
+    made = [registry.configured("paper", Budget(14), name, **fields) for name in names]
+    return (*made, replace(made[1], selection="attention"), replace(made[3], window=3))
+
+
 class Reference:
     """Everything the oracle says of one sample."""
 
     def __init__(self, model: object, ids: tuple[int, ...], run: RunConfig) -> None:
         self.run, self.decoder = run, Decoder(model)
+        self.n = len(ids) - (QUESTION if run.scenario == "context-only" else 0)
         self.prompt = [self.decoder.step(token) for token in ids]
         self.tokens = [int(np.argmax(self.prompt[-1].logits))]
         self.full: list[Step] = []
@@ -40,7 +51,7 @@ class Reference:
         self.model, self.ids = model, ids
 
     def layer(self, layer: int, step: int) -> dict[str, np.ndarray]:
-        entries = N + step + 1
+        entries = len(self.ids) + step + 1
         cell = self.decoder
         return {
             "query": self.full[step].query[layer],
@@ -49,37 +60,51 @@ class Reference:
             "w_o": cell.weights[f"model.layers.{layer}.self_attn.o_proj.weight"],
         }
 
+    @functools.cache  # noqa: B019
     def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
         held, scale = self.layer(layer, 0), self.decoder.d_head**-0.5
-        window = np.stack([step.query[layer] for step in self.prompt[-WINDOW:]], axis=1)
-        accumulated = theory.window_attention(window, held["key"][:, :N], scale)
-        norms = theory.projected_value_norms(held["value"][:, :N], held["w_o"], self.decoder.heads)
+        query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
+        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale)
+        norms = theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads)
         realised = theory.decode_attention(held["query"], held["key"], scale)
-        return selection.select(config, accumulated, norms, realised, N, self.decoder.kv_heads)
+        place = (layer, self.decoder.layers, self.run.head_scores)
+        return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place)
 
     def evicted(self, config: EvictionConfig) -> list[Step]:
-        """Decode again, entries outside the kept sets masked in every layer."""
+        """Decode again, entries outside the kept sets masked in every layer, from the question on."""
         decoder = Decoder(self.model)
-        for token in self.ids:
+        for token in self.ids[: self.n]:
             decoder.step(token)
         sets = [self.kept(layer, config) for layer in range(decoder.layers)]
         records = []
-        for step in range(self.run.steps):
-            masks = [np.ones((decoder.heads, N + step), dtype=bool) for _ in sets]
+        for later, token in enumerate((*self.ids[self.n :], *self.tokens[: self.run.steps])):
+            masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
             for mask, layer_sets in zip(masks, sets, strict=True):
-                mask[:, :N] = [[position in kept for position in range(N)] for kept, _ in layer_sets]
-            records.append(decoder.step(self.tokens[step], masks))
-        return records
+                mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
+            records.append(decoder.step(token, masks))
+        return records[len(self.ids) - self.n :]
 
 
-@pytest.fixture(scope="module", params=[(f, "GQA", "query") for f in FAMILIES]
-                + [("llama", "MHA", "query"), ("qwen3", "MQA", "kv"), ("llama", "GQA", "kv"), ("phi3", "GQA", "kv")],
-                ids="-".join)  # fmt: skip
+CASES = [
+    *((family, "GQA", "query", "regular", "selections") for family in FAMILIES),
+    ("llama", "MHA", "query", "regular", "selections"),
+    ("qwen3", "MQA", "kv", "regular", "selections"),
+    ("llama", "GQA", "kv", "context-only", "selections"),
+    ("phi3", "GQA", "kv", "regular", "selections"),
+    ("llama", "GQA", "query", "regular", "policies"),
+    ("qwen3", "GQA", "kv", "regular", "policies"),
+    ("llama", "GQA", "query", "context-only", "policies"),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[SampleTrace, Reference]:
-    family, heads, granularity = request.param
-    adapter, ids = exact_adapter(family, *HEADS[heads]), token_ids(N, seed=1)
-    run = RunConfig(model="m", dataset="d", configs=configs(granularity), steps=STEPS, save=("outputs",))
-    return trace_sample(adapter, EncodedPrompt("s", ids, 0), run), Reference(adapter.model, ids, run)
+    family, heads, granularity, scenario, kind = request.param
+    adapter, ids = exact_adapter(family, *HEADS[heads]), token_ids(LENGTH, seed=1)
+    chosen = configs(granularity) if kind == "selections" else policy_configs(granularity)
+    run = RunConfig("m", "d", chosen, steps=STEPS, save=("outputs",), scenario=scenario, head_scores=HEAD_SCORES)
+    prompt = EncodedPrompt("s", ids, 0, question_tokens=QUESTION)
+    return trace_sample(adapter, prompt, run), Reference(adapter.model, ids, run)
 
 
 def test_tokens_are_the_full_runs_greedy_choice(case: tuple[SampleTrace, Reference]) -> None:
@@ -95,7 +120,7 @@ def test_kept_positions(case: tuple[SampleTrace, Reference]) -> None:
             for head, (kept, stage1) in enumerate(reference.kept(layer, config)):
                 start = offset[index, layer, head]
                 assert positions[start : start + count[index, layer, head]].tolist() == kept
-                assert sample.arrays["stage1_count"][index, layer, head] == len(stage1) - WINDOW
+                assert sample.arrays["stage1_count"][index, layer, head] == len(stage1) - config.window
 
 
 def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
@@ -109,7 +134,7 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                 attention = theory.decode_attention(held["query"], held["key"], reference.decoder.d_head**-0.5)
                 norms = theory.projected_value_norms(held["value"], held["w_o"], heads)
                 for head in range(heads):
-                    kept, stage1 = ([i in chosen or i >= N for i in range(N + step + 1)] for chosen in sets[head])
+                    kept, stage1 = ([i in chosen or i >= reference.n for i in range(LENGTH + step + 1)] for chosen in sets[head])
                     a, v = list(attention[head]), list(norms[head])
                     projection = theory.head_slice(held["w_o"], head, reference.decoder.d_head)
                     expected = {
@@ -164,8 +189,8 @@ def test_saved_outputs(case: tuple[SampleTrace, Reference]) -> None:
             held = reference.layer(layer, step)
             attention = theory.decode_attention(held["query"], held["key"], reference.decoder.d_head**-0.5)
             stored = sample.arrays["attention_full"][step, layer]
-            np.testing.assert_allclose(stored[:, : N + step + 1], attention, rtol=1e-5)
-            assert np.isnan(stored[:, N + step + 1 :]).all()
+            np.testing.assert_allclose(stored[:, : LENGTH + step + 1], attention, rtol=1e-5)
+            assert np.isnan(stored[:, LENGTH + step + 1 :]).all()
             np.testing.assert_allclose(sample.arrays["head_output_full"][step, layer], full.head_output[layer],
                                        rtol=1e-4, atol=1e-6)  # fmt: skip
             np.testing.assert_allclose(sample.arrays["hidden_full"][step, layer], full.hidden[layer], rtol=1e-4,

@@ -2,18 +2,26 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from perturbkv.cache import CompactCache, gather
-from perturbkv.capture import decode_from
+from perturbkv import ragged
+from perturbkv.cache import CompactCache, CompactLayer
+from perturbkv.capture import decode_from, intercept_attention
 from perturbkv.errors import ConfigError
 from perturbkv.models import Adapter
+from perturbkv.ragged import KeptEntries, borrow, gather
 from tests.support.models import HEADS, tiny_adapter, token_ids
 
-N, STEPS = 40, 20
+N, STEPS = 40, 32
+Positions = list[torch.Tensor]
+RAGGED = {
+    "query": [(9, 9, 9, 9), (25, 3, 11, 18), (9, 9, 9, 9), (40, 1, 2, 5)],
+    "kv": [(9,) * 2, (25, 3), (9,) * 2, (40, 1)],
+}
 
 
 def full_cache(adapter: Adapter) -> DynamicCache:
@@ -23,24 +31,32 @@ def full_cache(adapter: Adapter) -> DynamicCache:
     return cache
 
 
-def kept_positions(kept_heads: int, count: int, seed: int) -> torch.Tensor:
+def kept_positions(counts: Sequence[int], seed: int) -> Positions:
+    """One kept set per count."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(N, generator=generator)[:count].sort().values for _ in range(kept_heads)])
+    return [torch.randperm(N, generator=generator)[:count].sort().values for count in counts]
 
 
-def compact(cache: DynamicCache, positions: list[list[torch.Tensor]]) -> CompactCache:
-    """positions[layer][row]"""
-    entries = [
-        [gather(layer.keys[0], layer.values[0], row) for row in rows]
+def compact(cache: DynamicCache, positions: list[list[Positions]], layout: str = "ragged") -> CompactCache:
+    """positions[layer][row][kept set]"""
+    layers = [
+        CompactLayer([gather(layer.keys[0], layer.values[0], row) for row in rows], 4, N, layout)
         for layer, rows in zip(cache.layers, positions, strict=True)
     ]
-    return CompactCache(entries, N)
+    return CompactCache(layers)
 
 
-def masked_logits(adapter: Adapter, tokens: list[int], positions: list[torch.Tensor]) -> torch.Tensor:
+def decode(adapter: Adapter, cache: CompactCache, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    found = []
+    with torch.inference_mode(), decode_from(adapter, cache):
+        for token in tokens:
+            ids = torch.full((rows, 1), token)
+            found.append(adapter.model(input_ids=ids, past_key_values=cache).logits[:, -1])
+    return torch.stack(found, dim=1)
+
+
+def masked_logits(adapter: Adapter, tokens: list[int], positions: list[Positions]) -> torch.Tensor:
     """Decode one by one from the full cache, evicted entries masked in each layer and head by hand."""
-    from perturbkv.capture import intercept_attention
-
     cache, logits = full_cache(adapter), []
 
     def attend(stock, module, args, kwargs):  # type: ignore[no-untyped-def]
@@ -48,10 +64,10 @@ def masked_logits(adapter: Adapter, tokens: list[int], positions: list[torch.Ten
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         kept = positions[module.layer_idx]
-        kept = kept.repeat_interleave(query.shape[1] // len(kept), dim=0)
         mask = torch.ones(query.shape[1], key.shape[2], dtype=torch.bool)
         mask[:, :N] = False
-        mask.scatter_(1, kept, True)
+        for head in range(len(mask)):
+            mask[head, kept[head * len(kept) // len(mask)]] = True
         scores = (query @ key.transpose(2, 3) * kwargs["scaling"]).masked_fill(~mask[None, :, None], -torch.inf)
         return (scores.softmax(dim=-1) @ value).transpose(1, 2).contiguous(), None
 
@@ -61,32 +77,81 @@ def masked_logits(adapter: Adapter, tokens: list[int], positions: list[torch.Ten
     return torch.stack(logits)
 
 
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def counts_of(adapter: Adapter, granularity: str) -> list[tuple[int, ...]]:
+    """Kept entries per row and kept set, from even to very uneven."""
+    if granularity == "query":
+        return RAGGED["query"]
+    return [(row * adapter.kv_heads)[: adapter.kv_heads] for row in RAGGED["kv"]]
+
+
+def fake_varlen(query, key, value, query_starts, key_starts, longest_query, longest, scale):  # type: ignore[no-untyped-def]
+    """What torch's kernel is documented to do, segment by segment."""
+    output, totals = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+    bounds = zip(query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], strict=True)
+    for first, last, start, end in bounds:
+        logits = torch.einsum("qhd,kd->hqk", query[first:last], key[start:end, 0]) * scale
+        output[first:last] = torch.einsum("hqk,kd->qhd", logits.softmax(dim=-1), value[start:end, 0])
+        totals[:, first:last] = logits.logsumexp(dim=-1)
+    return output, totals
+
+
+@pytest.mark.parametrize("path", ["padded", "packed"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("granularity", ["query", "kv"])
-def test_decoding_equals_the_masked_full_cache(heads: tuple[int, int], granularity: str) -> None:
+def test_decoding_equals_the_masked_full_cache(
+    heads: tuple[int, int], granularity: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = tiny_adapter("llama", *heads)
-    kept_heads = adapter.heads if granularity == "query" else adapter.kv_heads
-    counts = (9, 25, 9)
+    if path == "packed":
+        monkeypatch.setattr(ragged, "variable_length_attention", lambda: fake_varlen)
+        monkeypatch.setattr(ragged, "_can_pack", lambda like: True)
+    rows = counts_of(adapter, granularity)
     positions = [
-        [kept_positions(kept_heads, count, seed=10 * layer + row) for row, count in enumerate(counts)]
+        [kept_positions(counts, seed=10 * layer + row) for row, counts in enumerate(rows)]
         for layer in range(len(adapter.layers))
     ]
     tokens = list(token_ids(STEPS, seed=5))
     cache = compact(full_cache(adapter), positions)
-    found = []
-    with torch.inference_mode(), decode_from(adapter, cache):
-        for token in tokens:
-            ids = torch.full((len(counts), 1), token)
-            found.append(adapter.model(input_ids=ids, past_key_values=cache).logits[:, -1])
-    for row in range(len(counts)):
-        expected = masked_logits(adapter, tokens, [rows[row] for rows in positions])
-        relative = (torch.stack(found)[:, row] - expected).abs().max() / expected.abs().max()
-        assert relative < 1e-5
+    assert {type(block).__name__ for block in cache.layers[0].blocks} == {
+        {"padded": "Block", "packed": "Packed"}[path]
+    }
+    found = decode(adapter, cache, tokens, len(rows))
+    for row in range(len(rows)):
+        assert far(found[row], masked_logits(adapter, tokens, [layer[row] for layer in positions])) < 1e-5
+
+
+def test_torchs_own_kernel_takes_what_we_give_it() -> None:
+    """The names that we call it by; the kernel itself runs on CUDA alone."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    attend = ragged.variable_length_attention()
+    if attend is None:
+        assert not {"return_aux", "scale", "enable_gqa"} <= set(varlen_attn.__kwdefaults__)
+        return
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    shape = torch.empty(1, 2, 8, device="meta"), torch.empty(1, 1, 8, device="meta")
+    output, totals = attend(shape[0], shape[1], shape[1], starts, starts, 1, 1, 0.5)
+    assert output.shape == (1, 2, 8)
+    assert totals.shape == (2, 1)
+
+
+def test_a_rectangular_cache_has_no_padding_and_refuses_ragged_heads() -> None:
+    adapter = tiny_adapter()
+    full = full_cache(adapter)
+    even = [[kept_positions((9,) * 4, seed=1), kept_positions((10,) * 4, seed=2)] for _ in adapter.layers]
+    assert compact(full, even, "rectangular").padding_nbytes == 0
+    uneven = [[kept_positions((9, 9, 9, 8), seed=1)] for _ in adapter.layers]
+    with pytest.raises(ConfigError, match="rectangular"):
+        compact(full, uneven, "rectangular")
 
 
 def test_several_tokens_at_once_equal_one_by_one() -> None:
     adapter = tiny_adapter()
-    positions = [[kept_positions(adapter.heads, 12, seed=layer)] for layer in range(len(adapter.layers))]
+    positions = [[kept_positions((12, 3, 7, 12), seed=layer)] for layer in range(len(adapter.layers))]
     tokens = torch.tensor([token_ids(6, seed=2)])
     logits = []
     for pieces in (tokens.split(6, dim=1), tokens.split(1, dim=1)):
@@ -97,12 +162,21 @@ def test_several_tokens_at_once_equal_one_by_one() -> None:
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
-def test_bytes_are_what_the_budgets_say() -> None:
+@pytest.mark.parametrize("spread", [1, 2, 40])
+def test_bytes_are_the_budgets_and_a_bounded_padding(spread: int) -> None:
     adapter = tiny_adapter()
-    rows = [(adapter.heads, 9), (adapter.kv_heads, 25), (adapter.heads, 9)]
-    positions = [[kept_positions(*row, seed=1) for row in rows] for _ in adapter.layers]
-    entries = sum(heads * count for heads, count in rows) * len(adapter.layers)
-    assert compact(full_cache(adapter), positions).nbytes == entries * 2 * adapter.d_head * 4
+    generator = torch.Generator().manual_seed(spread)
+    rows = [
+        torch.randint(max(1, N // spread), N + 1, (4,), generator=generator).tolist() for _ in range(6)
+    ] + [[9, 9]]
+    positions = [[kept_positions(row, seed=1) for row in rows] for _ in adapter.layers]
+    cache = compact(full_cache(adapter), positions)
+    budgets = sum(map(sum, rows)) * len(adapter.layers) * 2 * adapter.d_head * 4
+    assert sum(layer.kept_nbytes for layer in cache.layers) == budgets
+    assert cache.nbytes == budgets + cache.padding_nbytes
+    assert 0 <= cache.padding_nbytes <= budgets * ragged.SLACK
+    tensors = [tensor for layer in cache.layers for block in layer.blocks for tensor in (block.keys, block.values)]
+    assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def test_the_full_cache_is_released() -> None:
@@ -110,7 +184,7 @@ def test_the_full_cache_is_released() -> None:
     full = full_cache(adapter)
     watched = [weakref.ref(tensor) for layer in full.layers for tensor in (layer.keys, layer.values)]
     storages = {layer.keys.untyped_storage().data_ptr() for layer in full.layers}
-    cache = compact(full, [[kept_positions(adapter.heads, 9, seed=1)] for _ in adapter.layers])
+    cache = compact(full, [[kept_positions((9, 3, 9, 9), seed=1)] for _ in adapter.layers])
     held = {block.keys.untyped_storage().data_ptr() for layer in cache.layers for block in layer.blocks}
     assert not storages & held
     assert all(reference() is not None for reference in watched)
@@ -119,9 +193,15 @@ def test_the_full_cache_is_released() -> None:
     assert all(reference() is None for reference in watched)
 
 
+def test_a_run_that_keeps_everything_borrows_the_full_cache() -> None:
+    layer = full_cache(tiny_adapter()).layers[0]
+    held = CompactLayer([borrow(layer.keys[0], layer.values[0])], 4, N).blocks[0]
+    assert held.keys.data_ptr() == layer.keys.data_ptr()
+
+
 def test_a_compact_cache_cannot_be_used_by_mistake() -> None:
     adapter = tiny_adapter()
-    cache = compact(full_cache(adapter), [[kept_positions(adapter.heads, 9, seed=1)] for _ in adapter.layers])
+    cache = compact(full_cache(adapter), [[kept_positions((9,) * 4, seed=1)] for _ in adapter.layers])
     with torch.inference_mode(), pytest.raises(ConfigError, match="decode_from"):
         adapter.model(input_ids=torch.tensor([[1]]), past_key_values=cache)
 
@@ -129,7 +209,7 @@ def test_a_compact_cache_cannot_be_used_by_mistake() -> None:
 def test_appending_is_amortised() -> None:
     """The tail's memory moves only when it doubles, and what was kept never moves."""
     adapter = tiny_adapter()
-    cache = compact(full_cache(adapter), [[kept_positions(adapter.heads, 9, seed=1)] for _ in adapter.layers])
+    cache = compact(full_cache(adapter), [[kept_positions((9, 4, 9, 9), seed=1)] for _ in adapter.layers])
     tails, blocks = set(), set()
     with torch.inference_mode(), decode_from(adapter, cache):
         for token in token_ids(60):
@@ -138,3 +218,31 @@ def test_appending_is_amortised() -> None:
             blocks.add(cache.layers[0].blocks[0].keys.data_ptr())
     assert len(blocks) == 1
     assert len(tails) <= 4
+
+
+def test_freezing_a_row_again_changes_nothing_but_where_its_entries_lie() -> None:
+    """Row 0 is compacted to all that it holds while row 1 decodes on; then both, so that the tail is dropped."""
+    adapter = tiny_adapter()
+    positions = [[kept_positions((12, 3, 7, 12), seed=9), kept_positions((5,) * 4, seed=8)] for _ in adapter.layers]
+    tokens = token_ids(24, seed=3)
+    expected = decode(adapter, compact(full_cache(adapter), positions), tokens, 2)
+    cache = compact(full_cache(adapter), positions)
+    found = []
+    for start, rows in ((0, [0]), (8, [0, 1]), (16, [])):
+        found.append(decode(adapter, cache, tokens[start : start + 8], 2))
+        for layer in cache.layers:
+            layer.replace({row: layer.entries(row) for row in rows})
+    assert cache.layers[0].length == 8
+    assert cache.get_seq_length() == N + 24
+    assert far(torch.cat(found, dim=1), expected) < 1e-5
+
+
+def test_entries_of_a_row_are_what_it_kept_and_what_came_after() -> None:
+    adapter = tiny_adapter()
+    full, kept = full_cache(adapter), kept_positions((12, 3, 7, 12), seed=9)
+    cache = compact(full, [[kept] for _ in adapter.layers])
+    decode(adapter, cache, token_ids(5), 1)
+    held: KeptEntries = cache.layers[0].entries(0)
+    assert held.lengths == [17, 8, 12, 17]
+    assert torch.equal(held.keys[1][:3], full.layers[0].keys[0, 0, kept[1]])
+    assert torch.equal(held.keys[2][7:], cache.layers[0].keys[0, 1, :5])

@@ -1,0 +1,215 @@
+"""One way to evict: METHOD's "a configuration = accumulate, pool, allocate, select", validated where it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
+
+SELECTIONS = {
+    "attention": "Top-k of the pooled window attention (the baseline)",
+    "attention-unpooled": "Top-k of the unpooled window attention (control)",
+    "two-stage": "⌊α(b−w)⌋ by attention, the rest by attention × projected value norm (the paper's)",
+    "two-stage-uniform": "two-stage with ν ≡ 1: what un-pooling the second stage alone brings (control)",
+    "value": "Top-k of the projected value norm alone (control)",
+    "random": "a seeded random set (control)",
+    "hindsight": "Top-k of the realised A·ν of the decoding query: what knowing the query would bring (control)",
+    "position": "by position, as the policy says (streaming-llm only)",
+}
+_CHOICES = {
+    "selection": tuple(SELECTIONS),
+    "split": ("prefix", "total"),
+    "stage2_score": ("accumulated", "pooled"),
+    "pool": ("max", "average", "none"),
+    "granularity": ("query", "kv"),
+    "group_score": ("mean", "max"),
+    "group_product": ("product-of-means", "mean-of-products"),
+}
+_SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
+"""How a configuration's label names its less usual choices."""
+
+
+@dataclass(frozen=True, order=True)
+class Budget:
+    """Entries kept per head, the window included: an int is tokens, a float a fraction of the prompt.
+
+    Raises BudgetError where it is not positive, or a fraction above 1.
+    """
+
+    value: int | float
+
+    def __post_init__(self) -> None:
+        if not self.value > 0:
+            msg = f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)"
+            raise BudgetError(msg)
+        if isinstance(self.value, float) and self.value > 1:
+            msg = f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"
+            raise BudgetError(msg)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read '128' as tokens and '0.05' as a fraction of the prompt's length."""
+        try:
+            return cls(int(text))
+        except ValueError:
+            pass
+        try:
+            return cls(float(text))
+        except ValueError:
+            msg = f"a budget is tokens (128) or a fraction (0.05), got '{text}'"
+            raise BudgetError(msg) from None
+
+    def tokens(self, prompt_tokens: int) -> int:
+        """The budget of a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, unchanged where given in tokens."""
+        if isinstance(self.value, int):
+            return self.value
+        return int(self.value * prompt_tokens + 1e-9)  # 0.29 * 100 is 28.999… in binary
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """One way to evict: policy, selection, budget and every choice of METHOD that changes which entries stay.
+
+    Raises ConfigError or BudgetError for a value outside its range, UnknownNameError for an unknown choice.
+
+    Attributes:
+        policy: eviction system, a name of `perturbkv.policies.registry`.
+        selection: how the kept entries are taken from scores, a key of `SELECTIONS`.
+        budget: entries kept per head, window included (METHOD: Budget).
+        window: `w`, the last queries of the prompt, whose attention is accumulated and whose entries always stay
+            (paper, Algorithm 2: n' = 32).
+        alpha: share of the prefix budget that stage 1 takes (paper, section 4.2: 0.25).
+        split: what α is a share of. `prefix`: stage 1 takes ⌊α(b−w)⌋ prefix entries. `total`: the window counts as
+            part of stage 1, which takes max(0, ⌊αb⌋−w) prefix entries (preset `kvpress`).
+        stage2_score: S₂ of METHOD. `accumulated`: unpooled Ā (paper, Algorithm 2, line 9); `pooled`: Ā'.
+        epsilon: added to S₂ before it is multiplied by ν (released code: 1e-4).
+        pool, kernel: pooling of Ā over positions and its odd width (paper: max, 7).
+        granularity: one kept set per `query` head or per `kv` head.
+        group_score: how scores are reduced over a key/value head's group (`kv` only); Ā is reduced before pooling.
+        group_product: `kv` only: mean(Ā)·mean(ν), or the mean of Ā_h·ν_h.
+        sinks: first entries that streaming-llm keeps (StreamingLLM, section 3.2: 4).
+        seed: of the `random` selection and policy.
+        pyramid_beta: pyramidkv: the last layer gets (b − w) / β prefix entries (PyramidKV: 20).
+        floor: adakv: share of b − w that every head keeps (AdaKV: 0.2).
+        head_beta: headkv: one β-th of b − w goes into the pool that head scores share out (KVCache-Factory: 1.01).
+        recent: h2o: share of b that is most recent entries (H2O: half).
+        history: scissorhands: last queries whose votes count (Scissorhands, section 5: 400).
+    """
+
+    budget: Budget
+    policy: str = "snapkv"
+    selection: str = "two-stage"
+    window: int = 32
+    alpha: float = 0.25
+    split: str = "prefix"
+    stage2_score: str = "accumulated"
+    epsilon: float = 0.0
+    pool: str = "max"
+    kernel: int = 7
+    granularity: str = "query"
+    group_score: str = "mean"
+    group_product: str = "product-of-means"
+    sinks: int = 4
+    seed: int = 0
+    pyramid_beta: float = 20.0
+    floor: float = 0.2
+    head_beta: float = 1.01
+    recent: float = 0.5
+    history: int = 400
+
+    def __post_init__(self) -> None:
+        for field, known in _CHOICES.items():
+            if getattr(self, field) not in known:
+                raise UnknownNameError(getattr(self, field), field.replace("_", "-"), known)
+        self._check_ranges()
+        if isinstance(self.budget.value, int):
+            self.check_budget(self.budget.value, f"budget {self.budget}")
+
+    def _check_ranges(self) -> None:
+        if self.window < 1:
+            msg = f"the window must hold at least 1 query, got {self.window}"
+            raise ConfigError(msg)
+        if not 0 <= self.alpha <= 1:
+            msg = f"alpha must lie in [0, 1], got {self.alpha}"
+            raise ConfigError(msg)
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            msg = f"the pooling kernel must be odd and positive, got {self.kernel}; try {self.kernel + 1}"
+            raise ConfigError(msg)
+        if not self.epsilon >= 0:
+            msg = f"epsilon must be at least 0, got {self.epsilon}"
+            raise ConfigError(msg)
+        if self.sinks < 0:
+            msg = f"sinks must be at least 0, got {self.sinks}"
+            raise ConfigError(msg)
+        for name in ("floor", "recent"):
+            if not 0 <= getattr(self, name) <= 1:
+                msg = f"{name} must lie in [0, 1], got {getattr(self, name)}"
+                raise ConfigError(msg)
+        for name in ("pyramid_beta", "head_beta", "history"):
+            if not getattr(self, name) >= 1:
+                msg = f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
+                raise ConfigError(msg)
+
+    def check_budget(self, tokens: int, what: str) -> None:
+        """Raise BudgetError unless `tokens` leaves something beside the window. `what` names the budget."""
+        if tokens <= self.window:
+            msg = (
+                f"{what} keeps {tokens} entries, no more than the window of {self.window} that always stays; "
+                f"raise the budget above {self.window} or lower --window"
+            )
+            raise BudgetError(msg)
+
+    def tokens(self, prompt_tokens: int) -> int:
+        """Entries kept per head of a prompt of n tokens: min(b, n). Raises BudgetError where b ≤ w < n."""
+        tokens = self.budget.tokens(prompt_tokens)
+        if prompt_tokens > self.window:
+            self.check_budget(tokens, f"budget {self.budget} of {prompt_tokens} tokens")
+        return min(tokens, prompt_tokens)
+
+    def stage1_tokens(self, kept: int, always: int) -> int:
+        """Entries that stage 1 takes of `kept` beside those that always stay, which `kept` counts (METHOD: Select)."""
+        if self.split == "total":
+            return max(0, int(self.alpha * kept + 1e-9) - always)
+        return int(self.alpha * max(0, kept - always) + 1e-9)
+
+    def label(self) -> str:
+        """Unique, readable name: the `config` coordinate of a trace."""
+        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"a={self.alpha:g}", f"w={self.window}"]
+        parts.append("unpooled" if self.pool == "none" else f"{self.pool}{self.kernel}")
+        parts.append(self.granularity)
+        for field in dataclasses.fields(self):
+            shown = field.name in ("budget", "policy", "selection", "alpha", "window", "pool", "kernel", "granularity")
+            if not shown and getattr(self, field.name) != field.default:
+                name = _SHORT.get(field.name, field.name.replace("_", "-"))
+                parts.append(f"{name}={getattr(self, field.name)}")
+        return " ".join(parts)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "paper-v2": {"alpha": 0.5, "stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
+    "kvpress": {
+        "alpha": 0.5,
+        "split": "total",
+        "stage2_score": "pooled",
+        "epsilon": 1e-4,
+        "pool": "average",
+        "kernel": 5,
+        "window": 64,
+        "granularity": "kv",
+    },
+}
+"""METHOD's table of presets, as differences from `EvictionConfig`'s defaults, which are `paper`."""
+
+
+def from_preset(preset: str, budget: Budget, **overrides: Any) -> EvictionConfig:
+    """The preset's configuration at `budget`, each override that is not None replacing the preset's choice."""
+    if preset not in PRESETS:
+        raise UnknownNameError(preset, "preset", PRESETS)
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    return EvictionConfig(budget=budget, **{**PRESETS[preset], **chosen})

@@ -1,0 +1,37 @@
+"""Random: seeded random votes in place of attention, uniform budgets; what any method has to beat.
+
+With the selection `attention` a random set is kept; `two-stage` shows what the projected value norms bring without any
+attention. Scores depend on `seed`, sample and layer, not on the device. No pooling, which would keep runs of neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv.eviction import EvictionConfig
+from perturbkv.policies.base import LayerAttention, Policy, Votes
+from perturbkv.scores import seeded
+
+
+@dataclass(frozen=True)
+class RandomVotes:
+    """Uniform numbers for the entries before the window."""
+
+    window: int
+    seed: int
+
+    def __call__(self, seen: LayerAttention) -> Float[Tensor, "head prefix"]:
+        """The same on every device."""
+        prefix = max(0, seen.key.shape[1] - self.window)
+        return seeded(seen.query.shape[0], prefix, self.seed, seen.sample, seen.layer).to(seen.key.device)
+
+
+class Random(Policy):
+    """Seeded votes."""
+
+    def votes(self, config: EvictionConfig) -> Votes:
+        """By seed, sample and layer."""
+        return RandomVotes(config.window, config.seed)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perturbkv.config import Budget, EvictionConfig
+from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.policies import h2o, registry
+from perturbkv.policies.base import LayerAttention, Room, apportion
+from perturbkv.policies.headkv import head_budgets
+from perturbkv.policies.pyramidkv import layer_budgets
+from tests.oracle import policies as naive
+from tests.support.models import HEADS
+
+VOTING = ["snapkv", "pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova"]
+SCALE = 0.4
+
+
+def config(policy: str, budget: int = 20, **fields: object) -> EvictionConfig:
+    return registry.configured("paper", Budget(budget), policy, **{"window": 5, **fields})
+
+
+def attention(heads: int, kv_heads: int, n: int, seed: int) -> LayerAttention:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(heads, n, 6, generator=generator, dtype=torch.float64)
+    key = torch.randn(kv_heads, n, 6, generator=generator, dtype=torch.float64)
+    return LayerAttention(query, key, SCALE, 0, "s")
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("policy", VOTING)
+def test_votes(policy: str, heads: tuple[int, int]) -> None:
+    seen, chosen = attention(*heads, n=30, seed=2), config(policy, history=12)
+    found = registry.build(policy).votes(chosen)(seen)
+    expected = naive.accumulate(chosen, seen.query.numpy(), seen.key.numpy(), SCALE)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-10, atol=1e-14)
+    assert expected.any()
+
+
+@pytest.mark.parametrize("policy", [*VOTING, "random"])
+def test_a_prompt_inside_the_window_has_nothing_to_vote_on(policy: str) -> None:
+    found = registry.build(policy).votes(config(policy))(attention(4, 2, n=4, seed=2))
+    assert found.shape == (4, 0)
+
+
+def test_h2o_makes_no_square_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come in blocks, equal to those in one piece."""
+    seen, vote = attention(4, 2, n=30, seed=2), h2o.AllVotes(5)
+    whole, made = vote(seen), []
+    original = h2o.causal_rows
+    monkeypatch.setattr(h2o, "_BLOCK_ENTRIES", 4 * 30)
+    monkeypatch.setattr(h2o, "causal_rows", lambda *given: made.append(original(*given)) or made[-1])
+    torch.testing.assert_close(vote(seen), whole, rtol=1e-12, atol=1e-15)
+    assert max(block.numel() for block in made) <= 4 * 30
+
+
+def test_random_votes_depend_on_seed_sample_and_layer_alone() -> None:
+    vote = registry.build("random").votes
+    first, again = (vote(config("random"))(attention(4, 2, 30, seed)) for seed in (1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, vote(config("random", seed=1))(attention(4, 2, 30, 1)))
+    assert first.unique().numel() == first.numel()
+
+
+shares = st.lists(st.integers(0, 400).map(lambda tenth: tenth / 10), min_size=1, max_size=9)
+
+
+@given(shares, st.integers(0, 60))
+def test_apportioning_spends_the_total_exactly_where_there_is_room(given_shares: list[float], most: int) -> None:
+    total = round(sum(given_shares))
+    counts = apportion(given_shares, total, most)
+    assert sum(counts) == max(min(total, most * len(counts)), sum(min(most, int(s + 1e-9)) for s in given_shares))
+    assert all(0 <= count <= most for count in counts)
+    if most > max(given_shares) + 1:
+        assert all(abs(count - share) <= 1 for count, share in zip(counts, given_shares, strict=True))
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 40), st.sampled_from([1.0, 2.0, 7.5, 20.0]))
+def test_pyramidkv_spends_the_uniform_total_to_the_entry(mean: int, more: int, layers: int, beta: float) -> None:
+    budgets = layer_budgets(mean, mean + more, layers, beta)
+    assert sum(budgets) == layers * mean
+    assert sorted(budgets, reverse=True) == budgets
+    assert max(budgets) <= mean + more
+
+
+def test_pyramidkv_with_the_papers_numbers() -> None:
+    budgets = layer_budgets(96, 1000, 30, 20.0)
+    assert (budgets[0], budgets[-1]) == (187, 5)  # 2 · 96 − 96 / 20 and 96 / 20
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(0, 40), st.integers(0, 10**6), st.floats(0, 1))
+def test_adakv_spends_the_layers_total_to_the_entry(mean: int, more: int, seed: int, floor: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 6, (5, mean + more), generator=generator).double()
+    chosen = config("adakv", mean + 5, floor=floor)
+    budgets = registry.build("adakv").allocate(chosen, Room(scores, mean + 5, 5, 0, 1))
+    assert int(budgets.sum()) == 5 * mean
+    assert int(budgets.max()) <= mean + more
+    assert int(budgets.min()) >= int(floor * mean) - 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(0, 60), st.integers(0, 10**6), st.sampled_from([1.0, 1.01, 1.2, 10.0]))
+def test_headkv_spends_the_models_total_to_the_entry(mean: int, more: int, seed: int, beta: float) -> None:
+    scores = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) ** 4
+    budgets = head_budgets(scores, mean, mean + more, beta)
+    assert int(budgets.sum()) == 12 * mean
+    assert int(budgets.max()) <= mean + more
+    assert int(budgets.min()) >= min(int(mean * (1 - 1 / beta)), mean + more)
+
+
+def test_equal_scores_of_two_heads_go_to_the_earlier_position_then_the_earlier_head() -> None:
+    scores = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+    room = Room(scores, kept=7, window=5, layer=0, layers=1)
+    budgets = registry.build("adakv").allocate(config("adakv", 7, floor=0.0), room)
+    assert budgets.tolist() == [2, 2, 2]
+    room = Room(scores, kept=6, window=5, layer=0, layers=1)
+    assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), room).tolist() == [1, 1, 1]
+    uneven = Room(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), kept=6, window=5, layer=0, layers=1)
+    assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), uneven).tolist() == [1, 1]
+
+
+def test_a_policys_defaults_give_way_to_what_is_asked_for() -> None:
+    assert config("h2o").pool == "none"
+    assert config("h2o", pool="max").pool == "max"
+    assert registry.configured("kvpress", Budget(128), "scissorhands").window == 10
+    assert registry.configured("kvpress", Budget(128), "snapkv").window == 64
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "cache", "words"),
+    [
+        ("streaming-llm", {"selection": "two-stage"}, "ragged", "does not combine with selection 'two-stage'"),
+        ("snapkv", {"selection": "position"}, "ragged", "does not combine with selection 'position'"),
+        ("adakv", {}, "rectangular", "by head, which a rectangular cache cannot hold"),
+        ("headkv", {}, "rectangular", "by head, which a rectangular cache cannot hold"),
+    ],
+)
+def test_impossible_pairs_are_refused_with_all_that_works(
+    policy: str, fields: dict[str, str], cache: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        registry.check(config(policy, **fields), cache)
+    assert words in str(refused.value)
+    for row in registry.pairs():
+        assert all(cell in str(refused.value) for cell in row)
+
+
+def test_every_policy_stands_in_one_row_of_the_table() -> None:
+    listed = [name for row in registry.pairs() for name in row[0].split(", ")]
+    assert sorted(listed) == sorted(info.name for info in registry.known())
+    with pytest.raises(UnknownNameError, match="known: pyramidkv"):
+        registry.info("pyramid")
