@@ -45,7 +45,9 @@ def _matches(config: EvictionConfig, side: str) -> bool:
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig) -> bool:
-    return dataclasses.replace(first, policy=second.policy, selection=second.selection) == second
+    """Different systems may pool and look back differently: that is part of what they are."""
+    free = ["policy", "selection"] if first.policy == second.policy else ["policy", "selection", "pool", "window"]
+    return dataclasses.replace(first, **{name: getattr(second, name) for name in free}) == second
 
 
 def of_selection(run: RunConfig, side: str) -> list[int]:

@@ -17,6 +17,7 @@ from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
 from perturbkv.analyses.inequalities import Bounded, bounded
 from perturbkv.analyses.naming import setting
 from perturbkv.analyses.pairing import families
+from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import EVIDENCE, Floats, check
 from perturbkv.trace import Trace
 
@@ -108,20 +109,6 @@ def summarise(trace: Trace, step: int = 0, resamples: int = RESAMPLES, seed: int
     check(trace, ANALYSIS, step)
     held = bounded(trace, ANALYSIS, step)
     return tuple(_agreement(held, family, resamples, seed) for family in families(trace.run) if len(family) > 1)
-
-
-def spearman(first: Floats, second: Floats) -> Floats:
-    """Spearman's ρ along the first axis, ties at their mean rank; NaN where one side is constant."""
-    ranks = [_ranks(side) for side in (first, second)]
-    centred = [rank - rank.mean(axis=0) for rank in ranks]
-    products = (centred[0] * centred[1]).sum(axis=0)
-    return np.asarray(ratio(products, np.sqrt(np.prod([(side**2).sum(axis=0) for side in centred], axis=0))))
-
-
-def _ranks(values: Floats) -> Floats:
-    below = (values[None] < values[:, None]).sum(axis=1)
-    equal = (values[None] == values[:, None]).sum(axis=1)
-    return np.asarray(below + (equal + 1) / 2)
 
 
 @dataclass(frozen=True)

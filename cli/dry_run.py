@@ -21,6 +21,7 @@ def show(planned: Plan, as_json: bool) -> None:
         ("dataset", planned.run.dataset),
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
         ("cut in the middle", f"{document['cut_samples']} samples"),
+        ("scenario", planned.run.scenario),
         ("decode steps", str(planned.run.steps)),
         ("weights", f"{document['weights_mib']:,.0f} MiB"),
         ("full cache", f"{document['full_cache_mib']:,.1f} MiB for the longest sample"),
@@ -38,8 +39,9 @@ def describe(planned: Plan) -> dict[str, Any]:
     d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     entry = 2 * config.num_hidden_layers * d_head * planned.dtype.itemsize
     longest = max(lengths)
+    compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.encoded.prompts)
     evicted = sum(
-        eviction.tokens(longest)
+        eviction.tokens(compressed)
         * (config.num_attention_heads if eviction.granularity == "query" else config.num_key_value_heads)
         for eviction in run.configs
     )
@@ -51,9 +53,11 @@ def describe(planned: Plan) -> dict[str, Any]:
         "tokens_min": min(lengths),
         "tokens_max": longest,
         "cut_samples": planned.encoded.cut,
+        "scenario": run.scenario,
+        "compressed_tokens_max": compressed,
         "steps": run.steps,
         "weights_mib": parameters * planned.dtype.itemsize / _MIB,
         "full_cache_mib": entry * config.num_key_value_heads * longest / _MIB,
         "evicted_caches_mib": entry * evicted / _MIB,
-        "kept": [(eviction.label(), str(eviction.tokens(longest))) for eviction in run.configs],
+        "kept": [(eviction.label(), str(eviction.tokens(compressed))) for eviction in run.configs],
     }

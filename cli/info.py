@@ -25,7 +25,8 @@ def info(
         return
     run = description.run
     states = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
-    console.table(str(trace), ["", ""], [("samples", states), *sorted(description.attrs.items())])
+    about = [("samples", states), *_caches(description.caches), *sorted(description.attrs.items())]
+    console.table(str(trace), ["", ""], about)
     console.table("configurations", ["config"], [(label,) for label in run.labels()])
     rows = [
         (name, " ".join(variable.dims), "×".join(map(str, variable.shape)), variable.units, f"{variable.nbytes:,}")
@@ -34,3 +35,11 @@ def info(
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
         console.say(f"failed: {reason}")
+
+
+def _caches(caches: dict[str, int]) -> list[tuple[str, str]]:
+    """What the evicted caches of all samples and configurations held, and how much of it was padding."""
+    if not caches:
+        return []
+    held, padding = caches["cache_bytes"], caches["cache_padding_bytes"]
+    return [("evicted caches", f"{held:,} bytes, of which {padding:,} ({padding / max(held, 1):.1%}) are padding")]

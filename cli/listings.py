@@ -42,18 +42,25 @@ def datasets(as_json: JsonOption = False) -> None:
 def policies(as_json: JsonOption = False) -> None:
     """List the eviction systems and the selections that each combines with."""
     from perturbkv.config import SELECTIONS
-    from perturbkv.policies.registry import known
+    from perturbkv.policies.registry import known, pairs
 
     if as_json:
-        console.print_json([{"name": row.name, "summary": row.summary, "paper": row.paper,
-                             "selections": list(row.selections)} for row in known()])  # fmt: skip
+        console.print_json([{"name": row.name, "summary": row.summary, "paper": row.paper, "budgets": row.budgets,
+                             "selections": list(row.selections), "caches": list(row.caches),
+                             "defaults": dict(row.defaults)} for row in known()])  # fmt: skip
         return
     console.table(
         "policies",
-        ["policy", "what", "selections"],
+        ["policy", "what", "budgets", "instead of the preset's"],
         [
-            (row.name, f"{row.summary}\n{row.paper.removeprefix('https://')}", ", ".join(row.selections))
+            (
+                row.name,
+                "\n".join(filter(None, (row.summary, row.paper.removeprefix("https://")))),
+                row.budgets,
+                ", ".join(f"{name} {value}" for name, value in row.defaults.items()) or "–",
+            )
             for row in known()
         ],
     )
+    console.table("what combines with what", ["policies", "selections", "cache"], pairs())
     console.table("selections", ["selection", "what"], list(SELECTIONS.items()))

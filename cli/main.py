@@ -14,10 +14,14 @@ from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
 from perturbkv.cli.doctor import doctor
 from perturbkv.cli.export import export
+from perturbkv.cli.generate import generate
+from perturbkv.cli.head_scores import head_scores
 from perturbkv.cli.heads import heads
+from perturbkv.cli.horizon import horizon
 from perturbkv.cli.info import info
 from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import datasets, models, policies
+from perturbkv.cli.needle import needle
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
@@ -27,8 +31,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation)
-for command in (*ANALYSES, trace, info, export, models, datasets, policies, doctor):
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, needle, horizon)
+for command in (*ANALYSES, trace, generate, head_scores, info, export, models, datasets, policies, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

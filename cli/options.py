@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
-from perturbkv.config import PRESETS, Budget, EvictionConfig, from_preset
+from perturbkv.config import CACHES, PRESETS, SCENARIOS, Budget, EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.policies import registry
 
@@ -54,13 +54,21 @@ class RunOptions:
     dataset: Annotated[
         str, _data("--dataset", "-d", help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).")
     ] = "needle"
-    samples: Annotated[int, _data(help="How many samples.")] = 4
+    samples: Annotated[int | None, _data(help="How many samples. Default: 4.", show_default=False)] = None
     seed: Annotated[int, _data(help="Seed of the data, of random weights and of the random selection.")] = 0
     data_dir: Annotated[
         Path | None, _data(help="Folder with LongBench's jsonl files.", envvar="PERTURBKV_DATA_DIR")
     ] = None
-    length: Annotated[list[int] | None, _data(help="needle: tokens of a prompt; repeatable.")] = None
-    depth: Annotated[list[float] | None, _data(help="needle: where the fact lies, 0 to 1; repeatable.")] = None
+    length: Annotated[
+        list[str] | None,
+        _data("--length", "--lengths", help="needle: tokens of a prompt; repeatable, or with commas.",
+              show_default=False),
+    ] = None  # fmt: skip
+    depth: Annotated[
+        list[str] | None,
+        _data("--depth", "--depths", help="needle: where the fact lies, 0 to 1; repeatable, or with commas.",
+              show_default=False),
+    ] = None  # fmt: skip
     haystack: Annotated[str, _data(help="needle: prose or noise.")] = "prose"
     max_tokens: Annotated[int | None, _data(help="Cut longer prompts in the middle.")] = None
     chat_template: Annotated[
@@ -89,7 +97,20 @@ class RunOptions:
     group_score: Annotated[str | None, _evict(help="kv: mean or max over the group.")] = None
     group_product: Annotated[str | None, _evict(help="kv: product-of-means or mean-of-products.")] = None
     sinks: Annotated[int | None, _evict(help="streaming-llm: first entries that stay.")] = None
-    steps: Annotated[int, _run(help="Decode steps measured, teacher-forced on the full run.")] = 1
+    pyramid_beta: Annotated[float | None, _evict(help="pyramidkv: the last layer keeps (b − w) / beta.")] = None
+    floor: Annotated[float | None, _evict(help="adakv: share of b − w that every head keeps.")] = None
+    head_beta: Annotated[float | None, _evict(help="headkv: one beta-th of b − w is shared out by score.")] = None
+    recent: Annotated[float | None, _evict(help="h2o: share of b that is most recent entries.")] = None
+    history: Annotated[int | None, _evict(help="scissorhands: last queries that count.")] = None
+    head_scores: Annotated[
+        Path | None, _evict(help='headkv: JSON of {"layer-head": score} (`perturbkv head-scores`).')
+    ] = None
+    scenario: Annotated[str, _evict(help=f"{' or '.join(SCENARIOS)}: is the question compressed too?")] = "regular"
+    cache: Annotated[str, _evict(help=f"Layout of evicted caches: {' or '.join(CACHES)}.")] = "ragged"
+    steps: Annotated[
+        int | None,
+        _run(help="Decode steps measured, teacher-forced on the full run. Default: 1.", show_default=False),
+    ] = None
     dtype: Annotated[str, _run(help="auto, float32, bfloat16, float16.")] = "auto"
     device: Annotated[str, _run(help="auto, cpu, cuda, cuda:1, …")] = "auto"
     save: Annotated[list[str] | None, _run(help="outputs: also head outputs, hidden states, attention.")] = None
@@ -107,13 +128,39 @@ class RunOptions:
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
             raise ConfigError(msg)
+        check_choice("scenario", self.scenario, tuple(SCENARIOS))
+        check_choice("cache", self.cache, tuple(CACHES))
+
+    @property
+    def sample_count(self) -> int:
+        """How many samples; 4 where the user did not say."""
+        return 4 if self.samples is None else self.samples
+
+    @property
+    def step_count(self) -> int:
+        """How many decode steps; 1 where the user did not say."""
+        return 1 if self.steps is None else self.steps
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Needle's prompt lengths; empty where the user did not say. Raises ConfigError for what is no number."""
+        found = _numbers("--length", self.length)
+        if any(number != int(number) for number in found):
+            msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
+            raise ConfigError(msg)
+        return tuple(map(int, found))
+
+    @property
+    def depths(self) -> tuple[float, ...]:
+        """Needle's depths; empty where the user did not say. Raises ConfigError for what is no number."""
+        return _numbers("--depth", self.depth)
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
         """The same with these budgets, where the user chose none."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
-        """Every preset × budget × alpha × selection, the policy's restrictions checked.
+        """Every preset × budget × alpha × selection, what policy and cache cannot do refused.
 
         A selection may name its policy: `streaming-llm:position`.
         """
@@ -127,14 +174,15 @@ class RunOptions:
             for name in selections
         ]
         for config in made:
-            registry.check(config)
+            registry.check(config, self.cache)
         return tuple(dict.fromkeys(made))
 
     def _config(self, preset: str, budget: Budget, alpha: float | None, policy: str, selection: str) -> EvictionConfig:
         plain = ("window", "pool", "kernel", "granularity", "stage2_score", "epsilon", "split", "group_score",
-                 "group_product", "sinks", "seed")  # fmt: skip
+                 "group_product", "sinks", "seed", "pyramid_beta", "floor", "head_beta", "recent",
+                 "history")  # fmt: skip
         overrides = {name: getattr(self, name) for name in plain}
-        return from_preset(preset, budget, alpha=alpha, policy=policy, selection=selection, **overrides)
+        return registry.configured(preset, budget, policy, alpha=alpha, selection=selection, **overrides)
 
 
 @dataclass(frozen=True)
@@ -169,6 +217,16 @@ class LookOptions:
     def formats(self) -> list[str]:
         """Which files each figure becomes."""
         return self.figure_format or ["png", "svg"]
+
+
+def _numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
+    """Numbers that were given one by one or with commas."""
+    pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
+    try:
+        return tuple(float(piece) for piece in pieces)
+    except ValueError:
+        msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
+        raise ConfigError(msg) from None
 
 
 def _policy_and_selection(text: str, policy: str) -> tuple[str, str]:

@@ -92,19 +92,20 @@ def open_study(
     look: LookOptions,
     configs: Callable[[], Sequence[EvictionConfig]],
     leave_out_unfit: bool = False,
+    generate: int = 0,
 ) -> Study | None:
     """The study of `look.trace`, or of the trace that `run` makes of `configs`; None after a dry run.
 
-    `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose. Raises
-    PerturbkvErrors.
+    `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
+    tokens are generated from every cache and scored. Raises PerturbkvErrors.
     """
     from perturbkv.store import read_trace
 
     if look.trace is not None:
         return Study(name, read_trace(look.trace), run.output or look.trace.parent, look, run.as_json)
-    planned = plan(run, configs(), leave_out_unfit)
-    if look.step >= run.steps:
-        msg = f"expected a step from 0 to {run.steps - 1}, got {look.step}; --steps {look.step + 1} records it"
+    planned = plan(run, configs(), leave_out_unfit, generate)
+    if look.step >= run.step_count:
+        msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}; --steps {look.step + 1} records it"
         raise ConfigError(msg)
     if run.dry_run:
         dry_run.show(planned, run.as_json)

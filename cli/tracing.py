@@ -51,27 +51,31 @@ def run_folder(options: RunOptions) -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
 
 
-def encode_prompts(options: RunOptions, model_config: Any, tokenizer: Any) -> Encoded:
-    """Load the dataset and encode it; every error of data and length comes here, before anything runs."""
+def encode_prompts(options: RunOptions, model_config: Any, tokenizer: Any, after: int) -> Encoded:
+    """Load the dataset and encode it; every error of data and length comes here, before anything runs.
+
+    `after` tokens are decoded after a prompt.
+    """
     from perturbkv.datasets import registry as datasets
     from perturbkv.datasets.encode import check_length, encode
     from perturbkv.models import check_sliding_window
 
     asked = datasets.DatasetOptions(
-        samples=options.samples, seed=options.seed, data_dir=options.data_dir, haystack=options.haystack
+        samples=options.sample_count, seed=options.seed, data_dir=options.data_dir, haystack=options.haystack
     )
-    if options.length:
-        asked = replace(asked, lengths=tuple(options.length))
-    if options.depth:
-        asked = replace(asked, depths=tuple(options.depth))
+    if options.lengths:
+        asked = replace(asked, lengths=options.lengths)
+    if options.depths:
+        asked = replace(asked, depths=options.depths)
     loaded = datasets.load(options.dataset, asked, tokenizer)
     template = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
     prompts = tuple(
         encode(sample, tokenizer, chat_template=template, max_tokens=options.max_tokens) for sample in loaded.samples
     )
     for prompt in prompts:
-        check_length(prompt, int(model_config.max_position_embeddings), options.steps)
-        total = len(prompt.token_ids) + options.steps
+        prompt.parts(options.scenario)
+        check_length(prompt, int(model_config.max_position_embeddings), after)
+        total = len(prompt.token_ids) + after
         check_sliding_window(model_config, total, prompt.sample_id, options.model)
     return Encoded(prompts, loaded.options, template)
 
@@ -88,7 +92,7 @@ class Plan:
 
 
 def fitting(
-    configs: Sequence[EvictionConfig], prompts: Sequence[EncodedPrompt], leave_out_unfit: bool
+    configs: Sequence[EvictionConfig], prompts: Sequence[EncodedPrompt], scenario: str, leave_out_unfit: bool
 ) -> tuple[EvictionConfig, ...]:
     """The configurations whose budget exceeds the window in every prompt.
 
@@ -99,7 +103,7 @@ def fitting(
     for config in configs:
         try:
             for prompt in prompts:
-                config.tokens(len(prompt.token_ids))
+                config.tokens(len(prompt.parts(scenario)[0]))
         except BudgetError as error:
             refused[str(config.budget)] = error
         else:
@@ -111,34 +115,45 @@ def fitting(
     return tuple(fit)
 
 
-def plan(options: RunOptions, configs: Sequence[EvictionConfig], leave_out_unfit: bool = False) -> Plan:
+def plan(
+    options: RunOptions, configs: Sequence[EvictionConfig], leave_out_unfit: bool = False, generate: int = 0
+) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors.
 
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
+    `generate`: tokens generated from every cache and scored.
     """
+    from perturbkv import head_scores
     from perturbkv.datasets import registry as datasets
     from perturbkv.loading import open_model, pick_device, pick_dtype
+    from perturbkv.policies import registry as policies
 
     datasets.check_name(options.dataset)
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     files = open_model(options.model, options.seed)
-    encoded = encode_prompts(options, files.config, files.tokenizer)
+    needed = [config.policy for config in configs if policies.info(config.policy).needs_scores]
+    scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None)
+    encoded = encode_prompts(options, files.config, files.tokenizer, max(options.step_count, generate))
     run = RunConfig(
         model=options.model,
         dataset=options.dataset,
-        configs=fitting(configs, encoded.prompts, leave_out_unfit),
+        configs=fitting(configs, encoded.prompts, options.scenario, leave_out_unfit),
         revision=files.revision,
         random_weights=files.random_weights,
         dataset_options=encoded.options,
-        samples=options.samples,
+        samples=options.sample_count,
         seed=options.seed,
-        steps=options.steps,
+        steps=options.step_count,
         max_tokens=options.max_tokens,
         chat_template=encoded.chat_template,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         save=tuple(options.save or ()),
+        scenario=options.scenario,
+        cache=options.cache,
+        head_scores=scores,
+        generate=generate,
     )
     return Plan(files, dtype, device, encoded, run)
 
@@ -187,7 +202,8 @@ def _say_what_is_special(encoded: Encoded, run: RunConfig, done: int) -> None:
             f"{encoded.cut} of {len(encoded.prompts)} prompts were cut in the middle to {run.max_tokens} tokens"
         )
     for config in run.configs:
-        whole = sum(config.tokens(len(prompt.token_ids)) >= len(prompt.token_ids) for prompt in encoded.prompts)
+        compressed = [len(prompt.parts(run.scenario)[0]) for prompt in encoded.prompts]
+        whole = sum(config.tokens(tokens) >= tokens for tokens in compressed)
         if whole:
             console.note(f"'{config.label()}' evicts nothing in {whole} of {len(encoded.prompts)} samples: b ≥ n")
     if run.random_weights:

@@ -15,6 +15,7 @@ import numpy as np
 from perturbkv.datasets.encode import encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.loading import load_model
+from perturbkv.policies.base import WindowVotes
 from perturbkv.prefill import prefill
 from perturbkv.store import read_trace
 from perturbkv.trace import Trace
@@ -96,12 +97,12 @@ def single_heads(trace: Trace) -> None:
 def spread(trace: Trace, data_dir: Path) -> None:
     """Coefficient of variation over a head's entries: median over heads, then the range over samples."""
     run, adapter = trace.run, load_model(trace.run.model)
-    window, found = run.configs[0].window, {"ν": [], "window attention": []}
+    voting, found = WindowVotes(run.configs[0].window), {"ν": [], "window attention": []}
     options = DatasetOptions(run.samples, seed=run.seed, data_dir=data_dir)
     for sample in load(run.dataset, options, adapter.tokenizer).samples:
         prompt = encode(sample, adapter.tokenizer, chat_template=run.chat_template, max_tokens=run.max_tokens)
-        before = prefill(adapter, prompt.token_ids, [window], 2**28, prompt.sample_id)
-        for name, layers in (("ν", before.norms), ("window attention", before.accumulated[window])):
+        seen = prefill(adapter, prompt.token_ids, run.configs, 2**28, prompt.sample_id).statistics
+        for name, layers in (("ν", seen.norms), ("window attention", seen.accumulated[voting])):
             per_head = [layer[:, SINKS:].std(dim=1) / layer[:, SINKS:].mean(dim=1) for layer in layers]
             found[name].append(float(np.median(np.concatenate(per_head))))
     for name, values in found.items():

@@ -126,6 +126,11 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         block = self.blocks[0]
         return self.kept_entries * block.keys.shape[-1] * (block.keys.itemsize + block.values.itemsize)
 
+    def lengths(self, row: int) -> list[int]:
+        """Entries that each kept set of a row holds now, decoded ones included."""
+        held = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
+        return [length + self.length - self.tail_from[row] for length in held]
+
     def entries(self, row: int) -> KeptEntries:
         """What a row holds now: frozen entries, then those decoded since, per kept set."""
         found = {
@@ -199,6 +204,11 @@ class CompactCache(Cache):  # type: ignore[misc]
     def padding_nbytes(self) -> int:
         """Bytes of `nbytes` that hold no entry."""
         return self.nbytes - sum(layer.kept_nbytes for layer in self.layers)
+
+    def forget(self) -> None:
+        """Forget everything that was decoded; what was kept stays, for the next decoding of the same prompt."""
+        for layer in self.layers:
+            layer.length, layer.tail_from = 0, [0] * layer.batch
 
     def attach(self, attached: bool) -> None:
         """Allow or forbid updates; `capture.decode_from` does both."""

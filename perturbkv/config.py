@@ -15,7 +15,18 @@ from typing import Any, Self
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.eviction import PRESETS, SELECTIONS, Budget, EvictionConfig, from_preset
 
-__all__ = ["CACHES", "DTYPES", "PRESETS", "SAVES", "SCENARIOS", "SELECTIONS", "Budget", "EvictionConfig", "RunConfig", "from_preset"]
+__all__ = [
+    "CACHES",
+    "DTYPES",
+    "PRESETS",
+    "SAVES",
+    "SCENARIOS",
+    "SELECTIONS",
+    "Budget",
+    "EvictionConfig",
+    "RunConfig",
+    "from_preset",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs",)

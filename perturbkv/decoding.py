@@ -93,9 +93,9 @@ def _step(
 
     ids = torch.tensor([list(tokens)], device=adapter.device).expand(rows, -1)
     with attention, capture(adapter, Observer(query, head_output, hidden, final)):
-        record.logits = adapter.model(
-            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]
+        record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+            :, -1
+        ]
     check.raise_if_not(sample)
     return record
 

@@ -1,9 +1,9 @@
-"""Prefill a prompt with its full cache and keep, per layer, what eviction needs: window attention and value norms."""
+"""Prefill a prompt and keep, per layer, what eviction needs: accumulated attention and value norms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -11,29 +11,59 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from perturbkv.capture import Observer, capture
+from perturbkv.config import EvictionConfig
 from perturbkv.errors import ActivationError
 from perturbkv.models import Adapter
 from perturbkv.norms import projected_value_norms
+from perturbkv.policies import registry
 from perturbkv.policies.base import LayerAttention, Votes
+from perturbkv.selection import LayerStatistics
+from perturbkv.theory import WORK
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What selections may look at of one prompt, layer by layer as the prefill goes on; nothing of size n × n.
+
+    Attributes:
+        sample: the sample's id.
+        tokens: n.
+        kv_heads, layers: of the model.
+        accumulated: way to accumulate -> per layer Ā (head, n − w).
+        norms: per layer ν (head, n).
+        head_scores: given scores of all query heads; empty where there are none.
+    """
+
+    sample: str
+    tokens: int
+    kv_heads: int
+    layers: int
+    accumulated: dict[Votes, list[Tensor]]
+    norms: list[Tensor] = field(default_factory=list)
+    head_scores: Sequence[Sequence[float]] = ()
+
+    def of(self, config: EvictionConfig, layer: int, realised: Tensor | None = None) -> LayerStatistics:
+        """One layer's, for one configuration; `realised` is A of the first decoding query, where it is known."""
+        norms = self.norms[layer][:, : self.tokens - min(config.window, self.tokens)]
+        return LayerStatistics(
+            accumulated=self.accumulated[registry.build(config.policy).votes(config)][layer],
+            norms=norms,
+            realised=torch.zeros_like(norms, dtype=WORK) if realised is None else realised[:, : norms.shape[1]],
+            kv_heads=self.kv_heads,
+            layer=layer,
+            layers=self.layers,
+            sample=self.sample,
+            head_scores=torch.tensor(self.head_scores, dtype=WORK) if self.head_scores else None,
+        )
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """One prompt's full cache and statistics; n entries, no array of size n × n or n × d_model.
-
-    Attributes:
-        cache: the full cache, batch 1.
-        logits: of the last prompt position.
-        accumulated: way to accumulate -> per layer Ā (head, n − w).
-        norms: per layer ν (head, n).
-        tokens: n.
-    """
+    """One prompt's full cache (batch 1), the logits of its last position, and its statistics."""
 
     cache: Cache
     logits: Float[Tensor, " vocab"]
-    accumulated: dict[Votes, list[Tensor]]
-    norms: list[Tensor]
-    tokens: int
+    statistics: Statistics
 
 
 class FiniteCheck:
@@ -54,23 +84,53 @@ class FiniteCheck:
                 raise ActivationError(msg, layer, sample)
 
 
+def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
+    """The ways to accumulate attention that the configurations need, each once."""
+    return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in configs))
+
+
+LayerRead = Callable[[int, Statistics, LayerAttention, Tensor], None]
+
+
 @torch.inference_mode()
 def prefill(
-    adapter: Adapter, token_ids: Sequence[int], votes: Sequence[Votes], chunk_bytes: int, sample: str
+    adapter: Adapter,
+    token_ids: Sequence[int],
+    configs: Iterable[EvictionConfig],
+    chunk_bytes: int,
+    sample: str,
+    head_scores: Sequence[Sequence[float]] = (),
+    taken: LayerRead | None = None,
 ) -> Prefill:
-    """Run the prompt once. Raises ActivationError where a layer's hidden states are not finite."""
+    """Run the prompt once. `chunk_bytes` bounds the working memory of the value norms.
+
+    With `taken`, which gets each layer's statistics, attention and values (kv_head, key, d_head) as they are there, no
+    full cache is kept: a layer's keys and values are let go when the layer is done.
+
+    Raises ActivationError where a layer's hidden states are not finite.
+    """
     cache, check = DynamicCache(), FiniteCheck()
-    accumulated: dict[Votes, list[Tensor]] = {vote: [] for vote in votes}
-    norms: list[Tensor] = []
+    found = Statistics(
+        sample, len(token_ids), adapter.kv_heads, len(adapter.layers), {vote: [] for vote in votes(configs)}, [],
+        head_scores,
+    )  # fmt: skip
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         seen = LayerAttention(query[0], key[0], adapter.scale(layer), layer, sample)
-        for vote, layers in accumulated.items():
+        for vote, layers in found.accumulated.items():
             layers.append(vote(seen))
-        norms.append(projected_value_norms(value[0], adapter.output_projection(layer), chunk_bytes))
+        found.norms.append(projected_value_norms(value[0], adapter.output_projection(layer), chunk_bytes))
+        if taken is not None:
+            taken(layer, found, seen, value[0])
+
+    def done(layer: int, hidden: Tensor) -> None:
+        check(layer, hidden)
+        if taken is not None:
+            held = cache.layers[layer]
+            held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     ids = torch.tensor([list(token_ids)], device=adapter.device)
-    with capture(adapter, Observer(attention=observe, hidden=check)):
+    with capture(adapter, Observer(attention=observe, hidden=done)):
         logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     check.raise_if_not(sample)
-    return Prefill(cache, logits[0, -1], accumulated, norms, len(token_ids))
+    return Prefill(cache, logits[0, -1], found)

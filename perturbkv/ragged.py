@@ -10,12 +10,15 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Kernel = Callable[..., tuple[Tensor, Tensor]]
 SLACK = 1 / 8
 """Most padding of a block, as a share of the entries in it."""
 
@@ -107,6 +110,7 @@ class Packed:
     values: Tensor
     starts: Int[Tensor, " segment_and_end"]
     places: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
+    kernel: Kernel
 
     @property
     def nbytes(self) -> int:
@@ -125,23 +129,25 @@ class Packed:
         segments, queries, group, d_head = asked.shape
         asked_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
         longest = max(segment.length for segment in self.segments)
-        output, total = variable_length_attention()(
+        output, total = self.kernel(
             asked.reshape(-1, group, d_head), self.keys, self.values, asked_starts, self.starts, queries, longest, scale
         )
         totals = total.view(group, segments, queries).transpose(0, 1)
         return output.view(segments, queries, group, d_head).transpose(1, 2), totals
 
 
-Blocks = list[Block] | list[Packed]
-
-
-def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> Blocks:
+def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block | Packed]:
     """Blocks of all rows of one layer; `heads` query heads. `slack` bounds the padding, 0 allows none."""
-    packed = _packs(rows, heads)
-    if packed is not None:
-        return packed
-    blocks = [_borrowed(row, entries, heads) for row, entries in enumerate(rows) if entries.rectangle is not None]
-    return blocks + [_padded(rows, segments) for segments in _buckets(rows, heads, slack)]
+    blocks: list[Block | Packed] = [
+        _borrowed(row, entries, heads) for row, entries in enumerate(rows) if entries.rectangle is not None
+    ]
+    found = [s for s in _segments(rows, heads) if s.length > 0 and rows[s.row].rectangle is None]
+    found.sort(key=lambda s: (s.group, -s.length, s.row, s.head))
+    kernel = kernel_for(rows[0].keys[0])
+    if kernel is None:
+        return blocks + [_padded(rows, segments) for segments in _buckets(found, slack)]
+    groups = [list(alike) for _, alike in groupby(found, key=lambda s: s.group)]
+    return blocks + [_pack(rows, segments, kernel) for segments in groups]
 
 
 def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
@@ -152,12 +158,11 @@ def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
     ]
 
 
-def _buckets(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[list[Segment]]:
-    """Segments that are not borrowed, longest first, a new bucket where padding would exceed the bound."""
-    found = [s for s in _segments(rows, heads) if s.length > 0 and rows[s.row].rectangle is None]
+def _buckets(found: Sequence[Segment], slack: float) -> list[list[Segment]]:
+    """Segments, longest first in each group size; a new bucket where padding would exceed the bound."""
     buckets: list[list[Segment]] = []
     held = 0
-    for segment in sorted(found, key=lambda s: (s.group, -s.length, s.row, s.head)):
+    for segment in found:
         last = buckets[-1] if buckets else []
         held += segment.length
         if last and last[0].group == segment.group and last[0].length * (len(last) + 1) <= (1 + slack) * held:
@@ -171,8 +176,8 @@ def _buckets(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[list
 def _padded(rows: Sequence[KeptEntries], segments: list[Segment]) -> Block:
     longest = segments[0].length
     keys, values = (
-        torch.nn.utils.rnn.pad_sequence([kind(rows[s.row])[s.head] for s in segments], batch_first=True)
-        for kind in (lambda entries: entries.keys, lambda entries: entries.values)
+        torch.stack([F.pad(piece, (0, 0, 0, longest - len(piece))) for piece in pieces])
+        for pieces in ([rows[s.row].keys[s.head] for s in segments], [rows[s.row].values[s.head] for s in segments])
     )
     lengths = torch.tensor([segment.length for segment in segments], device=keys.device)
     padding = torch.arange(longest, device=keys.device) >= lengths.unsqueeze(-1)
@@ -194,30 +199,21 @@ def _places(segments: list[Segment], like: Tensor) -> tuple[Tensor, Tensor]:
     return rows, first + torch.arange(segments[0].group, device=like.device)
 
 
-def _packs(rows: Sequence[KeptEntries], heads: int) -> list[Packed] | None:
-    """All rows packed, one `Packed` per group size; None where this machine's torch cannot attend to it."""
-    if not _can_pack(rows[0].keys[0]):
-        return None
-    found = [segment for segment in _segments(rows, heads) if segment.length > 0]
-    groups = sorted({segment.group for segment in found})
-    return [_pack(rows, [segment for segment in found if segment.group == group]) for group in groups]
-
-
-def _can_pack(like: Tensor) -> bool:
-    """Whether torch's variable-length attention takes such entries: CUDA, 16 bits."""
-    fits = like.device.type == "cuda" and like.dtype in (torch.float16, torch.bfloat16)
-    return fits and variable_length_attention() is not None
-
-
-def _pack(rows: Sequence[KeptEntries], segments: list[Segment]) -> Packed:
+def _pack(rows: Sequence[KeptEntries], segments: list[Segment], kernel: Kernel) -> Packed:
     keys = torch.cat([rows[s.row].keys[s.head] for s in segments]).unsqueeze(1)
     values = torch.cat([rows[s.row].values[s.head] for s in segments]).unsqueeze(1)
     ends = torch.tensor([0] + [segment.length for segment in segments], device=keys.device).cumsum(0)
-    return Packed(segments, keys, values, ends.to(torch.int32), _places(segments, keys))
+    return Packed(segments, keys, values, ends.to(torch.int32), _places(segments, keys), kernel)
+
+
+def kernel_for(like: Tensor) -> Kernel | None:
+    """Torch's variable-length attention where it takes such entries (CUDA, 16 bits), None elsewhere."""
+    fits = like.device.type == "cuda" and like.dtype in (torch.float16, torch.bfloat16)
+    return variable_length_attention() if fits else None
 
 
 @functools.cache
-def variable_length_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
+def variable_length_attention() -> Kernel | None:
     """Torch's own variable-length attention with log-sum-exps; None where its version has none that groups queries."""
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn

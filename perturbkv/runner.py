@@ -10,18 +10,18 @@ from torch import Tensor
 
 from perturbkv import measure, theory
 from perturbkv.cache import CompactCache, CompactLayer
-from perturbkv.config import EvictionConfig, RunConfig
+from perturbkv.config import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.scoring import exact_number
 from perturbkv.decoding import StepRecord, decode_evicted, decode_full
 from perturbkv.errors import ActivationError
+from perturbkv.generation import end_tokens, generate
 from perturbkv.measure import Arrays, LayerMasks, to_numpy
 from perturbkv.models import Adapter
 from perturbkv.norms import DEFAULT_CHUNK_BYTES, projected_value_norms
-from perturbkv.policies import registry
-from perturbkv.policies.base import Votes
 from perturbkv.prefill import Prefill, prefill
 from perturbkv.ragged import borrow, gather
-from perturbkv.selection import KeptSets, LayerStatistics, select
+from perturbkv.selection import KeptSets, select
 from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
 
 
@@ -70,25 +70,22 @@ def trace_sample(
     """
     rows, sample = len(run.configs) + 1, prompt.sample_id
     context, question = prompt.parts(run.scenario)
-    before = prefill(adapter, context, votes(run.configs), chunk_bytes, sample)
+    before = prefill(adapter, context, run.configs, chunk_bytes, sample, run.head_scores)
     full, tokens = decode_full(adapter, before, question, run.steps, rows, sample)
-    layers = [
-        _evict_layer(adapter, before, full, run, layer, sample, chunk_bytes) for layer in range(len(adapter.layers))
-    ]
+    layers = [_evict_layer(adapter, before, full, run, layer, chunk_bytes) for layer in range(len(adapter.layers))]
     cache = CompactCache([layer.cache for layer in layers])
     arrays = _cache_arrays(cache)
     evicted = decode_evicted(adapter, cache, question, tokens, rows, sample)
     arrays |= _sample_arrays(prompt, run, tokens) | _isolated_arrays(layers) | _kept_arrays(adapter, layers)
     arrays |= _step_arrays([measure.propagated(adapter, *step) for step in zip(full, evicted, strict=True)])
+    if run.generate:
+        cache.forget()
+        made = generate(adapter, cache, question, before.logits, run.generate, end_tokens(adapter))
+        arrays |= _answer_arrays(adapter, prompt, made, run.generate)
     if "outputs" in run.save:
         arrays |= _step_arrays([measure.raw_outputs(*step) for step in zip(full, evicted, strict=True)])
         arrays |= _attention_array(layers)
     return SampleTrace(prompt.sample_id, arrays)
-
-
-def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
-    """The ways to accumulate attention that the configurations need, each once."""
-    return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in configs))
 
 
 def _evict_layer(
@@ -97,26 +94,22 @@ def _evict_layer(
     full: Sequence[StepRecord],
     run: RunConfig,
     layer: int,
-    sample: str,
     chunk_bytes: int,
 ) -> _LayerResult:
     """Select in one layer, copy out what stays, and measure the isolated quantities of every step."""
     keys, values = before.cache.layers[layer].keys[0], before.cache.layers[layer].values[0]
-    n, w_o, configs = before.tokens, adapter.output_projection(layer), run.configs
+    n, w_o, configs = before.statistics.tokens, adapter.output_projection(layer), run.configs
     seen = [keys.shape[1] - len(full) + step + 1 for step in range(len(full))]
     attention = [
         theory.decode_attention(record.query[layer][0], keys[:, :count], adapter.scale(layer))
         for record, count in zip(full, seen, strict=True)
     ]
-    sets = [
-        select(config, statistics_of(adapter, before, config, run.head_scores, layer, sample, attention[0]), n)
-        for config in configs
-    ]
-    positions = [_positions(kept_sets.kept) for kept_sets in sets]
+    sets = [select(config, before.statistics.of(config, layer, attention[0]), n) for config in configs]
+    positions = [kept_sets.positions() for kept_sets in sets]
     entries = [borrow(keys[:, :n], values[:, :n])]
     entries += [gather(keys[:, :n], values[:, :n], kept) for kept in positions]
     decoded = projected_value_norms(values[:, n:], w_o, chunk_bytes)
-    norms = torch.cat([before.norms[layer], decoded], dim=-1)
+    norms = torch.cat([before.statistics.norms[layer], decoded], dim=-1)
     masks = _per_query_head(sets, adapter.heads)
     isolated = [
         measure.isolated(step, values[:, :count], norms[:, :count], w_o, masks, configs)
@@ -127,35 +120,6 @@ def _evict_layer(
     ]
     cache = CompactLayer(entries, adapter.heads, n, run.cache)
     return _LayerResult(cache, positions, stage1_counts, isolated, attention)
-
-
-def statistics_of(
-    adapter: Adapter,
-    before: Prefill,
-    config: EvictionConfig,
-    head_scores: Sequence[Sequence[float]],
-    layer: int,
-    sample: str,
-    realised: Tensor,
-) -> LayerStatistics:
-    """What a configuration's selection may look at in one layer; `realised` is A of the first decoding query."""
-    prefix = before.tokens - min(config.window, before.tokens)
-    vote = registry.build(config.policy).votes(config)
-    return LayerStatistics(
-        accumulated=before.accumulated[vote][layer],
-        norms=before.norms[layer][:, :prefix],
-        realised=realised[:, :prefix],
-        kv_heads=adapter.kv_heads,
-        layer=layer,
-        layers=len(adapter.layers),
-        sample=sample,
-        head_scores=torch.tensor(head_scores, dtype=theory.WORK) if head_scores else None,
-    )
-
-
-def _positions(kept: Tensor) -> list[Tensor]:
-    """Kept positions per kept set, ascending: (kept,) each."""
-    return [row.nonzero().squeeze(-1) for row in kept]
 
 
 def _cache_arrays(cache: CompactCache) -> Arrays:
@@ -229,6 +193,19 @@ def _kept_arrays(adapter: Adapter, layers: Sequence[_LayerResult]) -> Arrays:
             start += int(lengths.sum())
     kept = {"kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": torch.cat(rows)}
     return {name: to_numpy(tensor, VARIABLES[name].dtype) for name, tensor in kept.items()}
+
+
+def _answer_arrays(adapter: Adapter, prompt: EncodedPrompt, made: Sequence[Sequence[int]], most: int) -> Arrays:
+    """What each row generated, the full cache's first, and whether it is right."""
+    full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in made]
+    scores = [exact_number(adapter.tokenizer.decode(list(tokens)), prompt.answers) for tokens in made]
+    values: dict[str, object] = {
+        "generated_full": full,
+        "generated": evicted,
+        "score_full": scores[0],
+        "score": scores[1:],
+    }
+    return {name: to_numpy(torch.tensor(value), VARIABLES[name].dtype) for name, value in values.items()}
 
 
 def _attention_array(layers: Sequence[_LayerResult]) -> Arrays:

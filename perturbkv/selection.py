@@ -6,6 +6,7 @@ earlier position on every device: rankings come from a stable descending sort.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,6 +56,10 @@ class KeptSets:
 
     kept: Bool[Tensor, "kept_head key"]
     stage1: Bool[Tensor, "kept_head key"]
+
+    def positions(self) -> list[Int[Tensor, " kept"]]:
+        """Kept positions of each kept set, ascending."""
+        return [row.nonzero().squeeze(-1) for row in self.kept]
 
 
 Score = Float[Tensor, "kept_head prefix"]
@@ -151,15 +156,18 @@ def select(config: EvictionConfig, statistics: LayerStatistics, prompt_tokens: i
 def _room(scores: _Scores, kept: int, window: int) -> Room:
     """What the policy may look at, reduced to the configuration's granularity."""
     pooled, statistics = scores.attention(pooled=True), scores.statistics
+    prefix = pooled.shape[1]
     if statistics.valid is not None:
-        pooled = pooled.masked_fill(~statistics.valid, -torch.inf)
+        pooled, prefix = pooled.masked_fill(~statistics.valid, -torch.inf), sys.maxsize
     given = statistics.head_scores
     if given is not None:
         given = given.view(statistics.layers, scores.kept_heads, -1).mean(dim=-1)
-    return Room(pooled, kept, window, statistics.layer, statistics.layers, given)
+    return Room(pooled, kept, window, statistics.layer, statistics.layers, prefix, given)
 
 
-def _last(valid: Bool[Tensor, "kept_head prefix"], counts: Int[Tensor, " kept_head"]) -> Bool[Tensor, "kept_head prefix"]:
+def _last(
+    valid: Bool[Tensor, "kept_head prefix"], counts: Int[Tensor, " kept_head"]
+) -> Bool[Tensor, "kept_head prefix"]:
     """The last `counts` entries of the prefix, which is aligned at its end."""
     from_end = torch.arange(valid.shape[1], 0, -1, device=valid.device)
     return valid & (from_end <= counts.unsqueeze(-1))

@@ -26,6 +26,7 @@ _COORDINATES = {
     "step": "decode step",
     "layer": "decoder layer",
     "head": "query head",
+    "answer_token": "place in a generated answer",
     "d_head": "component of a head's output",
     "d_model": "component of a hidden state",
     "key": "position of a cache entry",
@@ -193,13 +194,14 @@ class StoredVariable:
 
 @dataclass(frozen=True)
 class Description:
-    """What a trace file holds, its numbers unread."""
+    """What a trace file holds, its numbers unread but for the bytes of its evicted caches, all samples' together."""
 
     run: RunConfig
     sample_ids: tuple[str, ...]
     failures: dict[str, str]
     attrs: dict[str, str]
     variables: dict[str, StoredVariable]
+    caches: dict[str, int]
 
 
 def describe(path: Path) -> Description:
@@ -210,7 +212,8 @@ def describe(path: Path) -> Description:
         ids, failures = _samples_of(file)
         names = [name for name in file if name not in _COORDINATES]
         variables = {name: _stored(file[name]) for name in names}
-        return Description(run, ids, failures, _provenance_of(file), variables)
+        caches = {name: int(file[name][()].sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
+        return Description(run, ids, failures, _provenance_of(file), variables, caches)
 
 
 def _stored(variable: h5py.Dataset) -> StoredVariable:

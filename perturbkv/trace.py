@@ -1,7 +1,7 @@
 """What one sample yields, and what a whole run holds: NumPy arrays whose names, axes and units are declared once.
 
 `VARIABLES` is that declaration. The runner fills a `SampleTrace` from it, the store writes and reads it, analyses
-take a `Trace`. Axis names everywhere: sample config step layer head d_head d_model key kept_entry.
+take a `Trace`. Axis names everywhere: sample config step layer head answer_token d_head d_model key kept_entry.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ VARIABLES: dict[str, Variable] = {
     "question_tokens": Variable(
         (), "token", "tokens run over the compressed cache before step 0 (context-only)", "int64", optional=True
     ),
-    "cache_bytes": Variable((), "byte", "evicted caches of all configurations, padding included", "int64", optional=True),
+    "cache_bytes": Variable(
+        (), "byte", "evicted caches of all configurations, padding included", "int64", optional=True
+    ),
     "cache_padding_bytes": Variable((), "byte", "bytes of cache_bytes that hold no entry", "int64", optional=True),
     "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
     "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where b covers n", "uint8"),
@@ -75,6 +77,18 @@ VARIABLES: dict[str, Variable] = {
         ("config", "layer", "head"), "1", "first of the head's kept_count places in kept_position", "int64"
     ),
     "kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32"),
+    "generated_full": Variable(
+        ("answer_token",), "1", "tokens generated from the full cache; -1 past the end", "int64", optional=True
+    ),
+    "generated": Variable(
+        ("config", "answer_token"),
+        "1",
+        "tokens generated from the evicted cache; -1 past the end",
+        "int64",
+        optional=True,
+    ),
+    "score_full": Variable((), "1", "1 where the full cache's answer is right", optional=True),
+    "score": Variable(("config",), "1", "1 where the evicted cache's answer is right", optional=True),
     "head_output_full": Variable(
         ("step", "layer", "head", "d_head"), "1", "full-cache head output before W_O", "float32", optional=True
     ),

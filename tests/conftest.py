@@ -9,5 +9,17 @@ from jaxtyping import install_import_hook
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
 
-CHECKED = ("theory", "norms", "scores", "selection", "policies", "ragged", "cache", "capture", "prefill", "decoding", "measure")
+CHECKED = (
+    "theory",
+    "norms",
+    "scores",
+    "selection",
+    "policies",
+    "ragged",
+    "cache",
+    "capture",
+    "prefill",
+    "decoding",
+    "measure",
+)
 install_import_hook([f"perturbkv.{name}" for name in CHECKED], "beartype.beartype")

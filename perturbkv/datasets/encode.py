@@ -52,7 +52,9 @@ class EncodedPrompt:
         split = len(self.token_ids) - self.question_tokens
         if split == 0 or self.question_tokens == 0:
             lacks = "context" if split == 0 else "question"
-            msg = f"sample '{self.sample_id}' has no {lacks} of its own, which context-only needs; use --scenario regular"
+            msg = (
+                f"sample '{self.sample_id}' has no {lacks} of its own, which context-only needs; use --scenario regular"
+            )
             raise DatasetError(msg)
         return self.token_ids[:split], self.token_ids[split:]
 

@@ -64,6 +64,8 @@ class Room:
         kept: entries per head on the average, the window included.
         window: entries of the window.
         layer, layers: which of how many.
+        prefix: entries that a kept set can fill its budget with, alike in all layers; where a cache that has grown
+            uneven is compressed again, more than any budget, and the selection keeps what there is.
         head_scores: given scores of all heads, for headkv.
     """
 
@@ -72,12 +74,8 @@ class Room:
     window: int
     layer: int
     layers: int
+    prefix: int
     head_scores: Float[Tensor, "layer kept_head"] | None = None
-
-    @property
-    def prefix(self) -> int:
-        """Entries of the prefix."""
-        return self.scores.shape[1]
 
     def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
         """The same number of prefix entries for every kept set."""

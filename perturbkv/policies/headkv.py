@@ -24,7 +24,7 @@ class HeadKV(Policy):
     """Window votes, budgets by given head scores."""
 
     def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
-        """This layer's row of the whole model's budgets."""
+        """The layer's row of the whole model's budgets."""
         if room.head_scores is None:
             msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv head-scores` writes"
             raise ConfigError(msg)

@@ -1,7 +1,7 @@
 """Random: seeded random votes in place of attention, uniform budgets; what any method has to beat.
 
-With the selection `attention` a random set is kept; `two-stage` shows what the projected value norms bring without any
-attention. Scores depend on `seed`, sample and layer, not on the device. No pooling, which would keep runs of neighbours.
+With the selection `attention` a random set is kept; `two-stage` shows what the projected value norms bring without
+any attention. Scores depend on `seed`, sample and layer, not on the device. Neighbours are not pooled.
 """
 
 from __future__ import annotations

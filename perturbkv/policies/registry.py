@@ -106,6 +106,10 @@ def check_compressible(config: EvictionConfig) -> None:
     if info(config.policy).carries_history:
         msg = f"policy '{config.policy}' counts queries that decoding forgets; --compress-every works with {able}"
         raise ConfigError(msg)
+
+
+def check_generating(config: EvictionConfig) -> None:
+    """Raise ConfigError where a configuration needs to know the next query, which generation does not have."""
     if config.selection == "hindsight":
         msg = "selection 'hindsight' looks at the next query, which generation does not have; choose another selection"
         raise ConfigError(msg)

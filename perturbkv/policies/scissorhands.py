@@ -1,7 +1,7 @@
 """Scissorhands (Liu et al., 2023, https://arxiv.org/abs/2305.17118): entries that were important stay important.
 
-An entry is important to a query that gives it more than the average weight, 1 / (entries seen). The score of an entry is
-the share of the last `history` queries to which it was important (their Algorithm 2 counts the queries to which it was
+An entry is important to a query that gives it more than the average weight, 1 / (entries seen). Its score is the share
+of the last `history` queries to which it was important (their Algorithm 2 counts the queries to which it was
 not, and drops the largest counts). `history` = 400 and a recent window of 10 as in their section 5. Neighbours are not
 pooled; the counts tie often, and ties go to the earlier position.
 """

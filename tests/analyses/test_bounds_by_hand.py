@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from perturbkv.analyses import bound_tightness, rank_agreement
 from perturbkv.analyses.bound_tightness import LEVELS, summarise
-from perturbkv.analyses.rank_agreement import spearman
+from perturbkv.analyses.ranks import spearman
 from perturbkv.errors import BoundError, ConfigError, TraceError
 from perturbkv.store import read_trace
 from perturbkv.trace import Trace

@@ -97,7 +97,7 @@ def test_adakv_spends_the_layers_total_to_the_entry(mean: int, more: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 6, (5, mean + more), generator=generator).double()
     chosen = config("adakv", mean + 5, floor=floor)
-    budgets = registry.build("adakv").allocate(chosen, Room(scores, mean + 5, 5, 0, 1))
+    budgets = registry.build("adakv").allocate(chosen, Room(scores, mean + 5, 5, 0, 1, mean + more))
     assert int(budgets.sum()) == 5 * mean
     assert int(budgets.max()) <= mean + more
     assert int(budgets.min()) >= int(floor * mean) - 1
@@ -115,12 +115,12 @@ def test_headkv_spends_the_models_total_to_the_entry(mean: int, more: int, seed:
 
 def test_equal_scores_of_two_heads_go_to_the_earlier_position_then_the_earlier_head() -> None:
     scores = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    room = Room(scores, kept=7, window=5, layer=0, layers=1)
+    room = Room(scores, kept=7, window=5, layer=0, layers=1, prefix=3)
     budgets = registry.build("adakv").allocate(config("adakv", 7, floor=0.0), room)
     assert budgets.tolist() == [2, 2, 2]
-    room = Room(scores, kept=6, window=5, layer=0, layers=1)
+    room = Room(scores, kept=6, window=5, layer=0, layers=1, prefix=3)
     assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), room).tolist() == [1, 1, 1]
-    uneven = Room(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), kept=6, window=5, layer=0, layers=1)
+    uneven = Room(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), kept=6, window=5, layer=0, layers=1, prefix=3)
     assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), uneven).tolist() == [1, 1]
 
 

@@ -16,7 +16,19 @@ PARTS = {
     "figures": "perturbkv.figures",
     "cli": "perturbkv.cli",
 }
-NUMPY_SIDE = ("errors", "eviction", "config", "trace", "journal", "later", "store", "writer", "export", "analyses", "figures")
+NUMPY_SIDE = (
+    "errors",
+    "eviction",
+    "config",
+    "trace",
+    "journal",
+    "later",
+    "store",
+    "writer",
+    "export",
+    "analyses",
+    "figures",
+)
 TORCH_SIDE = (
     ("errors", "eviction", "config", "trace", "aliases", "tokenization", "hub"),
     ("theory", "norms", "scores"),
@@ -25,9 +37,10 @@ TORCH_SIDE = (
     ("cache",),
     ("models", "loading", "capture", "datasets"),
     ("prefill",),
-    ("decoding",),
+    ("decoding", "compression"),
+    ("generation",),
     ("measure",),
-    ("runner",),
+    ("runner", "retrieval"),
     ("benchmark",),
 )
 TORCH = ("torch", "transformers", "jaxtyping")

@@ -134,7 +134,9 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                 attention = theory.decode_attention(held["query"], held["key"], reference.decoder.d_head**-0.5)
                 norms = theory.projected_value_norms(held["value"], held["w_o"], heads)
                 for head in range(heads):
-                    kept, stage1 = ([i in chosen or i >= reference.n for i in range(LENGTH + step + 1)] for chosen in sets[head])
+                    kept, stage1 = (
+                        [i in chosen or i >= reference.n for i in range(LENGTH + step + 1)] for chosen in sets[head]
+                    )
                     a, v = list(attention[head]), list(norms[head])
                     projection = theory.head_slice(held["w_o"], head, reference.decoder.d_head)
                     expected = {

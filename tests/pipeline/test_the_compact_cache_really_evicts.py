@@ -107,8 +107,7 @@ def test_decoding_equals_the_masked_full_cache(
 ) -> None:
     adapter = tiny_adapter("llama", *heads)
     if path == "packed":
-        monkeypatch.setattr(ragged, "variable_length_attention", lambda: fake_varlen)
-        monkeypatch.setattr(ragged, "_can_pack", lambda like: True)
+        monkeypatch.setattr(ragged, "kernel_for", lambda like: fake_varlen)
     rows = counts_of(adapter, granularity)
     positions = [
         [kept_positions(counts, seed=10 * layer + row) for row, counts in enumerate(rows)]
@@ -116,9 +115,7 @@ def test_decoding_equals_the_masked_full_cache(
     ]
     tokens = list(token_ids(STEPS, seed=5))
     cache = compact(full_cache(adapter), positions)
-    assert {type(block).__name__ for block in cache.layers[0].blocks} == {
-        {"padded": "Block", "packed": "Packed"}[path]
-    }
+    assert {type(block).__name__ for block in cache.layers[0].blocks} == {{"padded": "Block", "packed": "Packed"}[path]}
     found = decode(adapter, cache, tokens, len(rows))
     for row in range(len(rows)):
         assert far(found[row], masked_logits(adapter, tokens, [layer[row] for layer in positions])) < 1e-5
@@ -166,9 +163,7 @@ def test_several_tokens_at_once_equal_one_by_one() -> None:
 def test_bytes_are_the_budgets_and_a_bounded_padding(spread: int) -> None:
     adapter = tiny_adapter()
     generator = torch.Generator().manual_seed(spread)
-    rows = [
-        torch.randint(max(1, N // spread), N + 1, (4,), generator=generator).tolist() for _ in range(6)
-    ] + [[9, 9]]
+    rows = [torch.randint(max(1, N // spread), N + 1, (4,), generator=generator).tolist() for _ in range(6)] + [[9, 9]]
     positions = [[kept_positions(row, seed=1) for row in rows] for _ in adapter.layers]
     cache = compact(full_cache(adapter), positions)
     budgets = sum(map(sum, rows)) * len(adapter.layers) * 2 * adapter.d_head * 4

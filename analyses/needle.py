@@ -1,0 +1,117 @@
+"""How often is a needle found from an evicted cache, by length and depth? (Paper, appendix E and figure 8.)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.analyses.arithmetic import plain, ratio
+from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
+from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.reading import Floats, check, values
+from perturbkv.errors import TraceError
+from perturbkv.trace import Trace
+
+ANALYSIS = "needle"
+FULL = "full cache"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One configuration, or the full cache.
+
+    Attributes:
+        label: the configuration's label.
+        score: share of prompts whose number was found, in [0, 1]; its interval, over samples.
+        grid: (depth, length) the same per cell; NaN where no prompt fell.
+        kept_entries: mean entries kept per head and layer; the prompt's length for the full cache.
+    """
+
+    label: str
+    score: float
+    score_interval: Interval
+    grid: Floats
+    kept_entries: float
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Retrieval of every method.
+
+    Attributes:
+        identity: which run this is.
+        lengths, depths: of the grid, in the order of its axes.
+        haystack, scenario: how the prompts were made and compressed.
+        full: the full cache.
+        methods: the configurations, in the run's order.
+    """
+
+    identity: RunIdentity
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    haystack: str
+    scenario: str
+    full: Method
+    methods: tuple[Method, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        document = {name: value for name, value in vars(self).items() if name not in ("identity", "full", "methods")}
+        methods = {"full": vars(self.full), "methods": [vars(method) for method in self.methods]}
+        found: dict[str, Any] = plain(document | methods)
+        return found
+
+
+def summarise(trace: Trace, resamples: int = RESAMPLES, seed: int = 0) -> Needle:
+    """The grid of a needle run that generated answers. Raises TraceError for any other run."""
+    check(trace, ANALYSIS, 0)
+    lengths, depths = grid_of(trace)
+    scores, full = values(trace, "score", ANALYSIS), values(trace, "score_full", ANALYSIS)
+    kept, tokens = values(trace, "kept_count", ANALYSIS), values(trace, "prompt_tokens", ANALYSIS)
+    cells = cells_of(trace)
+
+    def method(label: str, found: Floats, entries: float) -> Method:
+        interval = mean_interval(found, resamples, seed)
+        return Method(label, float(found.mean()), interval, _grid(found, cells, (len(depths), len(lengths))), entries)
+
+    labels = trace.run.labels()
+    return Needle(
+        identity=identity(trace, labels),
+        lengths=lengths,
+        depths=depths,
+        haystack=str(trace.run.dataset_options["haystack"]),
+        scenario=trace.run.scenario,
+        full=method(FULL, full, float(tokens.mean())),
+        methods=tuple(
+            method(label, scores[:, place], float(kept[:, place].mean())) for place, label in enumerate(labels)
+        ),
+    )
+
+
+def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Lengths and depths of a needle run. Raises TraceError for a run of another dataset."""
+    options = trace.run.dataset_options
+    if trace.run.dataset != "needle" or "lengths" not in options or not trace.run.generate:
+        msg = (
+            f"{ANALYSIS} needs a trace of needle prompts with generated answers, got one of '{trace.run.dataset}'"
+            f"{'' if trace.run.generate else ' without answers'}; make one: perturbkv needle --model {trace.run.model}"
+        )
+        raise TraceError(msg)
+    return tuple(options["lengths"]), tuple(options["depths"])
+
+
+def cells_of(trace: Trace) -> NDArray[np.int64]:
+    """(sample, 2) depth and length of each complete sample, as places in the grid: samples go through it in turns."""
+    lengths, depths = grid_of(trace)
+    places = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
+    return np.stack([places % len(depths), places // len(depths)], axis=1)
+
+
+def _grid(found: Floats, cells: NDArray[np.int64], shape: tuple[int, int]) -> Floats:
+    total, count = np.zeros(shape), np.zeros(shape)
+    np.add.at(total, tuple(cells.T), found)
+    np.add.at(count, tuple(cells.T), 1)
+    return np.asarray(ratio(total, count))

@@ -1,0 +1,26 @@
+"""Spearman's rank correlation, ties at their mean rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from perturbkv.analyses.arithmetic import ratio
+from perturbkv.analyses.reading import Floats
+
+
+def spearman(first: Floats, second: Floats) -> Floats:
+    """Spearman's ρ along the first axis; NaN where one side is constant."""
+    ranks = [mean_ranks(side) for side in (first, second)]
+    centred = [rank - rank.mean(axis=0) for rank in ranks]
+    products = (centred[0] * centred[1]).sum(axis=0)
+    return np.asarray(ratio(products, np.sqrt(np.prod([(side**2).sum(axis=0) for side in centred], axis=0))))
+
+
+def mean_ranks(values: Floats) -> Floats:
+    """Ranks from 1 along the first axis: one long row by sorting, many short ones by comparing every two."""
+    if values.ndim == 1:
+        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+        return np.asarray((count.cumsum() - (count - 1) / 2)[place], dtype=np.float64)
+    below = (values[None] < values[:, None]).sum(axis=1)
+    equal = (values[None] == values[:, None]).sum(axis=1)
+    return np.asarray(below + (equal + 1) / 2)

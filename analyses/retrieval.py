@@ -1,0 +1,151 @@
+"""Does perturbation tell whether the needle is still found? Rank correlation between the two. (No paper tested it.).
+
+Only samples that the full cache answers count: where it fails, eviction has nothing to lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perturbkv.analyses.arithmetic import plain
+from perturbkv.analyses.bootstrap import RESAMPLES, Interval, resample
+from perturbkv.analyses.ranks import spearman
+from perturbkv.analyses.reading import Floats, check
+from perturbkv.trace import Trace
+
+ANALYSIS = "needle"
+MEASURES = {
+    "isolated": "isolated L1 of all heads",
+    "theta": "θ of all heads",
+    "propagated": "propagated L1 of all heads",
+    "drift": "drift after the last layer",
+    "kl": "KL of the next token",
+    "lost": "attention given up, 1 − S",
+}
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's ρ between one measure of perturbation and the score; negative: more perturbed, less often found.
+
+    Attributes:
+        measure: a key of `MEASURES`.
+        rho: over all samples × configurations; NaN where all scores are alike.
+        interval: 95 % of bootstrap resamples of the samples.
+        within: mean over samples of ρ across the configurations of one prompt, where their scores differ.
+        within_interval: of that mean, over those samples.
+        found, lost: median of the measure where the needle was found, and where it was not.
+    """
+
+    measure: str
+    rho: float
+    interval: Interval
+    within: float
+    within_interval: Interval
+    found: float
+    lost: float
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """The link between perturbation and retrieval.
+
+    Attributes:
+        samples: that the full cache answers; `left_out`: the others.
+        deciding: samples whose configurations differ in their scores.
+        steps: decode steps that every measure is the mean of.
+        correlations: one per measure.
+        perturbation: (measure, sample, config) relative to the full run's own norms (KL in nat, 1 − S as it is).
+        score: (sample, config).
+    """
+
+    samples: int
+    left_out: int
+    deciding: int
+    steps: int
+    correlations: tuple[Correlation, ...]
+    perturbation: Floats
+    score: Floats
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers; the perturbation beside each score."""
+        document = {name: value for name, value in vars(self).items() if name not in ("correlations", "perturbation")}
+        beside = dict(zip(MEASURES, self.perturbation, strict=True))
+        found: dict[str, Any] = plain(
+            document | {"correlations": [vars(one) for one in self.correlations], "perturbation": beside}
+        )
+        return found
+
+
+def summarise(trace: Trace, resamples: int = RESAMPLES, seed: int = 0) -> Retrieval:
+    """Correlations over a run that generated answers. Raises TraceError where it lacks them."""
+    check(trace, ANALYSIS, 0)
+    answered = np.asarray(trace.get("score_full", ANALYSIS)) == 1
+    score = np.asarray(trace.get("score", ANALYSIS), dtype=np.float64)[answered]
+    measured = {name: array[answered] for name, array in measures(trace).items()}
+    deciding = (score != score[:, :1]).any(axis=1)
+    return Retrieval(
+        samples=int(answered.sum()),
+        left_out=int((~answered).sum()),
+        deciding=int(deciding.sum()),
+        steps=trace.run.steps,
+        correlations=tuple(_correlation(name, measured[name], score, deciding, resamples, seed) for name in MEASURES),
+        perturbation=np.stack([measured[name] for name in MEASURES]),
+        score=score,
+    )
+
+
+def measures(trace: Trace) -> dict[str, Floats]:
+    """(sample, config) mean over decode steps of each measure, relative to the full run's norms."""
+
+    def get(name: str) -> Floats:
+        return np.asarray(trace.get(name, ANALYSIS), dtype=np.float64)
+
+    heads = get("output_norm").sum(axis=(2, 3))[:, None]
+    total: Callable[[str], Floats] = lambda name: get(name).sum(axis=(3, 4))  # noqa: E731
+    found = {
+        "isolated": total("perturbation_isolated") / heads,
+        "theta": total("theta") / heads,
+        "propagated": total("perturbation_propagated") / heads,
+        "drift": get("hidden_drift_l1")[..., -1] / get("hidden_norm")[:, None, :, -1],
+        "kl": get("logit_kl"),
+        "lost": 1 - get("retained_mass").mean(axis=(3, 4)),
+    }
+    return {name: array.mean(axis=-1) for name, array in found.items()}
+
+
+def _correlation(
+    name: str, measured: Floats, score: Floats, deciding: np.ndarray[Any, Any], resamples: int, seed: int
+) -> Correlation:
+    within = spearman(measured[deciding].T, score[deciding].T) if deciding.any() else np.empty(0)
+    hit, miss = measured[score == 1], measured[score == 0]
+    return Correlation(
+        measure=name,
+        rho=float(spearman(measured.reshape(-1), score.reshape(-1))),
+        interval=_interval(
+            lambda drawn: float(spearman(measured[drawn].reshape(-1), score[drawn].reshape(-1))),
+            len(score),
+            resamples,
+            seed,
+        ),
+        within=float(within.mean()) if len(within) else float("nan"),
+        within_interval=_interval(lambda drawn: float(within[drawn].mean()), len(within), resamples, seed),
+        found=float(np.median(hit)) if len(hit) else float("nan"),
+        lost=float(np.median(miss)) if len(miss) else float("nan"),
+    )
+
+
+def _interval(statistic: Callable[[Any], float], samples: int, resamples: int, seed: int) -> Interval:
+    """Percentile interval over resampled samples, those left out that leave nothing to rank."""
+    if samples < 2:
+        return None
+    found = np.array([statistic(drawn) for drawn in resample(samples, resamples, seed)])
+    held = found[~np.isnan(found)]
+    if not len(held):
+        return None
+    low, high = np.quantile(held, (0.025, 0.975))
+    return float(low), float(high)

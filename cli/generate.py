@@ -1,0 +1,178 @@
+"""`perturbkv generate`: what a model writes from its full cache and from evicted ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from perturbkv.cli import console
+from perturbkv.cli.options import RunOptions, with_options
+from perturbkv.cli.tracing import Plan, plan, provenance, run_folder
+from perturbkv.config import EvictionConfig
+from perturbkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perturbkv.datasets.encode import EncodedPrompt
+    from perturbkv.generation import Answers
+
+_FILE = "generation.jsonl"
+
+
+@with_options
+def generate(
+    run: RunOptions,
+    selection: Annotated[
+        list[str] | None,
+        Option(help="How entries are selected; repeatable. Default: attention and two-stage.", show_default=False),
+    ] = None,
+    max_new_tokens: Annotated[int, Option(help="Tokens of an answer at most.")] = 64,
+    compress_every: Annotated[
+        int | None,
+        Option(help="Compress to the budget again whenever a cache holds more entries than this.", show_default=False),
+    ] = None,
+) -> None:
+    """Generate greedily from the full cache and from every evicted one, all in one batch, and compare the answers.
+
+    generation.jsonl holds the run, then one line per sample: token ids and text of every answer, and with
+    --compress-every the perturbation that each compression caused. A killed run goes on with the next sample.
+    """
+    configs = run.configs(selection or ["attention", "two-stage"])
+    _check(configs, max_new_tokens, compress_every)
+    planned = plan(run, configs, generate=max_new_tokens)
+    if run.dry_run:
+        from perturbkv.cli import dry_run
+
+        dry_run.show(planned, run.as_json)
+        return
+    path = run_folder(run) / _FILE
+    header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
+    done = _open(path, header, provenance(planned), run.overwrite)
+    rows = [*done, *_generate(run, planned, path, done, compress_every)]
+    if run.as_json:
+        console.print_json({**header, "file": str(path), "samples": rows})
+        return
+    for row in rows:
+        _print(row)
+    console.say(f"written to {path}")
+
+
+def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int, compress_every: int | None) -> None:
+    from perturbkv.policies import registry
+
+    if max_new_tokens < 1:
+        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
+        raise ConfigError(msg)
+    for config in configs:
+        registry.check_generating(config)
+        if compress_every is None:
+            continue
+        registry.check_compressible(config)
+        budget = config.budget.value
+        if not isinstance(budget, int) or budget >= compress_every:
+            msg = f"--compress-every {compress_every} needs a budget in tokens below it, got --budget {config.budget}"
+            raise ConfigError(msg)
+
+
+def _open(path: Path, header: dict[str, Any], about: dict[str, str], overwrite: bool) -> list[dict[str, Any]]:
+    """The samples that a run of the same name has finished already; a new file where there is none.
+
+    Raises ConfigError where the file is of another run.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() and not overwrite else []
+    found = [document for document in map(_parsed, lines) if document is not None]
+    if not found:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**header, "made_with": about}) + "\n", encoding="utf-8")
+        return []
+    if any(found[0].get(name) != value for name, value in header.items()):
+        msg = f"{path} is of another run; give --overwrite or another --output"
+        raise ConfigError(msg)
+    if len(found) > 1:
+        console.note(f"{len(found) - 1} samples are there already; going on")
+    return found[1:]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A line's object; None for one that a killed run left unfinished."""
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _generate(
+    run: RunOptions, planned: Plan, path: Path, done: list[dict[str, Any]], compress_every: int | None
+) -> list[dict[str, Any]]:
+    """Answer the prompts that are missing, one line each as soon as it is there."""
+    from perturbkv.generation import answer
+    from perturbkv.loading import load_weights
+
+    names = {row["sample"] for row in done}
+    todo = [prompt for prompt in planned.encoded.prompts if prompt.sample_id not in names]
+    if not todo:
+        return []
+    adapter, rows = load_weights(planned.files, planned.dtype, planned.device, run.seed), []
+    labels, config = planned.run.labels(), planned.run
+    with console.progress("samples", len(todo) + len(done), len(done)) as bar, path.open("a", encoding="utf-8") as file:
+        for prompt in todo:
+            answers = answer(
+                adapter, prompt, config.configs, config.generate, scenario=config.scenario, layout=config.cache,
+                head_scores=config.head_scores, compress_every=compress_every,
+            )  # fmt: skip
+            rows.append(_row(prompt, answers, labels, adapter.tokenizer.decode))
+            file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            bar.advance(bar.task_ids[0])
+    return rows
+
+
+def _row(prompt: EncodedPrompt, answers: Answers, labels: list[str], decode: Any) -> dict[str, Any]:
+    def said(tokens: list[int]) -> dict[str, Any]:
+        return {"tokens": tokens, "text": decode(tokens)}
+
+    compressions = [
+        {
+            "config": labels[one.config],
+            "generated": one.generated,
+            "entries_before": one.before,
+            "entries_after": one.after,
+            "relative": float(one.perturbation.sum() / one.output_norm.sum()),
+            "perturbation": one.perturbation.tolist(),
+            "output_norm": one.output_norm.tolist(),
+            "retained_mass": one.retained_mass.tolist(),
+        }
+        for one in answers.compressions
+    ]
+    return {
+        "sample": prompt.sample_id,
+        "prompt_tokens": len(prompt.token_ids),
+        "full": said(answers.full),
+        "evicted": {label: said(tokens) for label, tokens in zip(labels, answers.evicted, strict=True)},
+        "compressions": compressions,
+    }
+
+
+def _print(row: dict[str, Any]) -> None:
+    """One sample: every answer, and how far each compression moved the attention output."""
+    console.say(f"\n{row['sample']} · {row['prompt_tokens']:,} tokens", bold=True)
+    full = row["full"]
+    rows = [("full cache", "", _shown(full["text"]))]
+    for label, made in row["evicted"].items():
+        same = sum(1 for pair in zip(made["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
+        rows.append((label.partition(" ")[0], f"{same} of {len(full['tokens'])}", _shown(made["text"])))
+    console.table("", ["cache", "#same\ntokens", "answer"], rows)
+    for label in row["evicted"]:
+        moved = [one["relative"] for one in row["compressions"] if one["config"] == label]
+        if moved:
+            listed = ", ".join(f"{value:.2f}" for value in moved)
+            console.say(f"{label.partition(' ')[0]}: {len(moved)} compressions, Σ L / Σ ‖o_h‖₁: {listed}")
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split()) or "(nothing)"

@@ -1,0 +1,83 @@
+"""`perturbkv head-scores`: which heads look at the answer while it is copied, for the policy headkv."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from perturbkv.cli import console
+from perturbkv.cli.options import JsonOption
+from perturbkv.errors import ConfigError
+
+_SHOWN = 10
+
+
+def head_scores(
+    model: Annotated[str, Option("--model", "-m", help="As for the other commands.")] = "smollm2-135m",
+    samples: Annotated[int, Option(help="Needle prompts.")] = 8,
+    length: Annotated[list[int] | None, Option(help="Tokens of a prompt; repeatable. Default: 1000.")] = None,
+    haystack: Annotated[str, Option(help="prose or noise.")] = "prose",
+    seed: Annotated[int, Option(help="Of the prompts.")] = 1,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str, Option(help="auto, cpu, cuda, …")] = "auto",
+    output: Annotated[Path, Option("--output", "-o", help="The JSON file.")] = Path("head-scores.json"),
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Score every head by the attention that it gives to the answer of needle prompts, and write headkv's JSON file."""
+    if output.exists() and not overwrite:
+        msg = f"{output} is there already; give --overwrite or another --output"
+        raise ConfigError(msg)
+    scores = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
+    _write(output, scores)
+    ranked = sorted(
+        ((score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)), reverse=True
+    )
+    if as_json:
+        names = {f"{layer}-{head}": score for score, layer, head in ranked}
+        console.print_json({"model": model, "samples": samples, "file": str(output), "scores": names})
+        return
+    total = sum(score for score, _, _ in ranked) or 1.0
+    rows = [(f"{layer}-{head}", f"{score:.3f}", f"{100 * score / total:.1f} %") for score, layer, head in ranked]
+    console.table(f"{model}: heads that look at the answer", ["layer-head", "#score", "#of all"], rows[:_SHOWN])
+    console.say(
+        f"Score: attention on the answer while it is copied, mean of {samples} prompts. "
+        f"All {len(ranked)} heads: {output}"
+    )
+
+
+def _measure(
+    model: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
+) -> list[list[float]]:
+    from perturbkv.datasets import registry as datasets
+    from perturbkv.datasets.encode import check_length, encode
+    from perturbkv.loading import load_weights, open_model, pick_device, pick_dtype
+    from perturbkv.retrieval import head_scores as measured
+
+    place = pick_device(device)
+    files = open_model(model, seed)
+    asked = dataclasses.replace(datasets.DatasetOptions(samples, seed, haystack=haystack), lengths=lengths)
+    template = bool(files.tokenizer.chat_template)
+    prompts = [
+        encode(sample, files.tokenizer, chat_template=template, max_tokens=None)
+        for sample in datasets.load("needle", asked, files.tokenizer).samples
+    ]
+    for prompt in prompts:
+        check_length(prompt, int(files.config.max_position_embeddings), len(prompt.answers[0]) + 1)
+    adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
+    with console.progress("prompts", len(prompts)) as bar:
+        scores = measured(adapter, prompts, lambda: bar.advance(bar.task_ids[0]))
+    return scores.tolist()
+
+
+def _write(path: Path, scores: list[list[float]]) -> None:
+    """The file appears whole or not at all."""
+    from perturbkv.head_scores import as_json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(as_json(scores))
+    beside.replace(path)

@@ -1,0 +1,125 @@
+"""`perturbkv needle`: is a fact still found from an evicted cache, and does perturbation tell (paper, figure 8)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from perturbkv.cli import console, numbers
+from perturbkv.cli.options import LookOptions, RunOptions, with_options
+from perturbkv.cli.study import open_study
+from perturbkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.needle import Method, Needle
+    from perturbkv.analyses.retrieval import Retrieval
+
+_METHODS = ",".join(
+    f"{policy}:{selection}" for policy in ("snapkv", "pyramidkv", "adakv") for selection in ("attention", "two-stage")
+)
+_LENGTHS, _DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
+_STEPS = 8
+
+
+@with_options
+def needle(
+    run: RunOptions,
+    look: LookOptions,
+    compare: Annotated[str, Option(help="Methods: policy:selection, separated by commas.")] = _METHODS,
+    max_new_tokens: Annotated[int, Option(help="Tokens of an answer; the needle's number has 7 digits.")] = 12,
+) -> None:
+    """Ask for a number hidden in a long text, from the full cache and from every evicted one.
+
+    One prompt per length and depth unless --samples asks for more. Perturbation is averaged over --steps (8) decode
+    steps of the full cache's own answer, and correlated with what was found.
+    """
+    wanted = _with_defaults(run, max_new_tokens)
+    study = open_study("needle", wanted, look, lambda: wanted.configs(_names(compare)), generate=max_new_tokens)
+    if study is None:
+        return
+    from perturbkv.analyses import retrieval
+    from perturbkv.analyses.needle import summarise
+    from perturbkv.figures import needle as grids
+    from perturbkv.figures import retrieval as levels
+
+    result, link = summarise(study.trace), retrieval.summarise(study.trace)
+    study.save(grids.draw(result, study.width_mm), result.identity, "needle")
+    study.save(levels.draw(link, result.identity, study.width_mm), result.identity, "needle-correlation")
+    study.finish({**result.to_dict(), "correlation": link.to_dict()}, lambda: _print(result, link))
+
+
+def _with_defaults(run: RunOptions, max_new_tokens: int) -> RunOptions:
+    """Needle's own defaults, where the user chose none."""
+    if run.dataset != "needle":
+        msg = f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'"
+        raise ConfigError(msg)
+    if max_new_tokens < 1:
+        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
+        raise ConfigError(msg)
+    wanted = dataclasses.replace(
+        run, length=run.length or _LENGTHS, depth=run.depth or _DEPTHS, steps=run.steps or _STEPS
+    )
+    cells = len(wanted.lengths) * len(wanted.depths)
+    if run.samples is not None and run.samples < cells:
+        grid = f"{len(wanted.lengths)} lengths × {len(wanted.depths)} depths"
+        msg = f"{grid} need {cells} samples, got --samples {run.samples}"
+        raise ConfigError(msg)
+    return dataclasses.replace(wanted, samples=run.samples or cells)
+
+
+def _names(compare: str) -> list[str]:
+    names = [name.strip() for name in compare.split(",") if name.strip()]
+    if not names:
+        msg = f"--compare takes methods such as {_METHODS.partition(',')[0]}, got none"
+        raise ConfigError(msg)
+    return names
+
+
+def _print(result: Needle, link: Retrieval) -> None:
+    from perturbkv.analyses.naming import common, short
+
+    labels = [method.label for method in result.methods]
+    console.say(f"haystack: {result.haystack} · scenario: {result.scenario} · {common(labels)}")
+    columns = ["method", "#found", *(f"#{length:,}" for length in result.lengths)]
+    rows = [_row("full cache", result.full)]
+    rows += [_row(name or "evicted", method) for name, method in zip(short(labels), result.methods, strict=True)]
+    console.table("\nshare of numbers found, in all and by prompt tokens", columns, rows)
+    _print_link(link)
+    console.say(numbers.about_intervals(result.identity.samples))
+
+
+def _row(name: str, method: Method) -> list[str]:
+    import numpy as np
+
+    by_length = [float(np.mean(column[~np.isnan(column)])) if not np.isnan(column).all() else float("nan")
+                 for column in method.grid.T]  # fmt: skip
+    return [
+        name,
+        numbers.percent(method.score, method.score_interval),
+        *(numbers.percent(share) for share in by_length),
+    ]
+
+
+def _print_link(link: Retrieval) -> None:
+    from perturbkv.analyses.retrieval import MEASURES
+
+    rows = [
+        [
+            MEASURES[one.measure],
+            numbers.decimal(one.rho, one.interval),
+            numbers.decimal(one.within, one.within_interval),
+            numbers.significant(one.found),
+            numbers.significant(one.lost),
+        ]
+        for one in link.correlations
+    ]
+    title = f"perturbation against retrieval: Spearman's ρ, {link.samples} prompts that the full cache answers"
+    columns = ["measure", "#ρ, all", "#ρ, within\na prompt", "#found\nmedian", "#lost\nmedian"]
+    console.table(title, columns, rows)
+    console.say(
+        f"ρ < 0: the more perturbed, the less often found. Within a prompt: across the methods, in the {link.deciding} "
+        f"prompts that only some of them answer. L1, θ and drift are relative to the full run's norms, means of "
+        f"{link.steps} decode steps."
+    )

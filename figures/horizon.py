@@ -1,0 +1,84 @@
+"""Perturbation over the decode steps, and how much it grows in each head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from perturbkv.analyses.horizon import ConfigHorizon, Horizon
+from perturbkv.analyses.naming import common, short
+from perturbkv.figures import heatmaps, style
+
+_HEIGHT_MM = 66
+_STYLES: dict[str, Any] = {"propagated": "-", "isolated": "--"}
+_MOST = 2.0
+
+
+def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
+    """Left: relative L1 of all heads per step with its interval. Right: KL. One colour per configuration."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1) + 6)
+        left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
+        colours = style.category_colours(len(result.configs))
+        for config, colour in zip(result.configs, colours, strict=True):
+            _curves(left, config, colour)
+            right.plot(range(result.steps), style.positive(config.kl), color=colour, gid="kl")
+        left.plot(range(result.steps), style.positive(result.noise_floor), color="0.6", linewidth=0.8, gid="floor")
+        for axes, label in ((left, "Σ L / Σ ‖o_h‖₁"), (right, "KL, nat")):
+            axes.set(xlabel="decode step", ylabel=label)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            style.log_axes(axes, y=True)
+        figure.legend(handles=_legend(result, colours), loc="outside lower left", ncols=2 if narrow else 4)
+        style.title(figure, f"Teacher-forced decoding: {common([config.label for config in result.configs])}")
+        style.foot(figure, result.identity)
+    return figure
+
+
+def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
+    """Growth per head as a power of two, propagated; a dot where it grows beyond its interval."""
+    with style.use():
+        columns = 2 if width_mm < style.WIDE_MM else 4
+        names = short([config.label for config in result.configs])
+        maps = [_map(name or "evicted", config) for name, config in zip(names, result.configs, strict=True)]
+        rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
+        figure = heatmaps.draw(
+            rows,
+            width_mm,
+            (-_MOST, _MOST),
+            "Growth of the propagated perturbation",
+            f"log₂ of the last {result.third} steps\nover the first {result.third}; dot: grows",
+        )
+        style.foot(figure, result.identity)
+    return figure
+
+
+def _map(name: str, config: ConfigHorizon) -> heatmaps.Map:
+    curve = config.curves["propagated"]
+    grows, shrinks = int((curve.head_verdict == 1).sum()), int((curve.head_verdict == -1).sum())
+    with np.errstate(divide="ignore"):
+        shown = np.log2(curve.head_growth)
+    title = f"{name}\ngrows {grows}, shrinks {shrinks} of {curve.head_verdict.size}"
+    return heatmaps.Map(title, np.clip(shown, -_MOST, _MOST), curve.head_verdict == 1)
+
+
+def _curves(axes: Axes, config: ConfigHorizon, colour: Any) -> None:
+    for kind, line in _STYLES.items():
+        curve = config.curves[kind]
+        steps = np.arange(len(curve.relative))
+        axes.plot(steps, style.positive(curve.relative), line, color=colour, gid=kind)
+        if curve.relative_interval is not None and kind == "propagated":
+            low, high = (style.positive(end) for end in curve.relative_interval)
+            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _legend(result: Horizon, colours: list[Any]) -> list[Line2D]:
+    names = short([config.label for config in result.configs])
+    found = [Line2D([], [], color=colour, label=name or "evicted") for name, colour in zip(names, colours, strict=True)]
+    kinds = [Line2D([], [], color="0.3", linestyle=line, label=kind) for kind, line in _STYLES.items()]
+    return [*found, *kinds, Line2D([], [], color="0.6", linewidth=0.8, label="everything kept")]

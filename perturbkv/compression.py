@@ -1,0 +1,197 @@
+"""Long generation: compress a row of a compact cache again whenever it holds more than a limit (paper, appendix K).
+
+What decoding sees is all that is left to decide with: the last queries of the row, and the entries it still holds. The
+perturbation that each compression causes is measured as it happens, on the query that came last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.cache import CompactCache, CompactLayer
+from perturbkv.config import EvictionConfig
+from perturbkv.models import Adapter
+from perturbkv.norms import DEFAULT_CHUNK_BYTES, projected_value_norms
+from perturbkv.policies import registry
+from perturbkv.policies.base import LayerAttention
+from perturbkv.ragged import KeptEntries
+from perturbkv.selection import LayerStatistics, select
+
+
+@dataclass(frozen=True)
+class Compression:
+    """One compression of one row.
+
+    Attributes:
+        config: which configuration.
+        generated: tokens generated before it.
+        before, after: entries per kept set, mean over kept sets and layers.
+        perturbation: isolated perturbation (layer, head) on the last query, against what the row held before.
+        output_norm: ‖o_h‖₁ (layer, head) of that query before the compression.
+        retained_mass: S (layer, head).
+    """
+
+    config: int
+    generated: int
+    before: float
+    after: float
+    perturbation: Float[Tensor, "layer head"]
+    output_norm: Float[Tensor, "layer head"]
+    retained_mass: Float[Tensor, "layer head"]
+
+
+class Compressor:
+    """Watches what is decoded from a compact cache, and compresses rows that hold more than `limit` per kept set.
+
+    Args:
+        adapter: the model.
+        cache: its cache; row r + `first` is configuration r.
+        configs: how each row is compressed, budgets in tokens.
+        limit: entries per kept set, averaged over layers and kept sets, that a row may hold.
+        queries: per layer the last queries of the prompt (head, query, d_head), the window's at least.
+        sample: the sample's id, for seeds.
+        first: row of the first configuration.
+        head_scores: for headkv.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        cache: CompactCache,
+        configs: Sequence[EvictionConfig],
+        limit: int,
+        queries: Sequence[Float[Tensor, "head query d_head"]],
+        sample: str,
+        first: int,
+        head_scores: Sequence[Sequence[float]] = (),
+    ) -> None:
+        self.adapter, self.cache, self.configs, self.limit = adapter, cache, configs, limit
+        self.sample, self.first, self.head_scores = sample, first, head_scores
+        self.window = max(config.window for config in configs)
+        rows = first + len(configs)
+        self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in queries]
+        self.done: list[Compression] = []
+
+    def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Remember the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
+        self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
+
+    def compress(self, generated: int) -> None:
+        """Compress every row that holds more than the limit."""
+        for place, config in enumerate(self.configs):
+            row = self.first + place
+            before = mean_entries(self.cache, row)
+            if before <= self.limit:
+                continue
+            measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
+            stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
+            self.done.append(Compression(place, generated, before, mean_entries(self.cache, row), *stacked))
+
+    def _compress_layer(
+        self, layer: int, row: int, config: EvictionConfig, generated: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
+        held: CompactLayer = self.cache.layers[layer]
+        entries = held.entries(row)
+        if config.granularity == "query":
+            entries = _per_query_head(entries, self.adapter.heads)
+        view = _RowView(self.adapter, entries, self.queries[layer][row], layer, f"{self.sample}/{generated}")
+        kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
+        held.replace({row: view.take(kept)})
+        return view.perturbation(kept)
+
+
+def _per_query_head(entries: KeptEntries, heads: int) -> KeptEntries:
+    """A kept set for each query head, as a row that has kept everything so far holds one per key/value head."""
+    sharing = heads // len(entries.keys)
+    keys, values = (tuple(one for one in kind for _ in range(sharing)) for kind in (entries.keys, entries.values))
+    return KeptEntries(keys, values)
+
+
+class _RowView:
+    """What one row holds in one layer, kept sets of different lengths aligned at their ends, zeros before them."""
+
+    def __init__(self, adapter: Adapter, entries: KeptEntries, queries: Tensor, layer: int, sample: str) -> None:
+        self.adapter, self.entries, self.queries, self.layer, self.sample = adapter, entries, queries, layer, sample
+        self.sets, self.longest = len(entries.keys), max(entries.lengths)
+        self.group = adapter.heads // self.sets
+        even = len(set(entries.lengths)) == 1
+        self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
+
+    def statistics(self, config: EvictionConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
+        """What the selection may look at; kept sets of one length are read at once."""
+        window = min(config.window, self.longest)
+        vote = registry.build(config.policy).votes(config)
+        accumulated = [vote(self._seen(part, str(part.start))) for part in self.parts]
+        norms = [self._norms(part)[:, :-window] for part in self.parts]
+        lengths = torch.tensor(self.entries.lengths, device=norms[0].device)
+        places = torch.arange(self.longest - window, device=norms[0].device)
+        aligned = _aligned(norms, self.longest - window)
+        return LayerStatistics(
+            accumulated=_aligned(accumulated, self.longest - window),
+            norms=aligned,
+            realised=torch.zeros_like(aligned, dtype=theory.WORK),
+            kv_heads=self.sets,
+            layer=self.layer,
+            layers=len(self.adapter.layers),
+            sample=self.sample,
+            head_scores=torch.tensor(head_scores, dtype=theory.WORK) if head_scores else None,
+            valid=places >= (self.longest - lengths).unsqueeze(-1),
+        )
+
+    def take(self, kept: Bool[Tensor, "kept_head key"]) -> KeptEntries:
+        """The entries that stay, copied."""
+        chosen = [
+            row.nonzero().squeeze(-1) - (self.longest - length)
+            for row, length in zip(kept, self.entries.lengths, strict=True)
+        ]
+        keys, values = (
+            tuple(pieces[place][rows] for place, rows in enumerate(chosen))
+            for pieces in (self.entries.keys, self.entries.values)
+        )
+        return KeptEntries(keys, values)
+
+    def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
+        seen = [self._seen(part, "") for part in self.parts]
+        rows = [theory.decode_attention(part.query[:, -1], part.key, part.scale) for part in seen]
+        attention = _aligned(rows, self.longest)
+        value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.entries.values], self.longest)
+        value = value.transpose(1, 2)
+        w_o, mask = self.adapter.output_projection(self.layer), kept.repeat_interleave(self.group, dim=0).unsqueeze(0)
+        output = theory.mix_values(attention.unsqueeze(0), value)
+        return (
+            theory.isolated_perturbation(attention, mask, value, w_o)[0],
+            theory.projected_l1(output, w_o)[0],
+            theory.retained_mass(attention, mask)[0],
+        )
+
+    def _heads(self, part: slice) -> slice:
+        return slice(part.start * self.group, part.stop * self.group)
+
+    def _seen(self, part: slice, name: str) -> LayerAttention:
+        keys = torch.stack(self.entries.keys[part])
+        scale, sample = self.adapter.scale(self.layer), f"{self.sample}/{name}"
+        return LayerAttention(self.queries[self._heads(part)], keys, scale, self.layer, sample)
+
+    def _norms(self, part: slice) -> Tensor:
+        heads, d_head = self._heads(part), self.adapter.d_head
+        columns = self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
+        return projected_value_norms(torch.stack(self.entries.values[part]), columns, DEFAULT_CHUNK_BYTES)
+
+
+def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:
+    """Pieces (…, length) of different lengths, one below the other, zeros before the shorter ones."""
+    return torch.cat([torch.nn.functional.pad(piece, (longest - piece.shape[-1], 0)) for piece in pieces])
+
+
+def mean_entries(cache: CompactCache, row: int) -> float:
+    """Entries per kept set that a row holds, over layers and kept sets."""
+    lengths: list[int] = [length for layer in cache.layers for length in layer.lengths(row)]
+    return sum(lengths) / len(lengths)

@@ -1,0 +1,81 @@
+"""Scores of a model's heads, as headkv takes them: a JSON object `{"layer-head": score}`. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perturbkv.errors import ConfigError
+
+HeadScores = tuple[tuple[float, ...], ...]
+
+
+def given(path: Path | None, model_config: Any, policy: str | None) -> HeadScores:
+    """The scores of a file, one row per layer; empty where no configuration needs them.
+
+    `policy` is the one that does. Raises ConfigError where it has no file, or the file is not of this model's shape.
+    """
+    if policy is None:
+        return ()
+    if path is None:
+        msg = (
+            f"policy '{policy}' needs scores of the model's heads; give --head-scores FILE "
+            "(perturbkv head-scores measures them), or choose a policy that needs none (perturbkv policies)"
+        )
+        raise ConfigError(msg)
+    return read(path, int(model_config.num_hidden_layers), int(model_config.num_attention_heads))
+
+
+def read(path: Path, layers: int, heads: int) -> HeadScores:
+    """The file's scores; a list counts as its mean, as HeadKV's own files hold one score per sample.
+
+    Raises ConfigError where it is not of that many layers and heads, or a score is no number of at least 0.
+    """
+    document = _parsed(path)
+    found = {name: _score(value, f"{path}: '{name}'") for name, value in document.items()}
+    wanted = [[f"{layer}-{head}" for head in range(heads)] for layer in range(layers)]
+    names = {name for row in wanted for name in row}
+    if set(found) != names:
+        strange = sorted(set(found) ^ names)[0]
+        what = f"'{strange}', which the model lacks" if strange in found else f"none for '{strange}'"
+        msg = (
+            f"expected scores of {layers} layers × {heads} heads in {path}, got {len(found)} and {what}; "
+            "measure this model's: perturbkv head-scores"
+        )
+        raise ConfigError(msg)
+    if not any(found.values()):
+        msg = f"expected a score above 0 in {path}, got none"
+        raise ConfigError(msg)
+    return tuple(tuple(found[name] for name in row) for row in wanted)
+
+
+def as_json(scores: Sequence[Sequence[float]]) -> str:
+    """The file that `read` takes."""
+    named = {f"{layer}-{head}": score for layer, row in enumerate(scores) for head, score in enumerate(row)}
+    return json.dumps(named, indent=1) + "\n"
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        msg = f"expected head scores at {path}, which does not exist"
+        raise ConfigError(msg) from None
+    except (OSError, ValueError) as error:
+        msg = f"expected head scores as JSON at {path}, got a file that cannot be read: {error}"
+        raise ConfigError(msg) from None
+    if not isinstance(document, dict):
+        msg = f'expected {{"layer-head": score}} in {path}, got {type(document).__name__}'
+        raise ConfigError(msg)
+    return document
+
+
+def _score(value: Any, where: str) -> float:
+    numbers = value if isinstance(value, list) and value else [value]
+    if not all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers):
+        msg = f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}"
+        raise ConfigError(msg)
+    return float(sum(numbers)) / len(numbers)
