@@ -40,9 +40,8 @@ def _panel(axes: Axes, correlation: Correlation, measured: np.ndarray, score: np
     else:
         edges = _edges(measured)
         kinds = [measured[score == 1], measured[score == 0]]
-        axes.hist(
-            kinds, bins=edges.tolist(), stacked=True, color=[_FOUND, _LOST], label=["found", "lost"], gid="counts"
-        )
+        colours = [_FOUND, _LOST]
+        axes.hist(kinds, bins=edges.tolist(), stacked=True, color=colours, label=["found", "lost"], gid="counts")
         if edges[0] > 0:
             axes.set_xscale("log")
     rho = style.number(correlation.rho)

@@ -203,7 +203,7 @@ class CompactCache(Cache):  # type: ignore[misc]
     @property
     def padding_nbytes(self) -> int:
         """Bytes of `nbytes` that hold no entry."""
-        return self.nbytes - sum(layer.kept_nbytes for layer in self.layers)
+        return int(self.nbytes - sum(layer.kept_nbytes for layer in self.layers))
 
     def forget(self) -> None:
         """Forget everything that was decoded; what was kept stays, for the next decoding of the same prompt."""
