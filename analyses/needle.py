@@ -17,6 +17,8 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
 FULL = "full cache"
+OUTCOMES = ("score", "digits")
+"""Exactly right, and the share of leading digits that are."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,19 @@ class Method:
     Attributes:
         label: the configuration's label.
         score: share of prompts whose number was found, in [0, 1]; its interval, over samples.
-        grid: (depth, length) the same per cell; NaN where no prompt fell.
+        digits: mean share of the number's leading digits that are right; its interval, over samples.
+        grid: (depth, length) score per cell; NaN where no prompt fell.
+        digits_grid: (depth, length) digits per cell.
         kept_entries: mean entries kept per head and layer; the prompt's length for the full cache.
     """
 
     label: str
     score: float
     score_interval: Interval
+    digits: float
+    digits_interval: Interval
     grid: Floats
+    digits_grid: Floats
     kept_entries: float
 
 
@@ -69,13 +76,22 @@ def summarise(trace: Trace, resamples: int = RESAMPLES, seed: int = 0) -> Needle
     """The grid of a needle run that generated answers. Raises TraceError for any other run."""
     check(trace, ANALYSIS, 0)
     lengths, depths = grid_of(trace)
-    scores, full = values(trace, "score", ANALYSIS), values(trace, "score_full", ANALYSIS)
+    scores, full = ({name: values(trace, f"{name}{suffix}", ANALYSIS) for name in OUTCOMES} for suffix in ("", "_full"))
     kept, tokens = values(trace, "kept_count", ANALYSIS), values(trace, "prompt_tokens", ANALYSIS)
     cells = cells_of(trace)
 
-    def method(label: str, found: Floats, entries: float) -> Method:
-        interval = mean_interval(found, resamples, seed)
-        return Method(label, float(found.mean()), interval, _grid(found, cells, (len(depths), len(lengths))), entries)
+    def method(label: str, found: dict[str, Floats], entries: float) -> Method:
+        shape = len(depths), len(lengths)
+        return Method(
+            label=label,
+            score=float(found["score"].mean()),
+            score_interval=mean_interval(found["score"], resamples, seed),
+            digits=float(found["digits"].mean()),
+            digits_interval=mean_interval(found["digits"], resamples, seed),
+            grid=_grid(found["score"], cells, shape),
+            digits_grid=_grid(found["digits"], cells, shape),
+            kept_entries=entries,
+        )
 
     labels = trace.run.labels()
     return Needle(
@@ -86,7 +102,8 @@ def summarise(trace: Trace, resamples: int = RESAMPLES, seed: int = 0) -> Needle
         scenario=trace.run.scenario,
         full=method(FULL, full, float(tokens.mean())),
         methods=tuple(
-            method(label, scores[:, place], float(kept[:, place].mean())) for place, label in enumerate(labels)
+            method(label, {name: array[:, place] for name, array in scores.items()}, float(kept[:, place].mean()))
+            for place, label in enumerate(labels)
         ),
     )
 

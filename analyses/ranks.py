@@ -9,7 +9,9 @@ from perturbkv.analyses.reading import Floats
 
 
 def spearman(first: Floats, second: Floats) -> Floats:
-    """Spearman's ρ along the first axis; NaN where one side is constant."""
+    """Spearman's ρ along the first axis; NaN where one side is constant, or empty."""
+    if not len(first):
+        return np.full(first.shape[1:], np.nan)
     ranks = [mean_ranks(side) for side in (first, second)]
     centred = [rank - rank.mean(axis=0) for rank in ranks]
     products = (centred[0] * centred[1]).sum(axis=0)

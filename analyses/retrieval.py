@@ -13,6 +13,7 @@ import numpy as np
 
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.bootstrap import RESAMPLES, Interval, resample
+from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import Floats, check
 from perturbkv.trace import Trace
@@ -30,22 +31,25 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's ρ between one measure of perturbation and the score; negative: more perturbed, less often found.
+    """Spearman's ρ between a measure of perturbation and an outcome; negative: more perturbed, less of it found.
 
     Attributes:
         measure: a key of `MEASURES`.
-        rho: over all samples × configurations; NaN where all scores are alike.
+        outcome: `score` (exactly right) or `digits` (share of leading digits).
+        rho: over all samples × configurations; NaN where all outcomes are alike.
         interval: 95 % of bootstrap resamples of the samples.
-        within: mean over samples of ρ across the configurations of one prompt, where their scores differ.
-        within_interval: of that mean, over those samples.
-        found, lost: median of the measure where the needle was found, and where it was not.
+        within: mean over samples of ρ across the configurations of one prompt, where their outcomes differ.
+        within_interval: of that mean, over those samples; `deciding` says how many they are.
+        found, lost: median of the measure where the whole number was found, and where it was not.
     """
 
     measure: str
+    outcome: str
     rho: float
     interval: Interval
     within: float
     within_interval: Interval
+    deciding: int
     found: float
     lost: float
 
@@ -56,20 +60,23 @@ class Retrieval:
 
     Attributes:
         samples: that the full cache answers; `left_out`: the others.
-        deciding: samples whose configurations differ in their scores.
         steps: decode steps that every measure is the mean of.
-        correlations: one per measure.
+        correlations: one per outcome and measure.
         perturbation: (measure, sample, config) relative to the full run's own norms (KL in nat, 1 − S as it is).
-        score: (sample, config).
+        score, digits: (sample, config) the outcomes.
     """
 
     samples: int
     left_out: int
-    deciding: int
     steps: int
     correlations: tuple[Correlation, ...]
     perturbation: Floats
     score: Floats
+    digits: Floats
+
+    def of(self, outcome: str) -> list[Correlation]:
+        """The correlations with one outcome, by measure."""
+        return [one for one in self.correlations if one.outcome == outcome]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers; the perturbation beside each score."""
@@ -85,17 +92,20 @@ def summarise(trace: Trace, resamples: int = RESAMPLES, seed: int = 0) -> Retrie
     """Correlations over a run that generated answers. Raises TraceError where it lacks them."""
     check(trace, ANALYSIS, 0)
     answered = np.asarray(trace.get("score_full", ANALYSIS)) == 1
-    score = np.asarray(trace.get("score", ANALYSIS), dtype=np.float64)[answered]
+    outcomes = {name: np.asarray(trace.get(name, ANALYSIS), dtype=np.float64)[answered] for name in OUTCOMES}
     measured = {name: array[answered] for name, array in measures(trace).items()}
-    deciding = (score != score[:, :1]).any(axis=1)
     return Retrieval(
         samples=int(answered.sum()),
         left_out=int((~answered).sum()),
-        deciding=int(deciding.sum()),
         steps=trace.run.steps,
-        correlations=tuple(_correlation(name, measured[name], score, deciding, resamples, seed) for name in MEASURES),
+        correlations=tuple(
+            _correlation((name, outcome), measured[name], outcomes, resamples, seed)
+            for outcome in OUTCOMES
+            for name in MEASURES
+        ),
         perturbation=np.stack([measured[name] for name in MEASURES]),
-        score=score,
+        score=outcomes["score"],
+        digits=outcomes["digits"],
     )
 
 
@@ -119,24 +129,27 @@ def measures(trace: Trace) -> dict[str, Floats]:
 
 
 def _correlation(
-    name: str, measured: Floats, score: Floats, deciding: np.ndarray[Any, Any], resamples: int, seed: int
+    names: tuple[str, str], measured: Floats, outcomes: dict[str, Floats], resamples: int, seed: int
 ) -> Correlation:
-    within = spearman(measured[deciding].T, score[deciding].T) if deciding.any() else np.empty(0)
+    outcome, score = outcomes[names[1]], outcomes["score"]
+    deciding = (outcome != outcome[:, :1]).any(axis=1)
+    within = spearman(measured[deciding].T, outcome[deciding].T) if deciding.any() else np.empty(0)
     hit, miss = measured[score == 1], measured[score == 0]
     return Correlation(
-        measure=name,
-        rho=float(spearman(measured.reshape(-1), score.reshape(-1))),
-        interval=_interval(
-            lambda drawn: float(spearman(measured[drawn].reshape(-1), score[drawn].reshape(-1))),
-            len(score),
-            resamples,
-            seed,
-        ),
+        *names,
+        rho=_rho(measured, outcome),
+        interval=_interval(lambda drawn: _rho(measured[drawn], outcome[drawn]), len(outcome), resamples, seed),
         within=float(within.mean()) if len(within) else float("nan"),
         within_interval=_interval(lambda drawn: float(within[drawn].mean()), len(within), resamples, seed),
+        deciding=int(deciding.sum()),
         found=float(np.median(hit)) if len(hit) else float("nan"),
         lost=float(np.median(miss)) if len(miss) else float("nan"),
     )
+
+
+def _rho(measured: Floats, outcome: Floats) -> float:
+    """Over all samples and configurations."""
+    return float(spearman(measured.reshape(-1), outcome.reshape(-1)))
 
 
 def _interval(statistic: Callable[[Any], float], samples: int, resamples: int, seed: int) -> Interval:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.options import RunOptions, with_options
 from perturbkv.cli.tracing import Plan, plan, provenance, run_folder
@@ -78,22 +79,31 @@ def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int, compress_ev
 
 
 def _open(path: Path, header: dict[str, Any], about: dict[str, str], overwrite: bool) -> list[dict[str, Any]]:
-    """The samples that a run of the same name has finished already; a new file where there is none.
+    """The samples that the same run has finished already; a new file where there is none.
 
     Raises ConfigError where the file is of another run.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() and not overwrite else []
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() and not overwrite else []
     found = [document for document in map(_parsed, lines) if document is not None]
-    if not found:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**header, "made_with": about}) + "\n", encoding="utf-8")
-        return []
-    if any(found[0].get(name) != value for name, value in header.items()):
+    if found and any(found[0].get(name) != value for name, value in header.items()):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
     if len(found) > 1:
-        console.note(f"{len(found) - 1} samples are there already; going on")
+        console.note(f"{counted(len(found) - 1, 'sample')} of {header['run']['samples']} there already; going on")
+    _write_whole(path, found or [{**header, "made_with": about}])
     return found[1:]
+
+
+def _write_whole(path: Path, documents: list[dict[str, Any]]) -> None:
+    """The file with these lines alone, under a temporary name first: what a killed run left unfinished is gone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text("".join(_line(document) for document in documents), encoding="utf-8")
+    beside.replace(path)
+
+
+def _line(document: dict[str, Any]) -> str:
+    return json.dumps(document, ensure_ascii=False) + "\n"
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -125,7 +135,7 @@ def _generate(
                 head_scores=config.head_scores, compress_every=compress_every,
             )  # fmt: skip
             rows.append(_row(prompt, answers, labels, adapter.tokenizer.decode))
-            file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
+            file.write(_line(rows[-1]))
             file.flush()
             os.fsync(file.fileno())
             bar.advance(bar.task_ids[0])

@@ -82,10 +82,10 @@ def _print(result: Needle, link: Retrieval) -> None:
 
     labels = [method.label for method in result.methods]
     console.say(f"haystack: {result.haystack} · scenario: {result.scenario} · {common(labels)}")
-    columns = ["method", "#found", *(f"#{length:,}" for length in result.lengths)]
+    columns = ["method", "#found", "#leading\ndigits", *(f"#{length:,}" for length in result.lengths)]
     rows = [_row("full cache", result.full)]
     rows += [_row(name or "evicted", method) for name, method in zip(short(labels), result.methods, strict=True)]
-    console.table("\nshare of numbers found, in all and by prompt tokens", columns, rows)
+    console.table("\nshare of numbers found in all, of their leading digits, and found by prompt tokens", columns, rows)
     _print_link(link)
     console.say(numbers.about_intervals(result.identity.samples))
 
@@ -93,13 +93,11 @@ def _print(result: Needle, link: Retrieval) -> None:
 def _row(name: str, method: Method) -> list[str]:
     import numpy as np
 
-    by_length = [float(np.mean(column[~np.isnan(column)])) if not np.isnan(column).all() else float("nan")
-                 for column in method.grid.T]  # fmt: skip
-    return [
-        name,
-        numbers.percent(method.score, method.score_interval),
-        *(numbers.percent(share) for share in by_length),
-    ]
+    columns = [column[~np.isnan(column)] for column in method.grid.T]
+    by_length = [float(column.mean()) if len(column) else float("nan") for column in columns]
+    whole = numbers.percent(method.score, method.score_interval)
+    digits = numbers.percent(method.digits, method.digits_interval)
+    return [name, whole, digits, *(numbers.percent(share) for share in by_length)]
 
 
 def _print_link(link: Retrieval) -> None:
@@ -107,19 +105,17 @@ def _print_link(link: Retrieval) -> None:
 
     rows = [
         [
-            MEASURES[one.measure],
-            numbers.decimal(one.rho, one.interval),
-            numbers.decimal(one.within, one.within_interval),
-            numbers.significant(one.found),
-            numbers.significant(one.lost),
+            MEASURES[exact.measure],
+            numbers.decimal(exact.rho, exact.interval),
+            numbers.decimal(digits.rho, digits.interval),
+            numbers.decimal(digits.within, digits.within_interval),
         ]
-        for one in link.correlations
+        for exact, digits in zip(link.of("score"), link.of("digits"), strict=True)
     ]
     title = f"perturbation against retrieval: Spearman's ρ, {link.samples} prompts that the full cache answers"
-    columns = ["measure", "#ρ, all", "#ρ, within\na prompt", "#found\nmedian", "#lost\nmedian"]
-    console.table(title, columns, rows)
+    console.table(title, ["measure", "#whole number", "#digits", "#digits, within\na prompt"], rows)
     console.say(
-        f"ρ < 0: the more perturbed, the less often found. Within a prompt: across the methods, in the {link.deciding} "
-        f"prompts that only some of them answer. L1, θ and drift are relative to the full run's norms, means of "
-        f"{link.steps} decode steps."
+        f"ρ < 0: the more perturbed, the less was found. Within a prompt: across the methods, in the "
+        f"{link.of('digits')[0].deciding} prompts in which they differ. L1, θ and drift are relative to the full run's "
+        f"norms, means of {link.steps} decode steps."
     )

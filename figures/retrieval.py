@@ -22,7 +22,7 @@ def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_
         rows = -(-len(MEASURES) // columns)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM)
         axes = figure.subplots(rows, columns, squeeze=False)
-        for panel, correlation, measured in zip(axes.flat, result.correlations, result.perturbation, strict=True):
+        for panel, correlation, measured in zip(axes.flat, result.of("score"), result.perturbation, strict=True):
             _panel(panel, correlation, measured, result.score)
         for row in axes:
             row[0].set_ylabel("prompts × configurations")

@@ -12,7 +12,7 @@ from perturbkv import measure, theory
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.config import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.datasets.scoring import exact_number
+from perturbkv.datasets.scoring import exact_number, leading_digits
 from perturbkv.decoding import StepRecord, decode_evicted, decode_full
 from perturbkv.errors import ActivationError
 from perturbkv.generation import end_tokens, generate
@@ -198,13 +198,10 @@ def _kept_arrays(adapter: Adapter, layers: Sequence[_LayerResult]) -> Arrays:
 def _answer_arrays(adapter: Adapter, prompt: EncodedPrompt, made: Sequence[Sequence[int]], most: int) -> Arrays:
     """What each row generated, the full cache's first, and whether it is right."""
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in made]
-    scores = [exact_number(adapter.tokenizer.decode(list(tokens)), prompt.answers) for tokens in made]
-    values: dict[str, object] = {
-        "generated_full": full,
-        "generated": evicted,
-        "score_full": scores[0],
-        "score": scores[1:],
-    }
+    texts = [adapter.tokenizer.decode(list(tokens)) for tokens in made]
+    values: dict[str, object] = {"generated_full": full, "generated": evicted}
+    for name, grade in (("score", exact_number), ("digits", leading_digits)):
+        values[f"{name}_full"], *values[name] = (grade(text, prompt.answers) for text in texts)
     return {name: to_numpy(torch.tensor(value), VARIABLES[name].dtype) for name, value in values.items()}
 
 

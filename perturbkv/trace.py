@@ -89,6 +89,10 @@ VARIABLES: dict[str, Variable] = {
     ),
     "score_full": Variable((), "1", "1 where the full cache's answer is right", optional=True),
     "score": Variable(("config",), "1", "1 where the evicted cache's answer is right", optional=True),
+    "digits_full": Variable((), "1", "share of the answer's leading digits that the full cache gives", optional=True),
+    "digits": Variable(
+        ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
+    ),
     "head_output_full": Variable(
         ("step", "layer", "head", "d_head"), "1", "full-cache head output before W_O", "float32", optional=True
     ),

@@ -35,7 +35,20 @@ def refused(ran: Any, *words: str) -> None:
         (["--compare", "attention,twostage"], ["unknown selection 'twostage'; known: two-stage"]),
         (["--compare", "attention"], ["two or more selections"]),
         (["--compare", "attention,attention"], ["attention"]),
-        (["--policy", "streaming-llm"], ["streaming-llm", "position"]),
+        (["--policy", "streaming-llm"], ["streaming-llm", "selection 'attention'", "streaming-llm with position"]),
+        (["--policy", "headkv"], ["'headkv' needs scores", "--head-scores FILE", "perturbkv policies"]),
+        (["--policy", "headkv", "--head-scores", "none.json"], ["none.json, which does not exist"]),
+        (["--policy", "adakv", "--cache", "rectangular"], ["rectangular cache cannot hold", "snapkv"]),
+        (["--cache", "padded"], ["unknown cache 'padded'", "ragged"]),
+        (["--scenario", "context"], ["unknown scenario 'context'; known: context-only"]),
+        (["--scenario", "context-only"], ["no question of its own", "--scenario regular"]),
+        (["--floor", "2"], ["floor must lie in [0, 1], got 2"]),
+        (["--recent", "-1"], ["recent must lie in [0, 1]"]),
+        (["--pyramid-beta", "0"], ["pyramid-beta must be at least 1"]),
+        (["--history", "0"], ["history must be at least 1"]),
+        (["--dataset", "needle", "--length", "many"], ["--length takes numbers", "'many'"]),
+        (["--dataset", "needle", "--length", "200.5"], ["whole numbers", "200.5"]),
+        (["--dataset", "needle", "--depth", "deep"], ["--depth takes numbers", "'deep'"]),
         (["--budget", "8"], ["window of 8", "raise the budget above 8"]),
         (["--budget", "0.01"], ["window of 8"]),
         (["--budget", "0"], ["must be positive, got 0"]),
@@ -153,3 +166,34 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
     assert "failed: the hidden states of layer 1 hold NaN or Inf in sample 'p0'" in ran.err
     assert "1 sample\n" in ran.out
     assert dict(read_trace(Path("out/trace.h5")).failures).keys() == {"p0"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["generate", "--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]),
+        (["generate", "--selection", "hindsight"], ["'hindsight' looks at the next query"]),
+        (["generate", "--compress-every", "24"], ["--compress-every 24 needs a budget in tokens below it"]),
+        (["generate", "--compress-every", "90", "--budget", "0.5"], ["needs a budget in tokens", "0.5"]),
+        (["generate", "--compress-every", "90", "--policy", "h2o"], ["'h2o'", "works with snapkv"]),
+        (["needle"], ["leave --dataset out"]),
+        (["needle", "--dataset", "needle", "--samples", "3"], ["3 lengths × 6 depths need 18 samples"]),
+        (["needle", "--dataset", "needle", "--samples", "18", "--max-new-tokens", "0"], ["--max-new-tokens"]),
+        (["needle", "--dataset", "needle", "--samples", "18", "--compare", ","], ["--compare takes methods"]),
+        (["horizon", "--compare", "attention"], ["two or more selections"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0] in ("generate", "needle", "horizon") else "",
+)
+def test_commands_that_decode(perturbkv: Run, tiny: list[object], command: list[str], words: list[str]) -> None:
+    refused(perturbkv(command[0], *tiny, *command[1:], "-o", "out"), *words)
+    assert not Path("out").exists()
+
+
+def test_head_scores_of_another_model(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    scores = tmp_path / "scores.json"
+    scores.write_text(json.dumps({f"{layer}-{head}": 1.0 for layer in range(3) for head in range(4)}))
+    ran = perturbkv("heads", *tiny, "--policy", "headkv", "--head-scores", scores, "-o", "out")
+    refused(ran, "expected scores of 2 layers × 4 heads", "'2-0', which the model lacks", "perturbkv head-scores")
+    ran = perturbkv("head-scores", "--model", tiny[1], "--length", 5000, "-o", "s.json")
+    refused(ran, "512 positions")
+    assert not Path("s.json").exists()

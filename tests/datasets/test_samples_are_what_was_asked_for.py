@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perturbkv.datasets import registry
+from perturbkv.datasets import registry, scoring
 from perturbkv.datasets.encode import EncodedPrompt, check_length, cut_middle, encode
 from perturbkv.datasets.prose import sentences
 from perturbkv.datasets.registry import DatasetInfo, DatasetOptions, load
@@ -201,3 +201,43 @@ def test_a_prompt_longer_than_the_model_is_refused() -> None:
         check_length(prompt, positions=101, steps=2)
     with pytest.raises(DatasetError, match="no tokens"):
         EncodedPrompt("s", (), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "exact", "digits"),
+    [
+        (" 1234567.", ("1234567",), 1, 1),
+        ("It is 1,234,567!", ("1234567",), 1, 1),
+        (" 1234.", ("1234567",), 0, 4 / 7),
+        (" 12345678", ("1234567",), 0, 1),
+        ("none at all", ("1234567",), 0, 0),
+        ("7 or 1234567", ("1234567",), 0, 0),
+        (" 42", ("7", "42"), 1, 1),
+        (" 42", (), 0, 0),
+    ],
+)
+def test_answers_are_scored_by_their_first_number(
+    text: str, answers: tuple[str, ...], exact: float, digits: float
+) -> None:
+    assert scoring.exact_number(text, answers) == exact
+    assert scoring.leading_digits(text, answers) == digits
+
+
+def test_a_question_is_told_apart_from_its_context_on_the_prompts_own_tokens() -> None:
+    sample = Sample("s", "aa bbb", " cccc", answer_prefix="ddddd")
+    plain = encode(sample, Words(), chat_template=False, max_tokens=None)
+    assert plain.parts("regular") == (plain.token_ids, ())
+    context, question = plain.parts("context-only")
+    assert context + question == plain.token_ids
+    assert question == (4, 5)
+    chat = encode(sample, Words(), chat_template=True, max_tokens=None)
+    assert chat.parts("context-only")[1] == chat.token_ids[-chat.question_tokens :]
+    assert chat.question_tokens >= 2
+    assert encode(Sample("s", "aa bbb"), Words(), chat_template=False, max_tokens=None).question_tokens == 0
+
+
+def test_a_cut_leaves_the_question_whole_where_it_fits_the_last_half() -> None:
+    sample = Sample("s", " ".join(["aa"] * 40), " cccc dddd")
+    cut = encode(sample, Words(), chat_template=False, max_tokens=10)
+    assert cut.question_tokens == encode(sample, Words(), chat_template=False, max_tokens=None).question_tokens == 2
+    assert cut.parts("context-only")[1] == (4, 4)

@@ -31,6 +31,7 @@ def sample_trace(
     """Floats are lognormal, kept positions 0 … KEPT − 1 for every head."""
     draw = np.random.default_rng(seed)
     sizes = {"config": configs, "step": steps, "layer": layers, "head": heads, "d_head": 3, "d_model": 4, "key": keys}
+    sizes["answer_token"] = 4
     arrays: dict[str, Any] = {}
     for variable, spec in VARIABLES.items():
         if spec.optional and not optional or variable == "kept_position":

@@ -1,0 +1,155 @@
+"""Commands that generate, or decode on: what they leave, what they print, how they are resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from perturbkv.store import read_run, read_trace
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def small(model: Path) -> list[object]:
+    """Needle prompts of 150 byte tokens and more for the tiny model."""
+    return ["--model", model, "--budget", 40, "--window", 8]
+
+
+GRID = ["--lengths", "300,340", "--depths", "0,1", "--haystack", "noise", "--steps", 2, "--max-new-tokens", 5]
+
+
+def narrow(text: str) -> bool:
+    return all(cell_len(line) <= 80 for line in text.splitlines())
+
+
+def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(perturbkv: Run, small: list[object]) -> None:
+    ran = perturbkv("needle", *small, *GRID, "-o", "out", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    assert {path.name for path in Path("out").iterdir()} == {
+        "trace.h5", "needle.png", "needle-correlation.png", "summary.json"
+    }  # fmt: skip
+    trace = read_trace(Path("out/trace.h5"))
+    assert (trace.run.generate, trace.run.steps, len(trace.sample_ids), len(trace.run.configs)) == (5, 2, 4, 6)
+    told = json.loads(Path("out/summary.json").read_text())["analyses"]["needle"]
+    assert [method["label"] for method in told["methods"]] == trace.run.labels()
+    assert told["full"]["score"] == trace.arrays["score_full"].mean()
+    assert set(told["correlation"]["perturbation"]) == {"isolated", "theta", "propagated", "drift", "kl", "lost"}
+    again = perturbkv("needle", "out/trace.h5", "-o", "again", "--json")
+    assert again.code == 0, again.err
+    assert again.json()["methods"] == told["methods"]
+
+
+def test_needle_in_context_only_compresses_the_context_alone(perturbkv: Run, small: list[object]) -> None:
+    ran = perturbkv("needle", *small, *GRID, "--scenario", "context-only", "-o", "out", "--json")
+    assert ran.code == 0, ran.err
+    arrays = read_trace(Path("out/trace.h5")).arrays
+    assert (arrays["question_tokens"] > 50).all()
+    assert ran.json()["scenario"] == "context-only"
+
+
+def test_horizon_follows_its_steps(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("horizon", *tiny, "--steps", 6, "-o", "out", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    assert {"horizon.png", "horizon-heads.png", "summary.json", "trace.h5"} == {p.name for p in Path("out").iterdir()}
+    told = json.loads(Path("out/summary.json").read_text())["analyses"]["horizon"]
+    assert told["steps"] == 6
+    assert len(told["configs"][0]["curves"][0]["relative"]) == 6
+    assert read_run(Path("out/trace.h5")).steps == 6
+
+
+def test_horizon_of_a_trace_of_one_step_says_what_it_needs(perturbkv: Run, tiny: list[object]) -> None:
+    perturbkv("trace", *tiny, "-o", "t.h5")
+    ran = perturbkv("horizon", "t.h5")
+    assert ran.code == 2
+    assert "needs at least 3 decode steps, got a trace of 1" in ran.err
+
+
+def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: list[object]) -> None:
+    options = [*tiny, "--max-new-tokens", 6, "-o", "out"]
+    ran = perturbkv("generate", *options)
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    path = Path("out/generation.jsonl")
+    header, *rows = map(json.loads, path.read_text().split("\n")[:-1])
+    assert header["run"]["generate"] == 6
+    assert [row["sample"] for row in rows] == ["p0", "p1"]
+    assert set(rows[0]["evicted"]) == {label for label in rows[0]["evicted"] if label.startswith("snapkv:")}
+    assert all(len(made["tokens"]) <= 6 for row in rows for made in row["evicted"].values())
+    whole = path.read_text()
+    path.write_text("\n".join(whole.splitlines()[:2]) + '\n{"sample": "p1", "unfini')
+    again = perturbkv("generate", *options)
+    assert again.code == 0, again.err
+    assert "1 sample of 2 there already; going on" in again.err
+    assert path.read_text() == whole
+    other = perturbkv("generate", *tiny, "--max-new-tokens", 7, "-o", "out")
+    assert other.code == 2
+    assert "is of another run; give --overwrite" in other.err
+    assert path.read_text() == whole
+
+
+def test_long_generation_records_every_compression(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("generate", *tiny, "--policy", "adakv", "--max-new-tokens", 40, "--compress-every", 36, "-o", "out")
+    assert ran.code == 0, ran.err
+    assert "compressions, Σ L / Σ ‖o_h‖₁" in ran.out
+    _, row, _ = map(json.loads, Path("out/generation.jsonl").read_text().split("\n")[:-1])
+    one = row["compressions"][0]
+    assert (one["entries_before"], one["entries_after"]) == (37.0, 24.0)
+    assert len(one["perturbation"]) == 2
+    assert len(one["perturbation"][0]) == 4
+    assert 0 < one["relative"] == pytest.approx(sum(map(sum, one["perturbation"])) / sum(map(sum, one["output_norm"])))
+
+
+def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, tiny: list[object]) -> None:
+    ran = perturbkv("head-scores", "--model", model, "--samples", 2, "--length", 300, "-o", "scores.json")
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    scores = json.loads(Path("scores.json").read_text())
+    assert set(scores) == {f"{layer}-{head}" for layer in range(2) for head in range(4)}
+    kept = perturbkv("head-scores", "--model", model, "-o", "scores.json")
+    assert kept.code == 2
+    assert "is there already" in kept.err
+    ran = perturbkv("trace", *tiny, "--policy", "headkv", "--head-scores", "scores.json", "-o", "t.h5")
+    assert ran.code == 0, ran.err
+    trace = read_trace(Path("t.h5"))
+    assert trace.run.head_scores == tuple(tuple(scores[f"{la}-{h}"] for h in range(4)) for la in range(2))
+    counts = trace.arrays["kept_count"][0, 0]
+    assert counts.sum() == 24 * 8
+    assert counts.min() < counts.max()
+    best = max(scores, key=lambda name: scores[name])
+    layer, head = map(int, best.split("-"))
+    assert counts[layer, head] == counts.max()
+
+
+def test_info_reports_the_padding_of_ragged_caches(perturbkv: Run, tiny: list[object]) -> None:
+    perturbkv("trace", *tiny, "--policy", "adakv", "-o", "t.h5")
+    arrays = read_trace(Path("t.h5")).arrays
+    held, padding = int(arrays["cache_bytes"].sum()), int(arrays["cache_padding_bytes"].sum())
+    entries = int(arrays["kept_count"].sum()) * 2 * 8 * 4  # keys and values, head size 8, float32
+    assert held == entries + padding
+    assert 0 < padding <= entries / 8
+    ran = perturbkv("info", "t.h5")
+    assert f"{held:,} bytes, of which {padding:,}" in " ".join(ran.out.split())
+    assert narrow(ran.out)
+    rectangular = perturbkv("trace", *tiny, "--policy", "pyramidkv", "--cache", "rectangular", "-o", "r.h5")
+    assert rectangular.code == 0, rectangular.err
+    assert read_trace(Path("r.h5")).arrays["cache_padding_bytes"].sum() == 0
+
+
+def test_policies_tell_what_combines_with_what(perturbkv: Run) -> None:
+    from perturbkv.policies import registry
+
+    told = " ".join(perturbkv("policies").out.split())
+    assert narrow(perturbkv("policies").out)
+    for info in registry.known():
+        assert info.name in told
+    refused = perturbkv("trace", "--policy", "streaming-llm", "--selection", "two-stage")
+    for row in registry.pairs():
+        assert f"{row[0]} with {row[1]} in a {row[2]} cache" in refused.err

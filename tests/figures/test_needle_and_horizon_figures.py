@@ -1,0 +1,87 @@
+"""Heat maps of retrieval, levels of perturbation, curves over steps: their artists hold the result's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from perturbkv.analyses import horizon, needle, retrieval
+from perturbkv.analyses.identity import identity
+from perturbkv.figures import horizon as horizon_figure
+from perturbkv.figures import needle as needle_figure
+from perturbkv.figures import retrieval as retrieval_figure
+from perturbkv.trace import Trace
+from tests.analyses.test_needle_and_horizon_by_hand import growing, made
+from tests.support.artists import artist, artists, render, words
+
+WIDTHS = pytest.mark.parametrize("width", [84, 174])
+SCORES = [[1, 0], [1, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
+LEVELS = [[0.1, 0.9], [0.2, 0.3], [0.8, 0.7], [0.5, 0.2], [0.4, 0.6], [0.7, 0.8]]
+
+
+def answered() -> Trace:
+    return made(SCORES, [1, 1, 1, 1, 0, 1], LEVELS)
+
+
+@WIDTHS
+def test_a_map_per_method_holds_its_grid(width: int) -> None:
+    result = needle.summarise(answered())
+    figure = needle_figure.draw(result, width)
+    for panel, method in enumerate((result.full, *result.methods)):
+        np.testing.assert_allclose(artist(figure, panel, "map").get_array(), method.grid)
+        assert [label.get_text() for label in figure.axes[panel].get_xticklabels()] == ["100", "200"]
+        assert [label.get_text() for label in figure.axes[panel].get_yticklabels()] == ["0", "1"]
+    said = words(figure)
+    assert "Needle in noise, regular" in said
+    assert "full cache\n83 %" in said
+    assert "attention\n33 %" in said
+    assert len(render(figure)) > 1000
+
+
+@WIDTHS
+def test_levels_count_every_prompt_and_configuration(width: int) -> None:
+    trace = answered()
+    result = retrieval.summarise(trace)
+    figure = retrieval_figure.draw(result, identity(trace, trace.run.labels()), width)
+    for panel, measured in enumerate(result.perturbation):
+        heights = [bar.get_height() for bar in artists(figure, panel, "counts")] or [
+            bar.get_height() for bar in figure.axes[panel].patches
+        ]
+        assert sum(heights) == measured.size == 10
+    assert f"ρ = {result.correlations[0].rho:.2f}" in words(figure)
+
+
+@WIDTHS
+def test_curves_and_maps_of_growth(width: int) -> None:
+    result = horizon.summarise(growing(), ["attention", "two-stage"])
+    figure = horizon_figure.draw(result, width)
+    for kind in horizon.KINDS:
+        for line, config in zip(artists(figure, 0, kind), result.configs, strict=True):
+            np.testing.assert_allclose(line.get_ydata(), config.curves[kind].relative)
+    np.testing.assert_allclose(artist(figure, 0, "floor").get_ydata(), result.noise_floor)
+    for line, config in zip(artists(figure, 1, "kl"), result.configs, strict=True):
+        np.testing.assert_allclose(line.get_ydata(), config.kl)
+    maps = horizon_figure.draw_heads(result, width)
+    for panel in range(2):
+        np.testing.assert_allclose(artist(maps, panel, "map").get_array(), [[1, -1], [0, 0]])
+        np.testing.assert_array_equal(artist(maps, panel, "marks").get_offsets(), [[0.5, 0.5]])
+    assert "grows 1, shrinks 1 of 4" in words(maps)
+
+
+@WIDTHS
+def test_odd_runs_are_drawn(width: int) -> None:
+    nothing = made([[1, 0]], [0], [[0.1, 0.2]])
+    shown = identity(nothing, nothing.run.labels())
+    figure = retrieval_figure.draw(retrieval.summarise(nothing), shown, width)
+    assert "the full cache answers no prompt" in words(figure)
+    zero = made([[1, 0]], [1], [[0.0, 0.0]])
+    for trace in (nothing, zero):
+        render(needle_figure.draw(needle.summarise(trace), width))
+        render(retrieval_figure.draw(retrieval.summarise(trace), shown, width))
+    one = growing(1)
+    render(horizon_figure.draw(horizon.summarise(one, ["attention"]), width))
+    for name in ("perturbation_propagated", "perturbation_isolated", "noise_floor", "logit_kl"):
+        one.arrays[name][:] = 0  # type: ignore[index]
+    result = horizon.summarise(one, ["attention"])
+    render(horizon_figure.draw(result, width))
+    render(horizon_figure.draw_heads(result, width))

@@ -1,0 +1,183 @@
+"""Compressing a growing cache again, step by step against a naive run that masks what was evicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from perturbkv.compression import mean_entries
+from perturbkv.config import Budget, EvictionConfig
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.errors import ConfigError
+from perturbkv.generation import answer, read_evicting
+from perturbkv.models import Adapter
+from perturbkv.policies import registry
+from tests.oracle import policies, selection, theory
+from tests.oracle.decoder import Decoder
+from tests.support.models import exact_adapter, tiny_adapter, token_ids
+
+PROMPT = EncodedPrompt("s", token_ids(14, seed=4), 0)
+BUDGET, LIMIT, WINDOW, TOKENS = 12, 24, 4, 40
+
+
+def config(policy: str, **fields: object) -> EvictionConfig:
+    return registry.configured("paper", Budget(BUDGET), policy, **{"window": WINDOW, "kernel": 3, **fields})
+
+
+class Naive:
+    """Lists of held positions per layer and query head; every kept set is a query head's."""
+
+    def __init__(self, adapter: Adapter, chosen: EvictionConfig) -> None:
+        self.decoder, self.config = Decoder(adapter.model), chosen
+        self.held = [[list(range(len(PROMPT.token_ids))) for _ in range(adapter.heads)] for _ in adapter.layers]
+        self.queries: list[list[np.ndarray]] = [[] for _ in adapter.layers]
+        self.compressions: list[tuple[int, float, np.ndarray]] = []
+        self.scale = adapter.d_head**-0.5
+
+    def generate(self) -> list[int]:
+        for token in PROMPT.token_ids:
+            logits = self._step(token)
+        made = [int(np.argmax(logits))]
+        while len(made) < TOKENS:
+            lengths = [len(held) for layer in self.held for held in layer]
+            if sum(lengths) / len(lengths) > LIMIT:
+                moved = np.array([self._compress(layer) for layer in range(len(self.held))])
+                self.compressions.append((len(made), sum(lengths) / len(lengths), moved))
+            logits = self._step(made[-1])
+            made.append(int(np.argmax(logits)))
+        return made
+
+    def _step(self, token: int) -> np.ndarray:
+        now = self.decoder.position
+        masks = [np.array([[place in held for place in range(now)] for held in layer]) for layer in self.held]
+        record = self.decoder.step(token, masks)
+        for layer, query in enumerate(record.query):
+            self.queries[layer].append(query)
+        if now >= len(PROMPT.token_ids):
+            for layer in self.held:
+                for held in layer:
+                    held.append(now)
+        return record.logits
+
+    def _compress(self, layer: int) -> list[float]:
+        """Select for every head among what it holds; returns each head's isolated perturbation."""
+        decoder, _config = self.decoder, self.config
+        longest = max(len(held) for held in self.held[layer])
+        prefix = longest - WINDOW
+        votes, norms = np.zeros((decoder.heads, prefix)), np.zeros((decoder.heads, prefix))
+        for head, held in enumerate(self.held[layer]):
+            keys, values = self._entries(layer, head)
+            first = longest - len(held)
+            queries = [self.queries[layer][position][head] for position in held[-WINDOW:]]
+            for query, position in zip(queries, held[-WINDOW:], strict=True):
+                seen = [place for place in held if place <= position]
+                weights = theory.softmax([self.scale * float(query @ key) for key in keys[: len(seen)]])
+                for place, weight in enumerate(weights):
+                    if first + place < prefix:
+                        votes[head, first + place] += weight / WINDOW
+            columns = theory.head_slice(self._w_o(layer), head, decoder.d_head)
+            for place, value in enumerate(values[:-WINDOW]):
+                norms[head, first + place] = theory.l1(value @ columns)
+        return [self._take(layer, head, votes, norms, longest) for head in range(decoder.heads)]
+
+    def _take(self, layer: int, head: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> float:
+        held, prefix = self.held[layer][head], longest - WINDOW
+        first = longest - len(held)
+        pooled = [theory.pool(list(row), self.config.pool, self.config.kernel) for row in votes]
+        lengths = self._lengths if head else [len(one) for one in self.held[layer]]
+        self._lengths = lengths
+        real = [
+            [score if place >= longest - lengths[other] else -np.inf for place, score in enumerate(row)]
+            for other, row in enumerate(pooled)
+        ]
+        budget = min(self._budgets(real, longest)[head], len(held) - WINDOW)
+        places = range(first, prefix)
+        count = int(self.config.alpha * budget + 1e-9)
+        stage1 = selection.top({place: pooled[head][place] for place in places}, count)
+        rest = {place: votes[head][place] * norms[head][place] for place in places if place not in stage1}
+        kept = sorted([*stage1, *selection.top(rest, budget - count), *range(prefix, longest)])
+        positions = [held[place - first] for place in kept]
+        keys, values = self._entries(layer, head)
+        query = self.queries[layer][-1][head]
+        weights = theory.softmax([self.scale * float(query @ key) for key in keys])
+        columns = theory.head_slice(self._w_o(layer), head, self.decoder.d_head)
+        moved = theory.perturbation(weights, [place in positions for place in held], values, columns)
+        self.held[layer][head] = positions
+        return moved
+
+    def _budgets(self, pooled: list[list[float]], longest: int) -> list[int]:
+        if self.config.policy == "snapkv":
+            return [BUDGET - WINDOW] * len(pooled)
+        counts = policies.budgets(self.config, pooled, longest, 0, 1, None)
+        assert sum(counts) == (BUDGET - WINDOW) * len(pooled)
+        return counts
+
+    def _entries(self, layer: int, head: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        kv_head = head * self.decoder.kv_heads // self.decoder.heads
+        held = self.held[layer][head]
+        keys, values = self.decoder.keys[layer][kv_head], self.decoder.values[layer][kv_head]
+        return [keys[place] for place in held], [values[place] for place in held]
+
+    def _w_o(self, layer: int) -> np.ndarray:
+        return self.decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+def test_compressions_equal_the_naive_runs(policy: str) -> None:
+    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config(policy)
+    naive = Naive(adapter, chosen)
+    expected = naive.generate()
+    found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
+    assert found.evicted[0] == expected[: len(found.evicted[0])]
+    assert len(found.evicted[0]) > 30
+    assert len(found.compressions) >= 2
+    for one, (generated, before, moved) in zip(found.compressions, naive.compressions, strict=False):
+        assert (one.config, one.generated, one.before) == (0, generated, before)
+        np.testing.assert_allclose(one.perturbation.numpy(), moved, rtol=1e-5)
+
+
+def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    from perturbkv import generation
+
+    held: list[list[float]] = []
+    original = generation._next
+
+    def watched(adapter, cache, ids):  # type: ignore[no-untyped-def]
+        following = original(adapter, cache, ids)
+        held.append([mean_entries(cache, row) for row in range(cache.layers[0].batch)])
+        return following
+
+    monkeypatch.setattr(generation, "_next", watched)
+    configs = tuple(config(policy) for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random", "streaming-llm")
+                    if policy != "streaming-llm") + (config("streaming-llm", selection="position"),)  # fmt: skip
+    adapter = tiny_adapter()
+    monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
+    found = answer(adapter, PROMPT, configs, 60, compress_every=LIMIT)
+    rows = np.array(held)
+    assert rows[-1, 0] == len(PROMPT.token_ids) + 59  # the full cache grows on
+    assert rows[:, 1:].max() <= LIMIT + 1
+    assert {one.config for one in found.compressions} == set(range(len(configs)))
+    for one in found.compressions:
+        assert one.before > LIMIT
+        assert one.after == BUDGET
+        assert ((one.retained_mass > 0) & (one.retained_mass <= 1 + 1e-12)).all()
+        assert torch.isfinite(one.perturbation).all()
+
+
+def test_a_long_prompt_is_compressed_while_it_is_read() -> None:
+    adapter = tiny_adapter()
+    read = read_evicting(adapter, token_ids(30), (config("snapkv"),), "s", above=LIMIT)
+    assert mean_entries(read.cache, 0) == BUDGET
+    whole = read_evicting(adapter, token_ids(20), (config("snapkv"),), "s", above=LIMIT)
+    assert mean_entries(whole.cache, 0) == 20
+
+
+def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
+    for policy in ("h2o", "scissorhands"):
+        with pytest.raises(ConfigError, match="--compress-every works with snapkv"):
+            registry.check_compressible(config(policy))
+    for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"):
+        registry.check_compressible(config(policy))
+    with pytest.raises(ConfigError, match="next query"):
+        registry.check_generating(config("snapkv", selection="hindsight"))

@@ -1,0 +1,180 @@
+"""Evicting while reading, both scenarios, and greedy generation, against the plain model and the naive decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from perturbkv.capture import decode_from
+from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.errors import DatasetError
+from perturbkv.generation import answer, generate, read_evicting
+from perturbkv.models import Adapter
+from perturbkv.policies import registry
+from perturbkv.runner import trace_sample
+from tests.oracle.decoder import Decoder
+from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
+
+LENGTH, QUESTION = 40, 9
+PROMPT = EncodedPrompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
+
+
+def config(policy: str = "adakv", budget: int | float = 16, **fields: object) -> EvictionConfig:
+    return registry.configured("paper", Budget(budget), policy, **{"window": 5, "kernel": 3, **fields})
+
+
+@pytest.mark.parametrize("scenario", ["regular", "context-only"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_everything_kept_logits_are_the_plain_models(family: str, scenario: str) -> None:
+    """Over a question of several tokens and 16 decode steps: positions and masks are right."""
+    adapter, tokens = tiny_adapter(family), list(token_ids(16, seed=6))
+    with torch.inference_mode():
+        plain = adapter.model(torch.tensor([[*PROMPT.token_ids, *tokens]])).logits[0]
+    context, question = PROMPT.parts(scenario)
+    read = read_evicting(adapter, context, [config(budget=1.0)], "s", with_full=True)
+    found = [read.logits.expand(2, 1, -1)]
+    with torch.inference_mode(), decode_from(adapter, read.cache):
+        for piece in ([list(question)] if question else []) + [[token] for token in tokens]:
+            found.append(adapter.model(torch.tensor([piece] * 2), past_key_values=read.cache).logits)
+    logits = torch.cat(found, dim=1)
+    expected = plain[len(context) - 1 :]
+    for row in logits:
+        assert float((row - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_evicting_while_reading_keeps_what_evicting_afterwards_keeps() -> None:
+    adapter = tiny_adapter()
+    configs = tuple(config(policy) for policy in ("snapkv", "pyramidkv", "adakv", "h2o", "tova", "scissorhands"))
+    arrays = trace_sample(adapter, PROMPT, RunConfig("m", "d", configs, scenario="context-only")).arrays
+    context, _ = PROMPT.parts("context-only")
+    read = read_evicting(adapter, context, configs, "s")
+    cache = DynamicCache()
+    with torch.inference_mode():
+        adapter.model(torch.tensor([context]), past_key_values=cache)
+    for row in range(len(configs)):
+        for layer, held in enumerate(read.cache.layers):
+            entries = held.entries(row)
+            for head in range(adapter.heads):
+                start, count = (int(arrays[name][row, layer, head]) for name in ("kept_offset", "kept_count"))
+                kept = torch.from_numpy(arrays["kept_position"][start : start + count]).long()
+                torch.testing.assert_close(entries.keys[head], cache.layers[layer].keys[0, head // 2, kept])
+
+
+def test_no_full_cache_is_left_of_a_prompt_that_was_evicted_while_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a layer starts, the layers before it hold nothing but what they kept."""
+    from perturbkv import prefill
+
+    made: list[DynamicCache] = []
+    held: list[int] = []
+    monkeypatch.setattr(prefill, "DynamicCache", lambda: made.append(DynamicCache()) or made[-1])
+    adapter = tiny_adapter(layers=4)
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda *given: held.append(sum(l.keys.numel() for l in made[0].layers if l.is_initialized))
+        )
+        for layer in adapter.layers
+    ]
+    read_evicting(adapter, PROMPT.token_ids, [config()], "s")
+    for hook in hooks:
+        hook.remove()
+    assert held == [0, 0, 0, 0]
+    assert sum(layer.keys.numel() for layer in made[0].layers) == 0
+
+
+class Naive:
+    """Greedy generation by the naive decoder, evicted entries masked; compressed again above a limit, if any."""
+
+    def __init__(self, adapter: Adapter, run: RunConfig, chosen: EvictionConfig) -> None:
+        from tests.pipeline.test_a_traced_sample_equals_the_oracle import Reference
+
+        self.reference = Reference(adapter.model, PROMPT.token_ids, run)
+        self.reference.n = len(PROMPT.parts(run.scenario)[0])
+        self.decoder, self.config, self.run = Decoder(adapter.model), chosen, run
+
+    def answer(self, most: int) -> list[int]:
+        n = self.reference.n
+        for token in PROMPT.token_ids[:n]:
+            last = self.decoder.step(token)
+        sets = [self.reference.kept(layer, self.config) for layer in range(self.decoder.layers)]
+        made: list[int] = []
+        for token in PROMPT.token_ids[n:]:
+            last = self.decoder.step(token, self._masks(sets))
+        while len(made) < most:
+            made.append(int(np.argmax(last.logits)))
+            last = self.decoder.step(made[-1], self._masks(sets))
+        return made
+
+    def _masks(self, sets: list[list[tuple[list[int], list[int]]]]) -> list[np.ndarray]:
+        n, now = self.reference.n, self.decoder.position
+        return [
+            np.array([[place >= n or place in kept for place in range(now)] for kept, _ in layer]) for layer in sets
+        ]
+
+
+@pytest.mark.parametrize("scenario", ["regular", "context-only"])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_generation_equals_the_naive_decoders(heads: tuple[int, int], scenario: str) -> None:
+    adapter = exact_adapter("llama", *heads)
+    configs = (config("snapkv"), config("adakv"), config("pyramidkv", selection="attention"))
+    found = answer(adapter, PROMPT, configs, 12, scenario=scenario)
+    run = RunConfig("m", "d", configs, scenario=scenario)
+    for chosen, tokens in zip(configs, found.evicted, strict=True):
+        expected = Naive(adapter, run, chosen).answer(12)
+        assert tokens == expected[: len(tokens)]
+        assert len(tokens) == 12 or expected[len(tokens)] == 2  # the tiny model's end token
+    everything = config("snapkv", 1.0)
+    assert found.full == Naive(adapter, replace(run, configs=(everything,)), everything).answer(12)[: len(found.full)]
+
+
+def test_every_row_stops_at_its_own_end() -> None:
+    """Each row's answer is cut before the first end token, and longer rows go on."""
+    adapter, configs = tiny_adapter(), (config("snapkv"), config("random"), config("adakv", 30))
+    context, _ = PROMPT.parts("regular")
+
+    def rows(ends: set[int]) -> list[list[int]]:
+        read = read_evicting(adapter, context, configs, "s")
+        return generate(adapter, read.cache, (), read.logits, 20, ends)
+
+    free = rows(set())
+    assert all(len(row) == 20 for row in free)
+    end = next(token for token in free[0][5:] if any(token not in row for row in free[1:]))
+    for stopped, whole in zip(rows({end}), free, strict=True):
+        assert stopped == whole[: whole.index(end) if end in whole else 20]
+    assert len({len(row) for row in rows({end})}) > 1
+    assert rows({free[0][0]}) == [[], [], []]
+
+
+def test_one_batch_generates_what_each_configuration_does_alone() -> None:
+    adapter = tiny_adapter("qwen3")
+    configs = tuple(config(policy) for policy in ("snapkv", "adakv", "tova"))
+    together = answer(adapter, PROMPT, configs, 16)
+    for chosen, tokens in zip(configs, together.evicted, strict=True):
+        assert answer(adapter, PROMPT, (chosen,), 16).evicted == [tokens]
+    assert answer(adapter, PROMPT, (configs[0],), 16).full == together.full
+
+
+def test_a_trace_stores_the_answers_and_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, configs = tiny_adapter(), (config("snapkv"), config("adakv"))
+    made = answer(adapter, PROMPT, configs, 6, scenario="context-only")
+    monkeypatch.setattr(adapter.tokenizer, "decode", lambda tokens: f"It is {sum(tokens)}.", raising=False)
+    prompt = replace(PROMPT, answers=(str(sum(made.full)), str(sum(made.evicted[1]))))
+    run = RunConfig("m", "d", configs, scenario="context-only", generate=6)
+    arrays = trace_sample(adapter, prompt, run).arrays
+    stored = [[int(token) for token in row if token >= 0] for row in arrays["generated"]]
+    assert stored == made.evicted
+    assert [int(token) for token in arrays["generated_full"] if token >= 0] == made.full
+    assert sum(made.evicted[0]) not in (sum(made.full), sum(made.evicted[1]))
+    assert arrays["score"].tolist() == [0, 1]
+    assert arrays["score_full"] == 1
+
+
+def test_a_prompt_without_a_question_of_its_own_is_refused() -> None:
+    with pytest.raises(DatasetError, match="no question of its own"):
+        replace(PROMPT, question_tokens=0).parts("context-only")
+    with pytest.raises(DatasetError, match="no context of its own"):
+        replace(PROMPT, question_tokens=LENGTH).parts("context-only")
