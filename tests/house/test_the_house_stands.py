@@ -30,7 +30,7 @@ NUMPY_SIDE = (
     "figures",
 )
 TORCH_SIDE = (
-    ("errors", "eviction", "config", "trace", "aliases", "tokenization", "hub"),
+    ("errors", "eviction", "config", "trace", "aliases", "tokenization", "hub", "head_scores"),
     ("theory", "norms", "scores"),
     ("policies", "selection"),
     ("ragged",),

@@ -73,12 +73,11 @@ def test_no_full_cache_is_left_of_a_prompt_that_was_evicted_while_read(monkeypat
     held: list[int] = []
     monkeypatch.setattr(prefill, "DynamicCache", lambda: made.append(DynamicCache()) or made[-1])
     adapter = tiny_adapter(layers=4)
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda *given: held.append(sum(l.keys.numel() for l in made[0].layers if l.is_initialized))
-        )
-        for layer in adapter.layers
-    ]
+
+    def look(*given: object) -> None:
+        held.append(sum(layer.keys.numel() for layer in made[0].layers if layer.is_initialized))
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in adapter.layers]
     read_evicting(adapter, PROMPT.token_ids, [config()], "s")
     for hook in hooks:
         hook.remove()
