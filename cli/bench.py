@@ -15,11 +15,6 @@ bench = typer.Typer(help="Measure what measuring costs.", no_args_is_help=True)
 _MIB = 2**20
 
 
-@bench.callback()
-def _group() -> None:
-    """Keep `capture` a subcommand of its own."""
-
-
 @bench.command()
 def capture(
     model: Annotated[str, Option("--model", "-m", help="Model to run.")] = "smollm2-135m",
@@ -48,6 +43,35 @@ def capture(
     ]
     title = f"{model}, {tokens} tokens, {len(cost.configurations)} configurations, {repeats} repeats"
     console.table(title, ["", "#plain", "#traced", "#ratio"], rows)
+
+
+@bench.command()
+def generation(
+    model: Annotated[str, Option("--model", "-m", help="Model to run.")] = "smollm2-135m",
+    tokens: Annotated[int, Option(help="Prompt length.")] = 4096,
+    budget: Annotated[str, Option("--budget", "-b", help="Entries kept per head.")] = "128",
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str, Option(help="auto, cpu, cuda, …")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Peak memory of generating from a cache that is evicted while the prompt is read, against the full cache."""
+    from perturbkv.benchmark import generation_memory, to_dict
+
+    found = generation_memory(model, tokens, Budget.parse(budget), dtype, device)
+    if as_json:
+        console.print_json(to_dict(found))
+        return
+    rows = [
+        (name, *(f"{value / _MIB:,.1f}" for value in (full, evicted, full - evicted)))
+        for name, full, evicted in (
+            ("cache of the prompt", found.full_cache_bytes, found.evicted_cache_bytes),
+            ("peak of the run", found.full_peak_bytes, found.evicted_peak_bytes),
+        )
+    ]
+    console.table(
+        f"{model}, {tokens} tokens and {found.new_tokens} generated, MiB", ["", "#full", "#evicted", "#saved"], rows
+    )
+    console.say(f"{found.configuration}: the peak goes down by {found.saved_share:.0%} of the cache saved")
 
 
 def _median(seconds: list[float]) -> str:

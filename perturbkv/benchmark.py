@@ -1,4 +1,4 @@
-"""What measuring costs: a traced sample against a plain prefill and two decode steps of the same prompt.
+"""What measuring costs, and what evicting saves, against plain runs of the same prompt.
 
 Times of both come from one process, in turns; peak memory from one process each, as memory that a first run leaves
 behind would hide the second's peak. Run as a module it is such a process: `python -m perturbkv.benchmark MODE …`.
@@ -26,11 +26,15 @@ from transformers import DynamicCache
 from perturbkv.config import Budget, EvictionConfig, RunConfig, from_preset
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import PerturbkvError
+from perturbkv.generation import generate, read_evicting
 from perturbkv.loading import load_model, pick_device, pick_dtype
 from perturbkv.models import Adapter
 from perturbkv.runner import trace_sample
 
 _PLAIN_STEPS = 2
+_GENERATED = 32
+_EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""glibc hands freed memory back at once, so that a process's peak counts what is held and not what it may reuse."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,45 @@ def capture_cost(model: str, tokens: int, repeats: int, budget: Budget, dtype: s
     )
 
 
+@dataclass(frozen=True)
+class GenerationMemory:
+    """Peak bytes of generating from the full cache and from one that is evicted while the prompt is read, same code.
+
+    `full_cache_bytes` and `evicted_cache_bytes` are what the caches of the prompt hold; `saved_share` is how much of
+    their difference the peak went down by.
+    """
+
+    model: str
+    tokens: int
+    new_tokens: int
+    configuration: str
+    full_peak_bytes: int
+    evicted_peak_bytes: int
+    full_cache_bytes: int
+    evicted_cache_bytes: int
+    saved_share: float
+    machine: dict[str, str]
+
+
+def generation_memory(model: str, tokens: int, budget: Budget, dtype: str, device: str) -> GenerationMemory:
+    """Measure in a process for each cache. Raises PerturbkvError where one fails."""
+    arguments = [model, str(tokens), str(_GENERATED), str(budget), dtype, device]
+    full, evicted = _in_process("generate-full", arguments), _in_process("generate-evicted", arguments)
+    peaks, held = [int(one["peak"][0]) for one in (full, evicted)], [int(one["cache"][0]) for one in (full, evicted)]
+    return GenerationMemory(
+        model=model,
+        tokens=tokens,
+        new_tokens=_GENERATED,
+        configuration=_configs(budget)[1].label(),
+        full_peak_bytes=peaks[0],
+        evicted_peak_bytes=peaks[1],
+        full_cache_bytes=held[0],
+        evicted_cache_bytes=held[1],
+        saved_share=(peaks[0] - peaks[1]) / (held[0] - held[1]),
+        machine=machine(device, dtype),
+    )
+
+
 def machine(device: str, dtype: str) -> dict[str, str]:
     """What the numbers were measured on."""
     place = pick_device(device)
@@ -99,7 +142,8 @@ def _configs(budget: Budget) -> tuple[EvictionConfig, ...]:
 
 def _in_process(mode: str, arguments: Sequence[str]) -> dict[str, list[float]]:
     command = [sys.executable, "-m", "perturbkv.benchmark", mode, *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    surroundings = os.environ | (_EXACT_PEAK if mode.startswith("generate") else {})
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
     if finished.returncode != 0:
         lines = finished.stderr.strip().splitlines() or ["no message"]
         msg = f"the benchmark's process '{mode}' failed: {lines[-1]}"
@@ -123,6 +167,14 @@ def _traced(adapter: Adapter, token_ids: Sequence[int], configs: tuple[EvictionC
     run = RunConfig(model=adapter.name, dataset="benchmark", configs=configs)
     trace_sample(adapter, EncodedPrompt("benchmark", tuple(token_ids), 0), run)
     _wait(adapter)
+
+
+def _generate(adapter: Adapter, token_ids: Sequence[int], configs: tuple[EvictionConfig, ...], tokens: int) -> int:
+    """Read and generate, from the full cache where there is no configuration; returns the bytes that the cache kept."""
+    read = read_evicting(adapter, token_ids, configs, "benchmark", with_full=not configs)
+    generate(adapter, read.cache, (), read.logits, tokens, ())
+    _wait(adapter)
+    return read.cache.nbytes
 
 
 def _wait(adapter: Adapter) -> None:
@@ -171,6 +223,11 @@ def _measure(mode: str, model: str, tokens: int, repeats: int, budget: Budget, d
         "plain": lambda: _plain(adapter, token_ids),
         "traced": lambda: _traced(adapter, token_ids, configs),
     }
+    if mode.startswith("generate"):
+        held: list[int] = []
+        chosen = configs[1:] if mode == "generate-evicted" else ()
+        peak = _peak(adapter, lambda: held.append(_generate(adapter, token_ids, chosen, repeats)))
+        return json.dumps({"peak": [peak], "cache": held})
     if mode != "times":
         return json.dumps({"peak": [_peak(adapter, runs[mode])]})
     for work in runs.values():
@@ -182,7 +239,7 @@ def _measure(mode: str, model: str, tokens: int, repeats: int, budget: Budget, d
     return json.dumps(taken)
 
 
-def to_dict(cost: CaptureCost) -> dict[str, object]:
+def to_dict(cost: CaptureCost | GenerationMemory) -> dict[str, object]:
     """Every field as JSON-able values."""
     return asdict(cost)
 
