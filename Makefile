@@ -1,14 +1,15 @@
 # Two commands for a fresh machine: `make demo` shows it at work, `make test` runs the whole suite.
-# `make figures` remakes README's pictures; `make tables LONGBENCH=folder` the tables that it prints.
+# `make figures` remakes README's pictures; `make tables LONGBENCH=folder` and `make needle` the tables that it prints.
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
 PY     = $(VENV)/bin/python
 BIN    = $(VENV)/bin/perturbkv
 
 NEWS   = --model smollm2-135m --dataset multi_news --samples 8 --max-tokens 1500
+INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare snapkv:attention,snapkv:two-stage
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
-.PHONY: demo test check figures tables bench install clean
+.PHONY: demo test check figures tables needle bench install clean
 
 install: $(VENV)/.installed
 
@@ -53,11 +54,23 @@ tables: install
 	$(BIN) layers runs/news/window32/trace.h5 --per-sample --compare attention,two-stage,two-stage-uniform
 	$(BIN) layers $(NEWS) --data-dir $(LONGBENCH) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
 	$(BIN) ablation $(NEWS) --data-dir $(LONGBENCH) --output runs/news/ablation --overwrite
+	$(BIN) horizon $(NEWS) --data-dir $(LONGBENCH) --output runs/news/horizon --overwrite
 	$(PY) docs/tables.py runs/news/summary.json runs/news/window32/summary.json runs/news/budgets/summary.json runs/news/ablation/summary.json
 	$(PY) docs/readings.py runs/news/trace.h5
 
+# Half an hour on two cores: README's table of retrieval, its heat map, and what explains it.
+needle: install
+	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --output runs/needle --overwrite
+	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --scenario context-only --output runs/needle/context --overwrite
+	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --budget 512 --preset paper --preset paper-v2 --output runs/needle/pooled --overwrite
+	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --kernel 21 --output runs/needle/kernel --overwrite
+	$(PY) docs/needle.py runs/needle
+	cp runs/needle/needle.png runs/needle/needle-correlation.png docs/figures/
+	cp runs/needle/context/needle.png docs/figures/needle-context.png
+
 bench: install
 	$(BIN) bench capture
+	$(BIN) bench generation
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -23,6 +23,7 @@ class RunIdentity:
         trace: short digest of the trace file.
         random_weights: True where the numbers say nothing of a trained model.
         made_with: versions.
+        scenario: what was compressed; said where it is not the whole prompt.
     """
 
     model: str
@@ -33,10 +34,13 @@ class RunIdentity:
     trace: str
     random_weights: bool
     made_with: str
+    scenario: str = "regular"
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
         words = [self.model, self.dataset, counted(self.samples, "sample"), f"trace {self.trace or 'in memory'}"]
+        if self.scenario != "regular":
+            words.insert(2, self.scenario)
         if self.failed:
             words.insert(3, f"{self.failed} failed")
         if self.random_weights:
@@ -70,4 +74,5 @@ def identity(trace: Trace, labels: Sequence[str]) -> RunIdentity:
         trace=trace.digest,
         random_weights=trace.run.random_weights,
         made_with=f"perturbkv {trace.attrs.get('perturbkv_version', '')}".strip(),
+        scenario=trace.run.scenario,
     )

@@ -1,0 +1,128 @@
+"""README's tables of retrieval, from the four runs of `make needle`: `python docs/needle.py runs/needle`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perturbkv.analyses.naming import short
+from perturbkv.datasets.encode import encode
+from perturbkv.datasets.registry import DatasetOptions, load
+from perturbkv.loading import open_model
+from perturbkv.retrieval import locate_answer
+from perturbkv.store import read_trace
+from perturbkv.trace import Trace
+
+MEASURES = {
+    "isolated": "isolated L1",
+    "theta": "θ",
+    "propagated": "propagated L1",
+    "drift": "last layer's drift",
+    "kl": "KL",
+    "lost": "1 − S",
+}
+
+
+def say(line: str) -> None:
+    """One line of the page."""
+    sys.stdout.write(line + "\n")
+
+
+def needle_of(folder: Path) -> dict[str, Any]:
+    """The analysis' section of a run's summary."""
+    told: dict[str, Any] = json.loads((folder / "summary.json").read_text())["analyses"]["needle"]
+    return told
+
+
+def percent(method: dict[str, Any], name: str) -> str:
+    """A share with its interval."""
+    low, high = method[f"{name}_interval"]
+    return f"{100 * method[name]:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def methods(folder: Path) -> None:
+    """A row per method: found, leading digits, and found by prompt length."""
+    told = needle_of(folder)
+    say(f"\n{folder}: {told['scenario']}\n\n| | found | digits | by length: {told['lengths']} |\n|---|---|---|---|")
+    labels = short([method["label"] for method in told["methods"]])
+    for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):
+        by_length = " / ".join(f"{100 * np.mean(column):.0f}" for column in np.transpose(method["digits_grid"]))
+        say(f"| {name} | {percent(method, 'score')} | {percent(method, 'digits')} | {by_length} |")
+    say("by depth, digits: " + ", ".join(f"{depth:g}" for depth in told["depths"]))
+    for name, method in zip(labels, told["methods"], strict=True):
+        say(f"  {name}: " + ", ".join(f"{100 * np.mean(row):.0f}" for row in method["digits_grid"]))
+
+
+def link(folder: Path) -> None:
+    """A row per measure: rank correlation with the whole number and with its digits."""
+    told = needle_of(folder)["correlation"]
+    say(f"\n{told['samples']} prompts\n\n| | whole number | digits | digits, within a prompt |\n|---|---|---|---|")
+    by_outcome = {
+        outcome: [one for one in told["correlations"] if one["outcome"] == outcome] for outcome in ("score", "digits")
+    }
+    for exact, digits in zip(by_outcome["score"], by_outcome["digits"], strict=True):
+        cells = [(exact, "rho", "interval"), (digits, "rho", "interval"), (digits, "within", "within_interval")]
+        row = " | ".join(_rho(one[value], one[interval]) for one, value, interval in cells)
+        say(f"| {MEASURES[exact['measure']]} | {row} |")
+
+
+def _rho(value: float | None, interval: list[float] | None) -> str:
+    if value is None:
+        return "–"
+    ends = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+    return f"{value:.2f}{ends}".replace("-", "−")
+
+
+def digits_kept(folder: Path, inside: float) -> None:
+    """The number's digits that a head keeps, and how many of them in a row from the first, at depths below `inside`."""
+    trace = read_trace(folder / "trace.h5")
+    places = _answer_places(trace)
+    say(f"\n{folder}: tokens of the number that a head keeps, depth below {inside:g}")
+    depths = needle_of(folder)["depths"]
+    lengths = needle_of(folder)["lengths"]
+    for config, name in enumerate(short(trace.run.labels())):
+        kept, run = [], []
+        for sample, place in enumerate(places):
+            if depths[sample % (len(lengths) * len(depths)) % len(depths)] >= inside:
+                continue
+            held = _held(trace, sample, config, place)
+            kept.append(held.sum(axis=-1).mean())
+            first = held[held[..., 0]]  # heads that keep the number's first token at all
+            run.append(first.cumprod(axis=-1).sum(axis=-1).mean() if len(first) else np.nan)
+        say(f"  {name}: {np.mean(kept):.2f} of {len(places[0])}; from the first on {np.nanmean(run):.2f}")
+
+
+def _held(trace: Trace, sample: int, config: int, place: range) -> Any:
+    """(layer, head, token) True where the head keeps that token of the number."""
+    layers, heads = trace.arrays["kept_count"].shape[2:]
+    found = np.zeros((layers, heads, len(place)), dtype=bool)
+    for layer in range(layers):
+        for head in range(heads):
+            kept = trace.kept(sample, config, layer, head)
+            found[layer, head] = np.isin(np.arange(place.start, place.stop), kept)
+    return found
+
+
+def _answer_places(trace: Trace) -> list[range]:
+    run, tokenizer = trace.run, open_model(trace.run.model).tokenizer
+    made = run.dataset_options
+    options = DatasetOptions(
+        run.samples, seed=run.seed, lengths=tuple(made["lengths"]), depths=tuple(made["depths"]),
+        haystack=made["haystack"],
+    )  # fmt: skip
+    samples = load("needle", options, tokenizer).samples
+    prompts = [encode(one, tokenizer, chat_template=run.chat_template, max_tokens=None) for one in samples]
+    return [locate_answer(prompt, tokenizer)[0][-7:] for prompt in prompts]
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    for part in (root, root / "context", root / "pooled", root / "kernel"):
+        methods(part)
+        link(part)
+    for part in (root, root / "pooled", root / "kernel"):
+        digits_kept(part, inside=1.0)
