@@ -65,8 +65,8 @@ needle: install
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --budget 512 --preset paper --preset paper-v2 --output runs/needle/pooled --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --kernel 21 --output runs/needle/kernel --overwrite
 	$(PY) docs/needle.py runs/needle
-	cp runs/needle/needle.png runs/needle/needle-correlation.png docs/figures/
-	cp runs/needle/context/needle.png docs/figures/needle-context.png
+	cp runs/needle/needle.png runs/needle/needle-digits.png runs/needle/needle-correlation.png docs/figures/
+	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
 
 bench: install
 	$(BIN) bench capture

@@ -20,12 +20,12 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
 MEASURES = {
-    "isolated": "isolated L1 of all heads",
-    "theta": "θ of all heads",
-    "propagated": "propagated L1 of all heads",
-    "drift": "drift after the last layer",
-    "kl": "KL of the next token",
-    "lost": "attention given up, 1 − S",
+    "isolated": "isolated L1",
+    "theta": "θ",
+    "propagated": "propagated L1",
+    "drift": "last layer's drift",
+    "kl": "KL, nat",
+    "lost": "1 − S",
 }
 
 

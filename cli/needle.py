@@ -46,6 +46,7 @@ def needle(
 
     result, link = summarise(study.trace), retrieval.summarise(study.trace)
     study.save(grids.draw(result, study.width_mm), result.identity, "needle")
+    study.save(grids.draw(result, study.width_mm, "digits"), result.identity, "needle-digits")
     study.save(levels.draw(link, result.identity, study.width_mm), result.identity, "needle-correlation")
     study.finish({**result.to_dict(), "correlation": link.to_dict()}, lambda: _print(result, link))
 
@@ -115,7 +116,7 @@ def _print_link(link: Retrieval) -> None:
     title = f"perturbation against retrieval: Spearman's ρ, {link.samples} prompts that the full cache answers"
     console.table(title, ["measure", "#whole number", "#digits", "#digits, within\na prompt"], rows)
     console.say(
-        f"ρ < 0: the more perturbed, the less was found. Within a prompt: across the methods, in the "
-        f"{link.of('digits')[0].deciding} prompts in which they differ. L1, θ and drift are relative to the full run's "
-        f"norms, means of {link.steps} decode steps."
+        "ρ < 0: the more perturbed, the less was found. Within a prompt: across the methods, in the "
+        f"{link.of('digits')[0].deciding} prompts in which they differ. L1, θ (of all heads) and drift are relative to "
+        f"the full run's norms, means of {link.steps} decode steps."
     )

@@ -10,21 +10,13 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.naming import short
+from perturbkv.analyses.retrieval import MEASURES
 from perturbkv.datasets.encode import encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.loading import open_model
 from perturbkv.retrieval import locate_answer
 from perturbkv.store import read_trace
 from perturbkv.trace import Trace
-
-MEASURES = {
-    "isolated": "isolated L1",
-    "theta": "θ",
-    "propagated": "propagated L1",
-    "drift": "last layer's drift",
-    "kl": "KL",
-    "lost": "1 − S",
-}
 
 
 def say(line: str) -> None:

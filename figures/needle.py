@@ -6,32 +6,34 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.naming import common, short
+from perturbkv.analyses.naming import budget, common, short
 from perturbkv.analyses.needle import Method, Needle
 from perturbkv.figures import style
 
-_WIDE, _NARROW = 4, 2
-_ROW_MM, _AROUND_MM = 38, 24
+_MOST, _FLOW, _NARROW = 7, 5, 3
+_ROW_MM, _AROUND_MM = 40, 18
+TITLES = {"score": "share of numbers found", "digits": "share of leading digits that are right"}
 
 
-def draw(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
-    """The share of prompts whose number was found, the full cache first; blank where no prompt fell."""
+def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score") -> Figure:
+    """The full cache, then every method; `outcome` is `score` or `digits`. Blank where no prompt fell."""
     with style.use():
-        names = [_wrapped(name) for name in short([method.label for method in result.methods])]
-        shown = [("full cache", result.full), *zip(names, result.methods, strict=True)]
-        columns = min(_NARROW if width_mm < style.WIDE_MM else _WIDE, len(shown))
-        rows = -(-len(shown) // columns)
-        figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM)
-        axes = figure.subplots(rows, columns, squeeze=False)
-        for place, panel in enumerate(axes.flat):
-            if place >= len(shown):
-                panel.set_axis_off()
-                continue
-            _panel(panel, result, *shown[place])
-            panel.set_xlabel("prompt tokens" if place + columns >= len(shown) else "")
-            panel.set_ylabel("depth" if place % columns == 0 else "")
+        rows = _rows(result, narrow=width_mm < style.WIDE_MM)
+        figure = style.figure(width_mm, len(rows) * _ROW_MM + _AROUND_MM)
+        axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
+        for number, row in enumerate(rows):
+            for place, method in enumerate(row):
+                if method is None:
+                    axes[number, place].set_axis_off()
+                    continue
+                _panel(axes[number, place], result, method, outcome)
+                below = rows[number + 1][place] if number + 1 < len(rows) else None
+                axes[number, place].set_xlabel("tokens" if below is None else "")
+                first = place == 0 or row[place - 1] is None
+                axes[number, place].set_ylabel("depth" if first else "")
+                axes[number, place].set_yticklabels(axes[number, place].get_yticklabels() if first else [])
         bar = figure.colorbar(
-            axes.flat[0].collections[0], ax=list(axes.flat), label="share found", fraction=0.03, pad=0.02
+            axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], fraction=0.03, pad=0.02
         )
         bar.outline.set_visible(False)
         settings = common([method.label for method in result.methods])
@@ -40,18 +42,44 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _wrapped(name: str) -> str:
-    """Policy and selection on one line, the rest on the next."""
-    words = name.split()
-    return "\n".join(filter(None, (" ".join(words[:2]), " ".join(words[2:])))) or "evicted"
+def _rows(result: Needle, narrow: bool) -> list[list[Method | None]]:
+    """A row per budget behind the full cache, where that fits; otherwise one panel after the other."""
+    groups: dict[str, list[Method]] = {}
+    for method in result.methods:
+        groups.setdefault(budget(method.label), []).append(method)
+    widest = max(map(len, groups.values()))
+    if not narrow and widest < _MOST:
+        firsts: list[Method | None] = [result.full, *[None] * (len(groups) - 1)]
+        return [
+            [first, *group, *[None] * (widest - len(group))]
+            for first, group in zip(firsts, groups.values(), strict=True)
+        ]
+    columns = _NARROW if narrow else _FLOW
+    shown = [result.full, *result.methods]
+    padded = [*shown, *[None] * (-len(shown) % columns)]
+    return [padded[start : start + columns] for start in range(0, len(padded), columns)]
 
 
-def _panel(axes: Axes, result: Needle, name: str, method: Method) -> None:
-    written = method.grid.size <= 60
-    sns.heatmap(method.grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
-                annot=written, fmt=".1g", annot_kws={"fontsize": 5.5},
-                xticklabels=[f"{length:,}" for length in result.lengths],
+def _panel(axes: Axes, result: Needle, method: Method, outcome: str) -> None:
+    grid = method.grid if outcome == "score" else method.digits_grid
+    mean = method.score if outcome == "score" else method.digits
+    sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
+                annot=grid.size <= 60, fmt=".1g", annot_kws={"fontsize": 5},
+                xticklabels=[_thousands(length) for length in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
-    axes.set_title(f"{name}\n{style.percent(method.score, method.score_interval)}", loc="left")
+    axes.set_title("\n".join([*_name(result, method), style.percent(mean, None)]), loc="left")
     axes.tick_params(length=2, rotation=0)
+
+
+def _name(result: Needle, method: Method) -> list[str]:
+    """What tells a method from the others: policy, selection, the rest, a line each."""
+    labels = [one.label for one in result.methods]
+    if method.label not in labels:
+        return [method.label]
+    words = short(labels)[labels.index(method.label)].split()
+    return [line for line in (*words[:2], " ".join(words[2:])) if line] or ["evicted"]
+
+
+def _thousands(length: int) -> str:
+    return f"{length / 1000:g}k" if length >= 1000 else str(length)

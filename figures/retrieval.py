@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.retrieval import MEASURES, Correlation, Retrieval
@@ -28,8 +29,8 @@ def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_
             row[0].set_ylabel("prompts × configurations")
         handles, _ = axes.flat[0].get_legend_handles_labels()
         if handles:
-            figure.legend(handles=handles, loc="outside upper right", ncols=2)
-        style.title(figure, "Perturbation and retrieval")
+            figure.legend(handles=handles, loc="outside lower right", ncols=2)
+        style.title(figure, "Perturbation where the number was found and where it was lost")
         style.foot(figure, identity)
     return figure
 
@@ -44,8 +45,11 @@ def _panel(axes: Axes, correlation: Correlation, measured: np.ndarray, score: np
         axes.hist(kinds, bins=edges.tolist(), stacked=True, color=colours, label=["found", "lost"], gid="counts")
         if edges[0] > 0:
             axes.set_xscale("log")
-    rho = style.number(correlation.rho)
-    axes.set_title(f"{MEASURES[correlation.measure]}\nρ = {rho}{_ends(correlation)}", loc="left")
+            axes.set_xticks(np.geomspace(edges[0], edges[-1], 3), minor=False)
+            axes.xaxis.set_major_formatter(lambda value, place: f"{value:.2g}")
+            axes.xaxis.set_minor_locator(NullLocator())
+    rho = style.number(correlation.rho).replace("-", "−")
+    axes.set_title(f"{MEASURES[correlation.measure]}\nρ = {rho}{_ends(correlation)}", loc="left", fontsize=6.5)
 
 
 def _edges(measured: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -27,15 +29,27 @@ def answered() -> Trace:
 def test_a_map_per_method_holds_its_grid(width: int) -> None:
     result = needle.summarise(answered())
     figure = needle_figure.draw(result, width)
+    digits = needle_figure.draw(result, width, "digits")
     for panel, method in enumerate((result.full, *result.methods)):
         np.testing.assert_allclose(artist(figure, panel, "map").get_array(), method.grid)
+        np.testing.assert_allclose(artist(digits, panel, "map").get_array(), method.digits_grid)
         assert [label.get_text() for label in figure.axes[panel].get_xticklabels()] == ["100", "200"]
-        assert [label.get_text() for label in figure.axes[panel].get_yticklabels()] == ["0", "1"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0", "1"]
     said = words(figure)
     assert "Needle in noise, regular" in said
     assert "full cache\n83 %" in said
     assert "attention\n33 %" in said
+    assert "attention\n67 %" in words(digits)
     assert len(render(figure)) > 1000
+
+
+def test_more_methods_than_a_row_holds_flow_on() -> None:
+    trace = made([[1, 0]], [1], [[1, 1]])
+    one = needle.summarise(trace)
+    many = dataclasses.replace(one, methods=one.methods * 5)
+    rows = needle_figure._rows(many, narrow=False)
+    assert [len(row) for row in rows] == [5, 5, 5]
+    assert [method for row in rows for method in row if method is not None] == [many.full, *many.methods]
 
 
 @WIDTHS
@@ -48,7 +62,7 @@ def test_levels_count_every_prompt_and_configuration(width: int) -> None:
             bar.get_height() for bar in figure.axes[panel].patches
         ]
         assert sum(heights) == measured.size == 10
-    assert f"ρ = {result.correlations[0].rho:.2f}" in words(figure)
+    assert f"ρ = {result.correlations[0].rho:.2f}".replace("-", "−") in words(figure)
 
 
 @WIDTHS
