@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.naming import counted, short
 from perturbkv.cli import console
 from perturbkv.cli.options import RunOptions, with_options
 from perturbkv.cli.tracing import Plan, plan, provenance, run_folder
@@ -173,15 +173,16 @@ def _print(row: dict[str, Any]) -> None:
     console.say(f"\n{row['sample']} · {row['prompt_tokens']:,} tokens", bold=True)
     full = row["full"]
     rows = [("full cache", "", _shown(full["text"]))]
+    names = dict(zip(row["evicted"], short(list(row["evicted"])), strict=True))
     for label, made in row["evicted"].items():
         same = sum(1 for pair in zip(made["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
-        rows.append((label.partition(" ")[0], f"{same} of {len(full['tokens'])}", _shown(made["text"])))
+        rows.append((names[label] or "evicted", f"{same} of {len(full['tokens'])}", _shown(made["text"])))
     console.table("", ["cache", "#same\ntokens", "answer"], rows)
     for label in row["evicted"]:
         moved = [one["relative"] for one in row["compressions"] if one["config"] == label]
         if moved:
             listed = ", ".join(f"{value:.2f}" for value in moved)
-            console.say(f"{label.partition(' ')[0]}: {len(moved)} compressions, Σ L / Σ ‖o_h‖₁: {listed}")
+            console.say(f"{names[label] or 'evicted'}: {len(moved)} compressions, Σ L / Σ ‖o_h‖₁: {listed}")
 
 
 def _shown(text: str) -> str:
