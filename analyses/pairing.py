@@ -12,19 +12,27 @@ from perturbkv.errors import TraceError
 def pairs(run: RunConfig, baseline: str, treatment: str) -> list[tuple[str, str]]:
     """Labels (baseline, treatment) of every two configurations that differ in selection (and policy) alone.
 
-    A side is a selection (`two-stage`), a policy and a selection (`snapkv:two-stage`), or a policy. Raises
+    A side is a selection (`two-stage`), a policy and a selection (`snapkv:two-stage`), or a policy. Two selections are
+    compared within each policy; a selection against a policy is that of the run's first policy that has it. Raises
     TraceError where the run holds no such pair.
     """
+    within = baseline in SELECTIONS and treatment in SELECTIONS
     found = [
         (first.label(), second.label())
-        for first in run.configs
-        for second in run.configs
-        if _matches(first, baseline) and _matches(second, treatment) and first != second and _alike(first, second)
+        for first in _side(run, baseline, every=within)
+        for second in _side(run, treatment, every=within)
+        if first != second and _alike(first, second) and (not within or first.policy == second.policy)
     ]
     if not found:
         msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_held(run)}"
         raise TraceError(msg)
     return found
+
+
+def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
+    """Configurations of one side; of a bare selection those of the first policy, unless `every` one's are wanted."""
+    found = [config for config in run.configs if _matches(config, side)]
+    return found if every or side not in SELECTIONS else [one for one in found if one.policy == found[0].policy]
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[tuple[str, str]]]:

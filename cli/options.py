@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
-from perturbkv.config import CACHES, PRESETS, SCENARIOS, Budget, EvictionConfig
+from perturbkv.config import CACHES, PRESETS, SCENARIOS, SELECTIONS, Budget, EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.policies import registry
 
@@ -162,7 +162,8 @@ class RunOptions:
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Every preset × budget × alpha × selection, what policy and cache cannot do refused.
 
-        A selection may name its policy: `streaming-llm:position`.
+        A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
+        `random` alone is the selection.
         """
         alphas: list[float | None] = [*self.alpha] if self.alpha else [None]
         budgets = [Budget.parse(text) for text in self.budget or ["128"]]
@@ -233,7 +234,7 @@ def _policy_and_selection(text: str, policy: str) -> tuple[str, str]:
     named, colon, selection = text.partition(":")
     if colon:
         return named, selection
-    if named in {info.name for info in registry.known()}:
+    if named not in SELECTIONS and named in {info.name for info in registry.known()}:
         return named, registry.info(named).selections[0]
     return policy, named
 

@@ -62,6 +62,16 @@ def link(folder: Path) -> None:
         say(f"| {MEASURES[exact['measure']]} | {row} |")
 
 
+def levels(folder: Path) -> None:
+    """Mean of every measure per configuration, over prompts."""
+    told = needle_of(folder)
+    names = short([method["label"] for method in told["methods"]])
+    say(f"\n{folder}: means")
+    for measure, rows in told["correlation"]["perturbation"].items():
+        means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
+        say(f"  {MEASURES[measure]}: {means}")
+
+
 def _rho(value: float | None, interval: list[float] | None) -> str:
     if value is None:
         return "–"
@@ -117,4 +127,5 @@ if __name__ == "__main__":
         methods(part)
         link(part)
     for part in (root, root / "pooled", root / "kernel"):
+        levels(part)
         digits_kept(part, inside=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -64,7 +65,7 @@ def _panel(axes: Axes, result: Needle, method: Method, outcome: str) -> None:
     grid = method.grid if outcome == "score" else method.digits_grid
     mean = method.score if outcome == "score" else method.digits
     sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
-                annot=grid.size <= 60, fmt=".1g", annot_kws={"fontsize": 5},
+                annot=np.vectorize(_tenths)(grid) if grid.size <= 60 else False, fmt="", annot_kws={"fontsize": 5},
                 xticklabels=[_thousands(length) for length in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
@@ -79,6 +80,10 @@ def _name(result: Needle, method: Method) -> list[str]:
         return [method.label]
     words = short(labels)[labels.index(method.label)].split()
     return [line for line in (*words[:2], " ".join(words[2:])) if line] or ["evicted"]
+
+
+def _tenths(share: float) -> str:
+    return "" if np.isnan(share) else f"{share:.1f}".removesuffix(".0")
 
 
 def _thousands(length: int) -> str:

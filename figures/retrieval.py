@@ -27,10 +27,9 @@ def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_
             _panel(panel, correlation, measured, result.score)
         for row in axes:
             row[0].set_ylabel("prompts × configurations")
-        handles, _ = axes.flat[0].get_legend_handles_labels()
-        if handles:
-            figure.legend(handles=handles, loc="outside lower right", ncols=2)
-        style.title(figure, "Perturbation where the number was found and where it was lost")
+        if result.samples:
+            axes.flat[0].legend(loc="upper left")
+        style.title(figure, "Perturbation and retrieval")
         style.foot(figure, identity)
     return figure
 

@@ -125,3 +125,17 @@ def test_pairs_differ_in_selection_alone() -> None:
     assert pairs(run, "streaming-llm", "snapkv:value") == [(labels[4], labels[1])]
     with pytest.raises(TraceError, match="got a trace of snapkv:attention, snapkv:value, streaming-llm:position"):
         pairs(run, "attention", "two-stage")
+
+
+def test_bare_selections_are_compared_within_each_policy() -> None:
+    sides = [("snapkv", "attention"), ("snapkv", "two-stage"), ("adakv", "attention"), ("adakv", "two-stage"),
+             ("h2o", "attention")]  # fmt: skip
+    configs = tuple(
+        EvictionConfig(Budget(64), policy, selection, pool="none" if policy == "h2o" else "max")
+        for policy, selection in sides
+    )
+    run = RunConfig("m", "d", configs)
+    labels = run.labels()
+    assert pairs(run, "attention", "two-stage") == [(labels[0], labels[1]), (labels[2], labels[3])]
+    assert pairs(run, "attention", "adakv:two-stage") == [(labels[0], labels[3])]
+    assert pairs(run, "attention", "h2o") == [(labels[0], labels[4])]  # which does not pool: part of what it is

@@ -58,6 +58,10 @@ def test_policies_can_be_compared(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("heads", *tiny, "--compare", "streaming-llm,snapkv:two-stage", "-o", "out", "--json")
     assert ran.code == 0, ran.err
     assert ran.json()["comparisons"][0]["baseline"].startswith("streaming-llm:position")
+    ran = perturbkv("heads", *tiny, "--compare", "attention,random,random:attention,h2o", "-o", "more", "--json")
+    assert ran.code == 0, ran.err
+    names = [one["treatment"].partition(" ")[0] for one in ran.json()["comparisons"]]
+    assert names == ["snapkv:random", "random:attention", "h2o:attention"]
 
 
 def test_trace_writes_where_it_is_told_and_info_reads_it(perturbkv: Run, tiny: list[object]) -> None:
