@@ -55,6 +55,7 @@ tables: install
 	$(BIN) layers $(NEWS) --data-dir $(LONGBENCH) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
 	$(BIN) ablation $(NEWS) --data-dir $(LONGBENCH) --output runs/news/ablation --overwrite
 	$(BIN) horizon $(NEWS) --data-dir $(LONGBENCH) --output runs/news/horizon --overwrite
+	cp runs/news/horizon/horizon.png docs/figures/
 	$(PY) docs/tables.py runs/news/summary.json runs/news/window32/summary.json runs/news/budgets/summary.json runs/news/ablation/summary.json
 	$(PY) docs/readings.py runs/news/trace.h5
 

@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from perturbkv.cli import console, numbers
-from perturbkv.cli.options import LookOptions, RunOptions, with_options
+from perturbkv.cli.options import LookOptions, RunOptions
+from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
 from perturbkv.config import EvictionConfig
 

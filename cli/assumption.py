@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console, numbers
-from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions, with_options
+from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions
+from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
 
 if TYPE_CHECKING:

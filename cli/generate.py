@@ -11,7 +11,8 @@ from typer import Option
 
 from perturbkv.analyses.naming import counted, short
 from perturbkv.cli import console
-from perturbkv.cli.options import RunOptions, with_options
+from perturbkv.cli.options import RunOptions
+from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import Plan, plan, provenance, run_folder
 from perturbkv.config import EvictionConfig
 from perturbkv.errors import ConfigError

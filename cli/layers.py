@@ -16,8 +16,8 @@ from perturbkv.cli.options import (
     RunOptions,
     check_choice,
     parse_compare,
-    with_options,
 )
+from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import Study, open_study
 
 if TYPE_CHECKING:

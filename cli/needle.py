@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console, numbers
-from perturbkv.cli.options import LookOptions, RunOptions, with_options
+from perturbkv.cli.options import LookOptions, RunOptions
+from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
 from perturbkv.errors import ConfigError
 

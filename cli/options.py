@@ -1,14 +1,11 @@
-"""The options that every command making a trace shares, and the decorator that gives them to a command."""
+"""The options that every command making a trace shares, and those of every analysis."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -253,39 +250,3 @@ def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise UnknownNameError(value, option, known)
     return value
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread each parameter that is annotated with a dataclass of options over the command's own parameters."""
-    signature = inspect.signature(command)
-    hints = get_type_hints(command, include_extras=True)
-    groups = {name: hints[name] for name in signature.parameters if dataclasses.is_dataclass(hints[name])}
-    own = [
-        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in signature.parameters.items()
-        if name not in groups
-    ]
-    spread = [parameter for group in groups.values() for parameter in _parameters(group)]
-
-    @functools.wraps(command)
-    def wrapper(**values: Any) -> None:
-        made = {
-            name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
-            for name, group in groups.items()
-        }
-        command(**made, **values)
-
-    parameters = [*own, *spread]
-    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return wrapper
-
-
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in dataclasses.fields(group)
-    ]

@@ -9,7 +9,8 @@ import typer
 from typer import Option
 
 from perturbkv.cli import console, dry_run
-from perturbkv.cli.options import RunOptions, with_options
+from perturbkv.cli.options import RunOptions
+from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import make_trace, plan, run_folder
 
 _HDF5 = (".h5", ".hdf5")

@@ -133,7 +133,7 @@ def plan(
     dtype = pick_dtype(options.dtype, device)
     files = open_model(options.model, options.seed)
     needed = [config.policy for config in configs if policies.info(config.policy).needs_scores]
-    scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None)
+    scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, policies.works())
     encoded = encode_prompts(options, files.config, files.tokenizer, max(options.step_count, generate))
     run = RunConfig(
         model=options.model,

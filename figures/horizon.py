@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.horizon import ConfigHorizon, Horizon
-from perturbkv.analyses.naming import common, short
+from perturbkv.analyses.naming import short
 from perturbkv.figures import heatmaps, style
 
 _HEIGHT_MM = 66
@@ -20,7 +20,7 @@ _MOST = 2.0
 
 
 def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
-    """Left: relative L1 of all heads per step with its interval. Right: KL. One colour per configuration."""
+    """Relative L1 of all heads per step with its interval, and KL. One colour per configuration."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1) + 6)
@@ -28,14 +28,14 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         colours = style.category_colours(len(result.configs))
         for config, colour in zip(result.configs, colours, strict=True):
             _curves(left, config, colour)
-            right.plot(range(result.steps), style.positive(config.kl), color=colour, gid="kl")
-        left.plot(range(result.steps), style.positive(result.noise_floor), color="0.6", linewidth=0.8, gid="floor")
+            right.plot(range(result.steps), config.kl, color=colour, gid="kl")
+        style.note(left, f"everything kept: {np.max(result.noise_floor):.1e}")
         for axes, label in ((left, "Σ L / Σ ‖o_h‖₁"), (right, "KL, nat")):
             axes.set(xlabel="decode step", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            style.log_axes(axes, y=True)
-        figure.legend(handles=_legend(result, colours), loc="outside lower left", ncols=2 if narrow else 4)
-        style.title(figure, f"Teacher-forced decoding: {common([config.label for config in result.configs])}")
+            axes.set_ylim(bottom=0)
+        style.legend_below(left, _legend(result, colours), 2)
+        style.title(figure, "Perturbation over the decode steps")
         style.foot(figure, result.identity)
     return figure
 
@@ -71,14 +71,13 @@ def _curves(axes: Axes, config: ConfigHorizon, colour: Any) -> None:
     for kind, line in _STYLES.items():
         curve = config.curves[kind]
         steps = np.arange(len(curve.relative))
-        axes.plot(steps, style.positive(curve.relative), line, color=colour, gid=kind)
+        axes.plot(steps, curve.relative, line, color=colour, gid=kind)
         if curve.relative_interval is not None and kind == "propagated":
-            low, high = (style.positive(end) for end in curve.relative_interval)
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(steps, *curve.relative_interval, color=colour, alpha=0.15, linewidth=0)
 
 
 def _legend(result: Horizon, colours: list[Any]) -> list[Line2D]:
     names = short([config.label for config in result.configs])
     found = [Line2D([], [], color=colour, label=name or "evicted") for name, colour in zip(names, colours, strict=True)]
     kinds = [Line2D([], [], color="0.3", linestyle=line, label=kind) for kind, line in _STYLES.items()]
-    return [*found, *kinds, Line2D([], [], color="0.6", linewidth=0.8, label="everything kept")]
+    return [*found, *kinds]

@@ -13,20 +13,25 @@ from perturbkv.errors import ConfigError
 HeadScores = tuple[tuple[float, ...], ...]
 
 
-def given(path: Path | None, model_config: Any, policy: str | None) -> HeadScores:
+def given(path: Path | None, model_config: Any, policy: str | None, works: str) -> HeadScores:
     """The scores of a file, one row per layer; empty where no configuration needs them.
 
-    `policy` is the one that does. Raises ConfigError where it has no file, or the file is not of this model's shape.
+    `policy` is the one that does, `works` tells what else could be asked for. Raises ConfigError where it has no file,
+    or the file is not of this model's shape.
     """
     if policy is None:
         return ()
     if path is None:
         msg = (
             f"policy '{policy}' needs scores of the model's heads; give --head-scores FILE "
-            "(perturbkv head-scores measures them), or choose a policy that needs none (perturbkv policies)"
+            f"(perturbkv head-scores measures them), or choose another policy; {works}"
         )
         raise ConfigError(msg)
-    return read(path, int(model_config.num_hidden_layers), int(model_config.num_attention_heads))
+    try:
+        return read(path, int(model_config.num_hidden_layers), int(model_config.num_attention_heads))
+    except ConfigError as error:
+        msg = f"{error}; {works}"
+        raise ConfigError(msg) from None
 
 
 def read(path: Path, layers: int, heads: int) -> HeadScores:

@@ -117,8 +117,13 @@ def check_generating(config: EvictionConfig) -> None:
 
 def _refusal(what: str) -> str:
     """One line: what does not work, and all that does."""
-    works = "; ".join(f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in pairs())
-    return f"{what}; what works (perturbkv policies): {works}"
+    return f"{what}; {works()}"
+
+
+def works() -> str:
+    """Everything that combines, in one line: the table of `perturbkv policies`."""
+    listed = "; ".join(f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in pairs())
+    return f"what works (perturbkv policies): {listed}"
 
 
 def build(name: str) -> Policy:

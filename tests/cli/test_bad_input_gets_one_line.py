@@ -36,7 +36,7 @@ def refused(ran: Any, *words: str) -> None:
         (["--compare", "attention"], ["two or more selections"]),
         (["--compare", "attention,attention"], ["attention"]),
         (["--policy", "streaming-llm"], ["streaming-llm", "selection 'attention'", "streaming-llm with position"]),
-        (["--policy", "headkv"], ["'headkv' needs scores", "--head-scores FILE", "perturbkv policies"]),
+        (["--policy", "headkv"], ["'headkv' needs scores", "--head-scores FILE", "snapkv, pyramidkv, h2o"]),
         (["--policy", "headkv", "--head-scores", "none.json"], ["none.json, which does not exist"]),
         (["--policy", "adakv", "--cache", "rectangular"], ["rectangular cache cannot hold", "snapkv"]),
         (["--cache", "padded"], ["unknown cache 'padded'", "ragged"]),
@@ -193,7 +193,13 @@ def test_head_scores_of_another_model(perturbkv: Run, tiny: list[object], tmp_pa
     scores = tmp_path / "scores.json"
     scores.write_text(json.dumps({f"{layer}-{head}": 1.0 for layer in range(3) for head in range(4)}))
     ran = perturbkv("heads", *tiny, "--policy", "headkv", "--head-scores", scores, "-o", "out")
-    refused(ran, "expected scores of 2 layers × 4 heads", "'2-0', which the model lacks", "perturbkv head-scores")
+    refused(
+        ran,
+        "expected scores of 2 layers × 4 heads",
+        "'2-0', which the model lacks",
+        "perturbkv head-scores",
+        "what works",
+    )
     ran = perturbkv("head-scores", "--model", tiny[1], "--length", 5000, "-o", "s.json")
     refused(ran, "512 positions")
     assert not Path("s.json").exists()
