@@ -109,10 +109,6 @@ class Adapter:
         """Factor on the logits before the softmax."""
         return float(self.attentions[layer].scaling)
 
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a full key/value cache of that many entries."""
-        return 2 * len(self.layers) * self.kv_heads * tokens * self.d_head * self.dtype.itemsize
-
 
 def check_family(config: Any, name: str) -> None:
     """Raise ModelError unless the model is of a supported family with plain softmax attention."""
