@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +33,9 @@ def head_scores(
     if output.exists() and not overwrite:
         msg = f"{output} is there already; give --overwrite or another --output"
         raise ConfigError(msg)
-    scores = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
-    _write(output, scores)
+    with _written_whole(output) as beside:
+        scores = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
+        beside.write_text(_text(scores))
     ranked = sorted(
         ((score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)), reverse=True
     )
@@ -73,11 +76,24 @@ def _measure(
     return scores.tolist()
 
 
-def _write(path: Path, scores: list[list[float]]) -> None:
-    """The file appears whole or not at all."""
+def _text(scores: list[list[float]]) -> str:
     from perturbkv.head_scores import as_json
 
+    return as_json(scores)
+
+
+@contextmanager
+def _written_whole(path: Path) -> Iterator[Path]:
+    """A file beside `path`, made at once so that a place that cannot be written is known first; it appears whole."""
+    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
-    beside.write_text(as_json(scores))
-    beside.replace(path)
+    try:
+        beside.touch()
+        yield beside
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        for folder in made:
+            folder.rmdir()
+        raise

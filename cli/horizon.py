@@ -9,11 +9,12 @@ from perturbkv.cli import console, numbers
 from perturbkv.cli.options import DEFAULT_COMPARE, CompareOption, LookOptions, RunOptions, parse_compare
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
+from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.analyses.horizon import Curve, Horizon
 
-_STEPS = 32
+_STEPS, _LEAST = 32, 3
 _LISTED = 6
 
 
@@ -21,7 +22,10 @@ _LISTED = 6
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> None:
     """Follow the perturbation over --steps (32) decode steps, teacher-forced on the full cache's own text."""
     names = parse_compare(compare)
-    wanted = dataclasses.replace(run, steps=run.steps or _STEPS)
+    wanted = dataclasses.replace(run, steps=_STEPS if run.steps is None else run.steps)
+    if look.trace is None and wanted.step_count < _LEAST:
+        msg = f"horizon needs at least {_LEAST} decode steps, got --steps {wanted.step_count}"
+        raise ConfigError(msg)
     study = open_study("horizon", wanted, look, lambda: wanted.configs(names))
     if study is None:
         return

@@ -61,7 +61,7 @@ def _with_defaults(run: RunOptions, max_new_tokens: int) -> RunOptions:
         msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
         raise ConfigError(msg)
     wanted = dataclasses.replace(
-        run, length=run.length or _LENGTHS, depth=run.depth or _DEPTHS, steps=run.steps or _STEPS
+        run, length=run.length or _LENGTHS, depth=run.depth or _DEPTHS, steps=_STEPS if run.steps is None else run.steps
     )
     cells = len(wanted.lengths) * len(wanted.depths)
     if run.samples is not None and run.samples < cells:

@@ -181,6 +181,12 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
         (["needle", "--dataset", "needle", "--samples", "18", "--max-new-tokens", "0"], ["--max-new-tokens"]),
         (["needle", "--dataset", "needle", "--samples", "18", "--compare", ","], ["--compare takes methods"]),
         (["horizon", "--compare", "attention"], ["two or more selections"]),
+        (["horizon", "--steps", "2"], ["at least 3 decode steps, got --steps 2"]),
+        (["horizon", "--steps", "0"], ["at least 3 decode steps, got --steps 0"]),
+        (
+            ["needle", "--dataset", "needle", "--lengths", "300", "--samples", "6", "--steps", "0"],
+            ["at least 1 decode step"],
+        ),
     ],
     ids=lambda value: " ".join(value) if value[0] in ("generate", "needle", "horizon") else "",
 )
@@ -202,4 +208,7 @@ def test_head_scores_of_another_model(perturbkv: Run, tiny: list[object], tmp_pa
     )
     ran = perturbkv("head-scores", "--model", tiny[1], "--length", 5000, "-o", "s.json")
     refused(ran, "512 positions")
-    assert not Path("s.json").exists()
+    ran = perturbkv("head-scores", "--model", tiny[1], "--length", 5000, "-o", "new/folder/s.json")
+    refused(ran, "512 positions")
+    refused(perturbkv("head-scores", "--model", tiny[1], "-o", "/proc/nowhere/s.json"), "choose another place")
+    assert list(tmp_path.iterdir()) == [scores]
