@@ -183,7 +183,7 @@ def _print(row: dict[str, Any]) -> None:
         moved = [one["relative"] for one in row["compressions"] if one["config"] == label]
         if moved:
             listed = ", ".join(f"{value:.2f}" for value in moved)
-            console.say(f"{names[label] or 'evicted'}: {len(moved)} compressions, Σ L / Σ ‖o_h‖₁: {listed}")
+            console.say(f"{names[label] or 'evicted'}: {counted(len(moved), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
 
 
 def _shown(text: str) -> str:
