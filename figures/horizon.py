@@ -51,7 +51,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             rows,
             width_mm,
             (-_MOST, _MOST),
-            "Growth of the propagated perturbation",
+            f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
             f"log₂ of the last {result.third} steps\nover the first {result.third}; dot: grows",
         )
         style.foot(figure, result.identity)
@@ -63,7 +63,7 @@ def _map(name: str, config: ConfigHorizon) -> heatmaps.Map:
     grows, shrinks = int((curve.head_verdict == 1).sum()), int((curve.head_verdict == -1).sum())
     with np.errstate(divide="ignore"):
         shown = np.log2(curve.head_growth)
-    title = f"{name}\ngrows {grows}, shrinks {shrinks} of {curve.head_verdict.size}"
+    title = f"{name}\ngrows {grows}, shrinks {shrinks}"
     return heatmaps.Map(title, np.clip(shown, -_MOST, _MOST), curve.head_verdict == 1)
 
 

@@ -149,8 +149,8 @@ def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest
         return following
 
     monkeypatch.setattr(generation, "_next", watched)
-    configs = tuple(config(policy) for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random", "streaming-llm")
-                    if policy != "streaming-llm") + (config("streaming-llm", selection="position"),)  # fmt: skip
+    by_score = tuple(config(policy) for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"))
+    configs = (*by_score, config("streaming-llm", selection="position"))
     adapter = tiny_adapter()
     monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
     found = answer(adapter, PROMPT, configs, 60, compress_every=LIMIT)
