@@ -70,8 +70,7 @@ needle: install
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
 
 bench: install
-	$(BIN) bench capture
-	$(BIN) bench generation
+	$(BIN) bench --output docs/bench/cpu.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def counted(number: int, word: str) -> str:
-    """'1 sample', '8 samples'."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+def counted(number: int, word: str, many: str = "") -> str:
+    """'1 sample', '8 samples', or with `many` '8 batches'."""
+    return f"{number:,} {word if number == 1 else many or f'{word}s'}"
 
 
 def setting(label: str) -> str:

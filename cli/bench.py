@@ -1,78 +1,119 @@
-"""`perturbkv bench`: what measuring costs, as ratios within one run."""
+"""`perturbkv bench`: what measuring costs and what evicting saves, as ratios within one run."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
+from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
-from perturbkv.config import Budget
 
-bench = typer.Typer(help="Measure what measuring costs.", no_args_is_help=True)
-_MIB = 2**20
+if TYPE_CHECKING:
+    from perturbkv.benchmark.comparison import Change
+    from perturbkv.benchmark.rows import Report, Row
+
+bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True)
+
+
+@bench.callback()
+def run(
+    context: typer.Context,
+    model: Annotated[str, Option("--model", "-m", help="Model to run.")] = "smollm2-135m",
+    tokens: Annotated[int, Option(help="Prompt length; growth is from half of it to twice.")] = 4096,
+    repeats: Annotated[int, Option(help="How often each thing is timed, in turns; medians count.")] = 3,
+    only: Annotated[
+        list[str] | None, Option(help="A row's name; repeatable. Default: every row.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str, Option(help="Of all rows but those of a GPU.")] = "cpu",
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", help="Where the JSON goes. Default: runs/<time>-bench.json.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure every row: time, memory, growth, value norms, writing, generating; those of a GPU where there is one.
+
+    A row whose process fails says why, and the command exits with 1 when the others are done.
+
+    Each value is a ratio of two things measured in the same run, in turns. `perturbkv bench compare` holds two such
+    files side by side.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from perturbkv.benchmark import suite
+    from perturbkv.benchmark.rows import check_names
+    from perturbkv.files import written_whole
+
+    targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
+    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
+    with written_whole(path) as beside, console.progress("groups", suite.groups(settings)) as bar:
+        report = suite.measure(settings, targets, lambda name: bar.advance(bar.task_ids[0]))
+        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
+    if as_json:
+        console.print_json(report.to_dict())
+    else:
+        _show(report)
+        console.say(f"written to {path}")
+    if report.failed:
+        raise typer.Exit(1)
 
 
 @bench.command()
-def capture(
-    model: Annotated[str, Option("--model", "-m", help="Model to run.")] = "smollm2-135m",
-    tokens: Annotated[int, Option(help="Prompt length.")] = 4096,
-    repeats: Annotated[int, Option(help="How often each of the two is timed, in turns.")] = 3,
-    budget: Annotated[str, Option("--budget", "-b", help="Entries kept per head.")] = "128",
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    device: Annotated[str, Option(help="auto, cpu, cuda, …")] = "auto",
+def compare(
+    old: Annotated[Path, Argument(help="JSON of the earlier run.", show_default=False)],
+    new: Annotated[Path, Argument(help="JSON of the later run.", show_default=False)],
+    tolerance: Annotated[float, Option(help="How much worse a value may become, as a share.")] = 0.1,
     as_json: JsonOption = False,
 ) -> None:
-    """Time and peak memory of one traced sample, two configurations, against a plain prefill and two decode steps."""
-    from perturbkv.benchmark import capture_cost, to_dict
+    """Compare two files of `perturbkv bench`; exit with 1 where a row became worse by more than the tolerance."""
+    from dataclasses import asdict
 
-    cost = capture_cost(model, tokens, repeats, Budget.parse(budget), dtype, device)
+    from perturbkv.benchmark.comparison import compare, other_settings
+    from perturbkv.benchmark.rows import read
+
+    before, after = read(old), read(new)
+    changes, others = compare(before, after, tolerance), other_settings(before, after)
     if as_json:
-        console.print_json(to_dict(cost))
-        return
-    rows = [
-        ("time, s (median)", _median(cost.plain_seconds), _median(cost.traced_seconds), f"{cost.time_ratio:.3f}"),
-        (
-            "peak memory, MiB",
-            f"{cost.plain_peak_bytes / _MIB:,.0f}",
-            f"{cost.traced_peak_bytes / _MIB:,.0f}",
-            f"{cost.memory_ratio:.3f}",
-        ),
-    ]
-    title = f"{model}, {tokens} tokens, {len(cost.configurations)} configurations, {repeats} repeats"
-    console.table(title, ["", "#plain", "#traced", "#ratio"], rows)
+        console.print_json({"changes": [asdict(change) for change in changes], "differences": others})
+    else:
+        rows = [(change.name, _number(change.old), _number(change.new), _word(change)) for change in changes]
+        console.table(f"{old} and {new}, tolerance {tolerance:.0%}", ["row", "#old", "#new", ""], rows)
+        for other in others:
+            console.note(f"not measured alike: {other}")
+    regressed = [change.name for change in changes if change.regressed]
+    if regressed:
+        console.note(f"{counted(len(regressed), 'row')} worse by more than {tolerance:.0%}: {', '.join(regressed)}")
+        raise typer.Exit(1)
 
 
-@bench.command()
-def generation(
-    model: Annotated[str, Option("--model", "-m", help="Model to run.")] = "smollm2-135m",
-    tokens: Annotated[int, Option(help="Prompt length.")] = 4096,
-    budget: Annotated[str, Option("--budget", "-b", help="Entries kept per head.")] = "128",
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    device: Annotated[str, Option(help="auto, cpu, cuda, …")] = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Peak memory of generating from a cache that is evicted while the prompt is read, against the full cache."""
-    from perturbkv.benchmark import generation_memory, to_dict
-
-    found = generation_memory(model, tokens, Budget.parse(budget), dtype, device)
-    if as_json:
-        console.print_json(to_dict(found))
-        return
-    rows = [
-        (name, *(f"{value / _MIB:,.1f}" for value in (full, evicted, full - evicted)))
-        for name, full, evicted in (
-            ("cache of the prompt", found.full_cache_bytes, found.evicted_cache_bytes),
-            ("peak of the run", found.full_peak_bytes, found.evicted_peak_bytes),
-        )
-    ]
-    console.table(
-        f"{model}, {tokens} tokens and {found.new_tokens} generated, MiB", ["", "#full", "#evicted", "#saved"], rows
-    )
-    console.say(f"{found.configuration}: the peak goes down by {found.saved_share:.0%} of the cache saved")
+def _show(report: Report) -> None:
+    about = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
+    console.say(f"{report.machine['device']}: {about}")
+    settings = report.settings
+    title = f"{settings['model']}, {settings['tokens']:,} tokens, {counted(settings['repeats'], 'repeat')}"
+    rows = [(row.target.name, row.target.what, _bound(row), _number(row.value), row.verdict()) for row in report.rows]
+    console.table(title, ["row", "what", "#bound", "#value", ""], rows)
+    for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):
+        names = ", ".join(row.target.name for row in report.rows if row.reason == reason)
+        console.say(f"{names}: {reason}")
 
 
-def _median(seconds: list[float]) -> str:
-    return f"{sorted(seconds)[len(seconds) // 2]:.2f}"
+def _bound(row: Row) -> str:
+    return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _word(change: Change) -> str:
+    if change.worse is None:
+        return "not in both"
+    word = "worse" if change.worse > 0 else "better"
+    return f"{abs(change.worse):.0%} {word}{' (!)' if change.regressed else ''}"

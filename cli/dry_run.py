@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
-from perturbkv.cli.tracing import Plan
+from perturbkv.cli.planning import Plan
+from perturbkv.resources import Shape
 
 _MIB = 2**20
 
@@ -26,25 +28,26 @@ def show(planned: Plan, as_json: bool) -> None:
         ("weights", f"{document['weights_mib']:,.0f} MiB"),
         ("full cache", f"{document['full_cache_mib']:,.1f} MiB for the longest sample"),
         ("evicted caches", f"{document['evicted_caches_mib']:,.1f} MiB for the longest sample, all configurations"),
+        ("decoded", _decoded(document)),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
     console.table("configurations", ["configuration", "#entries kept"], document["kept"])
 
 
+def _decoded(document: dict[str, Any]) -> str:
+    """How many batches the configurations are decoded in, and what the largest takes."""
+    batches = counted(document["batches"], "batch", "batches")
+    return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
+
+
 def describe(planned: Plan) -> dict[str, Any]:
     """The same as numbers. Memory is what weights and caches take, in MiB, without activations."""
-    config, run = planned.files.config, planned.run
+    run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.encoded.prompts]
     parameters = planned.files.parameters()
-    d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    entry = 2 * config.num_hidden_layers * d_head * planned.dtype.itemsize
+    shape = Shape.of(planned.files.config, planned.dtype.itemsize, parameters)
     longest = max(lengths)
     compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.encoded.prompts)
-    evicted = sum(
-        eviction.tokens(compressed)
-        * (config.num_attention_heads if eviction.granularity == "query" else config.num_key_value_heads)
-        for eviction in run.configs
-    )
     return {
         "model": run.model,
         "model_parameters": parameters,
@@ -57,7 +60,10 @@ def describe(planned: Plan) -> dict[str, Any]:
         "compressed_tokens_max": compressed,
         "steps": run.steps,
         "weights_mib": parameters * planned.dtype.itemsize / _MIB,
-        "full_cache_mib": entry * config.num_key_value_heads * longest / _MIB,
-        "evicted_caches_mib": entry * evicted / _MIB,
+        "full_cache_mib": shape.full_cache_bytes(longest) / _MIB,
+        "evicted_caches_mib": sum(shape.kept_bytes(eviction, compressed) for eviction in run.configs) / _MIB,
+        "batches": len(batches.places),
+        "batch_mib": batches.largest_bytes / _MIB,
+        "batch_bound_mib": batches.bound_bytes / _MIB,
         "kept": [(eviction.label(), str(eviction.tokens(compressed))) for eviction in run.configs],
     }

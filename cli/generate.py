@@ -12,10 +12,12 @@ from typer import Option
 from perturbkv.analyses.naming import counted, short
 from perturbkv.cli import console
 from perturbkv.cli.options import RunOptions
+from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.spreading import with_options
-from perturbkv.cli.tracing import Plan, plan, provenance, run_folder
+from perturbkv.cli.tracing import load, provenance, run_folder
 from perturbkv.config import EvictionConfig
 from perturbkv.errors import ConfigError
+from perturbkv.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
     from perturbkv.datasets.encode import EncodedPrompt
@@ -45,6 +47,12 @@ def generate(
     configs = run.configs(selection or ["attention", "two-stage"])
     _check(configs, max_new_tokens, compress_every)
     planned = plan(run, configs, generate=max_new_tokens)
+    if run.max_memory is not None and len(planned.batches.places) > 1:
+        msg = (
+            f"generate answers from all caches at once, and --max-memory {run.max_memory} holds those of "
+            f"{planned.batches.rows - 1} of {len(configs)} configurations; raise it or ask for fewer"
+        )
+        raise ConfigError(msg)
     if run.dry_run:
         from perturbkv.cli import dry_run
 
@@ -96,11 +104,10 @@ def _open(path: Path, header: dict[str, Any], about: dict[str, str], overwrite: 
 
 
 def _write_whole(path: Path, documents: list[dict[str, Any]]) -> None:
-    """The file with these lines alone, under a temporary name first: what a killed run left unfinished is gone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text("".join(_line(document) for document in documents), encoding="utf-8")
-    beside.replace(path)
+    """The file with these lines alone: what a killed run left unfinished is gone."""
+    text = "".join(_line(document) for document in documents)
+    clear_leftovers(path)
+    write_whole(path, lambda stream: stream.write(text.encode()))
 
 
 def _line(document: dict[str, Any]) -> str:
@@ -121,19 +128,18 @@ def _generate(
 ) -> list[dict[str, Any]]:
     """Answer the prompts that are missing, one line each as soon as it is there."""
     from perturbkv.generation import answer
-    from perturbkv.loading import load_weights
 
     names = {row["sample"] for row in done}
     todo = [prompt for prompt in planned.encoded.prompts if prompt.sample_id not in names]
     if not todo:
         return []
-    adapter, rows = load_weights(planned.files, planned.dtype, planned.device, run.seed), []
+    adapter, rows = load(planned), []
     labels, config = planned.run.labels(), planned.run
     with console.progress("samples", len(todo) + len(done), len(done)) as bar, path.open("a", encoding="utf-8") as file:
         for prompt in todo:
             answers = answer(
                 adapter, prompt, config.configs, config.generate, scenario=config.scenario, layout=config.cache,
-                head_scores=config.head_scores, compress_every=compress_every,
+                head_scores=config.head_scores, compress_every=compress_every, resources=planned.resources,
             )  # fmt: skip
             rows.append(_row(prompt, answers, labels, adapter.tokenizer.decode))
             file.write(_line(rows[-1]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +11,7 @@ from typer import Option
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 from perturbkv.errors import ConfigError
+from perturbkv.files import clear_leftovers, written_whole
 
 _SHOWN = 10
 
@@ -33,7 +32,8 @@ def head_scores(
     if output.exists() and not overwrite:
         msg = f"{output} is there already; give --overwrite or another --output"
         raise ConfigError(msg)
-    with _written_whole(output) as beside:
+    clear_leftovers(output)
+    with written_whole(output) as beside:
         scores = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
         beside.write_text(_text(scores))
     ranked = sorted(
@@ -80,20 +80,3 @@ def _text(scores: list[list[float]]) -> str:
     from perturbkv.head_scores import as_json
 
     return as_json(scores)
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """A file beside `path`, made at once so that a place that cannot be written is known first; it appears whole."""
-    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.touch()
-        yield beside
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        for folder in made:
-            folder.rmdir()
-        raise

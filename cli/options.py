@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.config import CACHES, PRESETS, SCENARIOS, SELECTIONS, Budget, EvictionConfig
+from perturbkv.config import CACHES, PRESETS, SCENARIOS, Budget, EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.policies import registry
+from perturbkv.grid import ORDER, grid
+from perturbkv.resources import Resources, parse_size
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
@@ -110,8 +111,17 @@ class RunOptions:
     ] = None
     dtype: Annotated[str, _run(help="auto, float32, bfloat16, float16.")] = "auto"
     device: Annotated[str, _run(help="auto, cpu, cuda, cuda:1, …")] = "auto"
+    device_map: Annotated[
+        str, _run(help="auto: the model's layers over all GPUs, for one larger than a GPU; none.")
+    ] = "none"
     save: Annotated[list[str] | None, _run(help="outputs: also head outputs, hidden states, attention.")] = None
-    chunk_mib: Annotated[int, _run(help="Bound on the working memory of the value norms.")] = 256
+    max_memory: Annotated[
+        str | None,
+        _run(help="Most that evicted caches which are decoded together may take: 512MiB, 2GiB; more go in several "
+             "batches. Default: half of what weights and full cache take.", show_default=False),
+    ] = None  # fmt: skip
+    chunk_mib: Annotated[int, _run(help="Bound on the working memory of value norms and sums over entries.")] = 256
+    norm_kernel: Annotated[str, _run(help="How value norms are computed: auto, triton, chunked.")] = "auto"
     output: Annotated[
         Path | None, _run("--output", "-o", help="Where results go. Default: runs/<time>-<model>-<dataset>.")
     ] = None
@@ -127,6 +137,16 @@ class RunOptions:
             raise ConfigError(msg)
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
+        check_choice("device map", self.device_map, ("none", "auto"))
+        if self.device_map == "auto" and self.device != "auto":
+            msg = f"--device-map auto takes all GPUs and --device {self.device} one; give only one of them"
+            raise ConfigError(msg)
+
+    @property
+    def resources(self) -> Resources:
+        """How the run may use the machine. Raises ConfigError for a size that is none."""
+        bound = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
+        return Resources(self.chunk_mib * 2**20, bound, self.norm_kernel)
 
     @property
     def sample_count(self) -> int:
@@ -156,31 +176,22 @@ class RunOptions:
         """The same with these budgets, where the user chose none."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
+    def choices(self) -> dict[str, Any]:
+        """What every configuration is asked to be, but for its selection, as `perturbkv.grid` takes it.
+
+        Raises BudgetError for a budget that is none.
+        """
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in ORDER}
+        budgets = [Budget.parse(text) for text in self.budget or ["128"]]
+        return {**asked, "preset": self.preset or "paper", "budget": budgets, "alpha": self.alpha or None}
+
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Every preset × budget × alpha × selection, what policy and cache cannot do refused.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
         `random` alone is the selection.
         """
-        alphas: list[float | None] = [*self.alpha] if self.alpha else [None]
-        budgets = [Budget.parse(text) for text in self.budget or ["128"]]
-        made = [
-            self._config(preset, budget, alpha, *_policy_and_selection(name, self.policy))
-            for preset in self.preset or ["paper"]
-            for budget in budgets
-            for alpha in alphas
-            for name in selections
-        ]
-        for config in made:
-            registry.check(config, self.cache)
-        return tuple(dict.fromkeys(made))
-
-    def _config(self, preset: str, budget: Budget, alpha: float | None, policy: str, selection: str) -> EvictionConfig:
-        plain = ("window", "pool", "kernel", "granularity", "stage2_score", "epsilon", "split", "group_score",
-                 "group_product", "sinks", "seed", "pyramid_beta", "floor", "head_beta", "recent",
-                 "history")  # fmt: skip
-        overrides = {name: getattr(self, name) for name in plain}
-        return registry.configured(preset, budget, policy, alpha=alpha, selection=selection, **overrides)
+        return grid(**self.choices(), selection=selections, cache=self.cache)
 
 
 @dataclass(frozen=True)
@@ -225,15 +236,6 @@ def _numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
     except ValueError:
         msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
         raise ConfigError(msg) from None
-
-
-def _policy_and_selection(text: str, policy: str) -> tuple[str, str]:
-    named, colon, selection = text.partition(":")
-    if colon:
-        return named, selection
-    if named not in SELECTIONS and named in {info.name for info in registry.known()}:
-        return named, registry.info(named).selections[0]
-    return policy, named
 
 
 def parse_compare(text: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""The decorator that gives a command the options of a dataclass, as if they were its own parameters."""
+"""The decorator that gives a command the options of a dataclass, as if they were its own parameters.
+
+`typed` tells which of a command's options the user really wrote.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
+
+import typer
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -33,6 +38,12 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
+
+
+def typed(context: typer.Context) -> frozenset[str]:
+    """Names of the parameters that stand on the command line; neither defaults nor the environment's values."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,13 @@ import typer
 
 from perturbkv.cli import console, dry_run
 from perturbkv.cli.options import LookOptions, RunOptions
+from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import save_figure
 from perturbkv.cli.trace import say_failures
-from perturbkv.cli.tracing import make_trace, plan, run_folder
+from perturbkv.cli.tracing import make_trace, run_folder
 from perturbkv.config import EvictionConfig
 from perturbkv.errors import ConfigError
+from perturbkv.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,17 +121,11 @@ def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[
     others: dict[str, Any] = {}
     if path.exists():
         try:
-            before = json.loads(path.read_text())
+            before = json.loads(path.read_text(encoding="utf-8"))
             if before["trace_digest"] == header["trace_digest"]:
                 others = dict(before.get("analyses", {}))
         except (ValueError, KeyError, TypeError):
             msg = f"expected a summary of ours at {path}, got another file; move it away or give another --output"
             raise ConfigError(msg) from None
     document = {**header, "analyses": {**others, name: numbers}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(console.as_json(document))
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))

@@ -10,15 +10,27 @@ from typer import Option
 
 from perturbkv.cli import console, dry_run
 from perturbkv.cli.options import RunOptions
-from perturbkv.cli.spreading import with_options
-from perturbkv.cli.tracing import make_trace, plan, run_folder
+from perturbkv.cli.planning import plan
+from perturbkv.cli.spreading import typed, with_options
+from perturbkv.cli.sweeping import resolve
+from perturbkv.cli.tracing import make_trace, run_folder
 
 _HDF5 = (".h5", ".hdf5")
 
 
 @with_options
 def trace(
+    context: typer.Context,
     run: RunOptions,
+    config: Annotated[
+        Path | None,
+        Option(
+            "--config",
+            help="Sweep file (YAML): keys are the options below; lists of choices of how to evict make every "
+            "combination. What is typed replaces its key.",
+            show_default=False,
+        ),
+    ] = None,
     selection: Annotated[
         list[str] | None,
         Option(help="How entries are selected; repeatable. Default: attention and two-stage.", show_default=False),
@@ -29,7 +41,12 @@ def trace(
     Every preset × budget × alpha × selection is measured from one prefill per sample. A killed run goes on where it
     stopped when the same command is given the same --output.
     """
-    planned = plan(run, run.configs(selection or ["attention", "two-stage"]))
+    selections = selection or ["attention", "two-stage"]
+    if config is None:
+        planned = plan(run, run.configs(selections))
+    else:
+        sweep = resolve(config, run, selections, typed(context))
+        run, planned = sweep.run, sweep.plan()
     if run.dry_run:
         dry_run.show(planned, run.as_json)
         return

@@ -7,6 +7,7 @@ demo's needle prompts and, with LongBench's folder, on README's `multi_news` sam
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -18,16 +19,20 @@ from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.loading import load_model
 from perturbkv.models import Adapter
+from perturbkv.ranking import Scores
 from perturbkv.runner import trace_sample
-from perturbkv.selection import KeptSets, LayerStatistics, select
+from perturbkv.selection import Family, families
 
 CONFIGS = tuple(from_preset("paper", Budget(128), selection=name) for name in ("attention", "two-stage"))
 
 
-def first_layer_by_attention(config: EvictionConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
-    """`select`, but as the baseline does in the first layer."""
-    chosen = replace(config, selection="attention") if statistics.layer == 0 else config
-    return select(chosen, statistics, prompt_tokens)
+def first_layer_by_attention(
+    configs: Sequence[EvictionConfig], scores: Callable[[EvictionConfig], Scores], prompt_tokens: int
+) -> list[Family]:
+    """`families`, but as the baseline selects in the first layer."""
+    if scores(configs[0]).statistics.layer == 0:
+        configs = [replace(config, selection="attention") for config in configs]
+    return families(configs, scores, prompt_tokens)
 
 
 def compare(adapter: Adapter, prompts: list[EncodedPrompt], words: str) -> None:
@@ -51,7 +56,7 @@ def main() -> None:
         samples = load(name, options, adapter.tokenizer).samples
         prompts = [encode(sample, adapter.tokenizer, chat_template=True, max_tokens=longest) for sample in samples]
         compare(adapter, prompts, f"{name}, two-stage in every layer")
-        with patch("perturbkv.runner.select", first_layer_by_attention):
+        with patch("perturbkv.layerwise.families", first_layer_by_attention):
             compare(adapter, prompts, f"{name}, attention in the first layer")
 
 

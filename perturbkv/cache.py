@@ -121,6 +121,11 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         return sum(block.nbytes for block in self.blocks)
 
     @property
+    def borrowed_nbytes(self) -> int:
+        """Bytes of `nbytes` that rows which keep everything borrow, counted once for each of them."""
+        return sum(tensor.nbytes for row in self.borrowed.values() for tensor in row.rectangle or ())
+
+    @property
     def kept_nbytes(self) -> int:
         """Bytes of the kept entries alone: Σ budgets."""
         block = self.blocks[0]
@@ -133,23 +138,16 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def entries(self, row: int) -> KeptEntries:
         """What a row holds now: frozen entries, then those decoded since, per kept set."""
-        found = {
-            segment.head: (block.entries(place), segment.group)
-            for block in self.blocks
-            for place, segment in enumerate(block.segments)
-            if segment.row == row
-        }
-        keys, values = [], []
-        for head, (frozen, group) in sorted(found.items()):
-            kv_head = head * group * self.keys.shape[1] // self.heads if self.is_initialized else 0
-            tails = (
-                [tail[row, kv_head, self.tail_from[row] : self.length] for tail in (self.keys, self.values)]
-                if self.is_initialized
-                else [frozen[0][:0], frozen[1][:0]]
-            )
-            keys.append(torch.cat([frozen[0], tails[0]]))
-            values.append(torch.cat([frozen[1], tails[1]]))
-        return KeptEntries(tuple(keys), tuple(values))
+        if not self.is_initialized:
+            return self._frozen(row)
+        sets = self._frozen(row).sets()
+        kept = slice(self.tail_from[row], self.length)
+        kv_heads = [place * self.keys.shape[1] // len(sets) for place in range(len(sets))]
+        keys, values = (
+            [torch.cat([frozen[kind], tail[row, head, kept]]) for frozen, head in zip(sets, kv_heads, strict=True)]
+            for kind, tail in enumerate((self.keys, self.values))
+        )
+        return KeptEntries.of(keys, values)
 
     def replace(self, rows: dict[int, KeptEntries]) -> None:
         """Freeze new entries for some rows, whose tails so become empty; the others stay as they are."""
@@ -169,7 +167,7 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
             if segment.row == row
         }
         pieces = [found[head] for head in sorted(found)]
-        return KeptEntries(tuple(keys for keys, _ in pieces), tuple(values for _, values in pieces))
+        return KeptEntries.of([keys for keys, _ in pieces], [values for _, values in pieces])
 
     def _drop_dead_tail(self) -> None:
         """Forget tail entries that no row sees any more; positions go on."""

@@ -17,11 +17,12 @@ from perturbkv import theory
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.config import EvictionConfig
 from perturbkv.models import Adapter
-from perturbkv.norms import DEFAULT_CHUNK_BYTES, projected_value_norms
+from perturbkv.norms import projected_value_norms
 from perturbkv.policies import registry
 from perturbkv.policies.base import LayerAttention
 from perturbkv.ragged import KeptEntries
-from perturbkv.selection import LayerStatistics, select
+from perturbkv.ranking import LayerStatistics
+from perturbkv.selection import select
 
 
 @dataclass(frozen=True)
@@ -98,30 +99,27 @@ class Compressor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
         held: CompactLayer = self.cache.layers[layer]
-        entries = held.entries(row)
+        sets = held.entries(row).sets()
         if config.granularity == "query":
-            entries = _per_query_head(entries, self.adapter.heads)
-        view = _RowView(self.adapter, entries, self.queries[layer][row], layer, f"{self.sample}/{generated}")
+            sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
+        view = _RowView(self.adapter, sets, self.queries[layer][row], layer, f"{self.sample}/{generated}")
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
         held.replace({row: view.take(kept)})
         return view.perturbation(kept)
 
 
-def _per_query_head(entries: KeptEntries, heads: int) -> KeptEntries:
-    """A kept set for each query head, as a row that has kept everything so far holds one per key/value head."""
-    sharing = heads // len(entries.keys)
-    keys, values = (tuple(one for one in kind for _ in range(sharing)) for kind in (entries.keys, entries.values))
-    return KeptEntries(keys, values)
-
-
 class _RowView:
     """What one row holds in one layer, kept sets of different lengths aligned at their ends, zeros before them."""
 
-    def __init__(self, adapter: Adapter, entries: KeptEntries, queries: Tensor, layer: int, sample: str) -> None:
-        self.adapter, self.entries, self.queries, self.layer, self.sample = adapter, entries, queries, layer, sample
-        self.sets, self.longest = len(entries.keys), max(entries.lengths)
+    def __init__(
+        self, adapter: Adapter, sets: Sequence[tuple[Tensor, Tensor]], queries: Tensor, layer: int, sample: str
+    ) -> None:
+        self.adapter, self.queries, self.layer, self.sample = adapter, queries, layer, sample
+        self.keys, self.values = zip(*sets, strict=True)
+        self.lengths = [len(keys) for keys in self.keys]
+        self.sets, self.longest = len(sets), max(self.lengths)
         self.group = adapter.heads // self.sets
-        even = len(set(entries.lengths)) == 1
+        even = len(set(self.lengths)) == 1
         self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
 
     def statistics(self, config: EvictionConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
@@ -130,7 +128,7 @@ class _RowView:
         vote = registry.build(config.policy).votes(config)
         accumulated = [vote(self._seen(part, str(part.start))) for part in self.parts]
         norms = [self._norms(part)[:, :-window] for part in self.parts]
-        lengths = torch.tensor(self.entries.lengths, device=norms[0].device)
+        lengths = torch.tensor(self.lengths, device=norms[0].device)
         places = torch.arange(self.longest - window, device=norms[0].device)
         aligned = _aligned(norms, self.longest - window)
         return LayerStatistics(
@@ -148,42 +146,42 @@ class _RowView:
     def take(self, kept: Bool[Tensor, "kept_head key"]) -> KeptEntries:
         """The entries that stay, copied."""
         chosen = [
-            row.nonzero().squeeze(-1) - (self.longest - length)
-            for row, length in zip(kept, self.entries.lengths, strict=True)
+            row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
         ]
         keys, values = (
-            tuple(pieces[place][rows] for place, rows in enumerate(chosen))
-            for pieces in (self.entries.keys, self.entries.values)
+            [piece[rows] for piece, rows in zip(pieces, chosen, strict=True)] for pieces in (self.keys, self.values)
         )
-        return KeptEntries(keys, values)
+        return KeptEntries.of(keys, values)
 
     def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
         """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
         seen = [self._seen(part, "") for part in self.parts]
         rows = [theory.decode_attention(part.query[:, -1], part.key, part.scale) for part in seen]
         attention = _aligned(rows, self.longest)
-        value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.entries.values], self.longest)
+        value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         value = value.transpose(1, 2)
         w_o, mask = self.adapter.output_projection(self.layer), kept.repeat_interleave(self.group, dim=0).unsqueeze(0)
-        output = theory.mix_values(attention.unsqueeze(0), value)
+        weights = attention.unsqueeze(0)
+        whole, mixed = (theory.weighted_sums(kind, value) for kind in (weights, weights * mask))
+        mass = (weights * mask).sum(dim=-1)
         return (
-            theory.isolated_perturbation(attention, mask, value, w_o)[0],
-            theory.projected_l1(output, w_o)[0],
-            theory.retained_mass(attention, mask)[0],
+            theory.isolated_perturbation(whole, mixed, mass, w_o)[0],
+            theory.projected_l1(whole, w_o)[0],
+            mass[0],
         )
 
     def _heads(self, part: slice) -> slice:
         return slice(part.start * self.group, part.stop * self.group)
 
     def _seen(self, part: slice, name: str) -> LayerAttention:
-        keys = torch.stack(self.entries.keys[part])
+        keys = torch.stack(self.keys[part])
         scale, sample = self.adapter.scale(self.layer), f"{self.sample}/{name}"
         return LayerAttention(self.queries[self._heads(part)], keys, scale, self.layer, sample)
 
     def _norms(self, part: slice) -> Tensor:
         heads, d_head = self._heads(part), self.adapter.d_head
         columns = self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
-        return projected_value_norms(torch.stack(self.entries.values[part]), columns, DEFAULT_CHUNK_BYTES)
+        return projected_value_norms(torch.stack(self.values[part]), columns)
 
 
 def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache import CompactCache, SharedCache
 from perturbkv.capture import Observer, capture, decode_from, decode_shared
+from perturbkv.devices import on_device
 from perturbkv.models import Adapter
 from perturbkv.prefill import FiniteCheck, Prefill
 
@@ -38,45 +39,52 @@ class StepRecord:
 
 @torch.inference_mode()
 def decode_full(
-    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int, sample: str
-) -> tuple[list[StepRecord], list[int]]:
+    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
+) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
     """The reference: the question, then greedy steps, from the full cache, which grows by all of them.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded.
-    Returns the records of the steps and the tokens decoded, the first of them the greedy choice after the prompt.
+    Returns the records of the steps and the tokens decoded, the first of them the greedy choice after the prompt;
+    `prefill.finite` has looked at all of them.
     """
     cache = SharedCache(prefill.cache)
     first = prefill.logits
     if question:
-        first = _step(adapter, cache, decode_shared(adapter), question, rows, sample).logits[0]
-    tokens, records = [int(first.argmax())], []
+        ids = on_device(question, adapter.device)
+        first = _step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
+    tokens, records = [first.argmax()], []
     for _ in range(steps):
-        record = _step(adapter, cache, decode_shared(adapter), tokens[-1:], rows, sample)
+        record = _step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
         records.append(_first_row(record))
-        tokens.append(int(record.logits[0].argmax()))
-    return records, tokens[:steps]
+        tokens.append(record.logits[0].argmax())
+    return records, torch.stack(tokens[:steps])
 
 
 @torch.inference_mode()
 def decode_evicted(
-    adapter: Adapter, cache: CompactCache, question: Sequence[int], tokens: Sequence[int], rows: int, sample: str
+    adapter: Adapter,
+    cache: CompactCache,
+    question: Sequence[int],
+    tokens: Int[Tensor, " step"],
+    rows: int,
+    check: FiniteCheck,
 ) -> list[StepRecord]:
     """The question, then teacher-forced steps, from a compact cache, one row per configuration; steps are recorded."""
     if question:
-        _step(adapter, cache, decode_from(adapter, cache), question, rows, sample)
-    return [_step(adapter, cache, decode_from(adapter, cache), [token], rows, sample) for token in tokens]
+        _step(adapter, cache, decode_from(adapter, cache), on_device(question, adapter.device), rows, check)
+    return [_step(adapter, cache, decode_from(adapter, cache), token, rows, check) for token in torch.split(tokens, 1)]
 
 
 def _step(
     adapter: Adapter,
     cache: Cache,
     attention: AbstractContextManager[None],
-    tokens: Sequence[int],
+    tokens: Int[Tensor, " token"],
     rows: int,
-    sample: str,
+    check: FiniteCheck,
 ) -> StepRecord:
     """One forward pass of the same tokens in every row; what the last of them did is recorded."""
-    record, check = StepRecord(), FiniteCheck()
+    record = StepRecord()
 
     def hidden(layer: int, output: Tensor) -> None:
         check(layer, output)
@@ -91,12 +99,11 @@ def _step(
     def final(output: Tensor) -> None:
         record.final = output[:, -1]
 
-    ids = torch.tensor([list(tokens)], device=adapter.device).expand(rows, -1)
+    ids = tokens.to(adapter.device, non_blocking=True).unsqueeze(0).expand(rows, -1)
     with attention, capture(adapter, Observer(query, head_output, hidden, final)):
         record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
             :, -1
         ]
-    check.raise_if_not(sample)
     return record
 
 

@@ -171,12 +171,6 @@ class EvictionConfig:
             self.check_budget(tokens, f"budget {self.budget} of {prompt_tokens} tokens")
         return min(tokens, prompt_tokens)
 
-    def stage1_tokens(self, kept: int, always: int) -> int:
-        """Entries that stage 1 takes of `kept` beside those that always stay, which `kept` counts (METHOD: Select)."""
-        if self.split == "total":
-            return max(0, int(self.alpha * kept + 1e-9) - always)
-        return int(self.alpha * max(0, kept - always) + 1e-9)
-
     def label(self) -> str:
         """Unique, readable name: the `config` coordinate of a trace."""
         parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"a={self.alpha:g}", f"w={self.window}"]

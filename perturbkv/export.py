@@ -8,7 +8,6 @@ provenance in the file's. Failed samples have no rows.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pyarrow.parquet
 
 from perturbkv.config import EvictionConfig
 from perturbkv.errors import ConfigError
+from perturbkv.files import written_whole
 from perturbkv.trace import VARIABLES, Trace, Variable
 
 AXES = ("config", "step", "layer", "head")
@@ -73,19 +73,13 @@ def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None)
     """
     check_suffix(path)
     opened = pa.csv.CSVWriter if path.suffix == ".csv" else pa.parquet.ParquetWriter
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
-    try:
-        with opened(beside, schema(trace)) as writer:
-            for place in np.flatnonzero(trace.ok):
-                batch = rows(trace, int(place))
-                writer.write_batch(batch)
-                written += batch.num_rows
-                finished()
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with written_whole(path) as beside, opened(beside, schema(trace)) as writer:
+        for place in np.flatnonzero(trace.ok):
+            batch = rows(trace, int(place))
+            writer.write_batch(batch)
+            written += batch.num_rows
+            finished()
     return written
 
 

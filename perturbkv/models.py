@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from perturbkv.errors import ModelError
+from perturbkv.resources import Shape
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi-3"}
 """transformers' model_type -> family. All five hold their attention at `model.layers[i].self_attn.o_proj`."""
@@ -81,6 +82,11 @@ class Adapter:
     def d_model(self) -> int:
         """Model width."""
         return int(self.config.hidden_size)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What the model's memory depends on."""
+        return Shape.of(self.config, self.dtype.itemsize, sum(weight.numel() for weight in self.model.parameters()))
 
     @property
     def positions(self) -> int:

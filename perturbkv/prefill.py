@@ -12,12 +12,15 @@ from transformers import Cache, DynamicCache
 
 from perturbkv.capture import Observer, capture
 from perturbkv.config import EvictionConfig
+from perturbkv.devices import stack_on
 from perturbkv.errors import ActivationError
 from perturbkv.models import Adapter
 from perturbkv.norms import projected_value_norms
+from perturbkv.phases import phase
 from perturbkv.policies import registry
 from perturbkv.policies.base import LayerAttention, Votes
-from perturbkv.selection import LayerStatistics
+from perturbkv.ranking import LayerStatistics, Scores
+from perturbkv.resources import Resources
 from perturbkv.theory import WORK
 
 
@@ -42,11 +45,25 @@ class Statistics:
     norms: list[Tensor] = field(default_factory=list)
     head_scores: Sequence[Sequence[float]] = ()
 
-    def of(self, config: EvictionConfig, layer: int, realised: Tensor | None = None) -> LayerStatistics:
-        """One layer's, for one configuration; `realised` is A of the first decoding query, where it is known."""
-        norms = self.norms[layer][:, : self.tokens - min(config.window, self.tokens)]
+    def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[EvictionConfig], Scores]:
+        """One layer's scores for a configuration; those that accumulate alike share theirs.
+
+        `realised` is A of the first decoding query, where it is known.
+        """
+        made: dict[Votes, Scores] = {}
+
+        def of(config: EvictionConfig) -> Scores:
+            votes = registry.build(config.policy).votes(config)
+            if votes not in made:
+                made[votes] = Scores(self._of(self.accumulated[votes][layer], layer, realised))
+            return made[votes]
+
+        return of
+
+    def _of(self, accumulated: Tensor, layer: int, realised: Tensor | None) -> LayerStatistics:
+        norms = self.norms[layer][:, : accumulated.shape[1]]
         return LayerStatistics(
-            accumulated=self.accumulated[registry.build(config.policy).votes(config)][layer],
+            accumulated=accumulated,
             norms=norms,
             realised=torch.zeros_like(norms, dtype=WORK) if realised is None else realised[:, : norms.shape[1]],
             kv_heads=self.kv_heads,
@@ -59,11 +76,15 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Prefill:
-    """One prompt's full cache (batch 1), the logits of its last position, and its statistics."""
+    """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
+
+    `finite` knows of every layer whether its activations were; nothing was raised yet.
+    """
 
     cache: Cache
     logits: Float[Tensor, " vocab"]
     statistics: Statistics
+    finite: FiniteCheck
 
 
 class FiniteCheck:
@@ -77,8 +98,11 @@ class FiniteCheck:
         self._finite.append((layer, torch.isfinite(hidden).all()))
 
     def raise_if_not(self, sample: str) -> None:
-        """Raise ActivationError for the first layer that held NaN or Inf."""
-        for layer, finite in self._finite:
+        """Raise ActivationError for the first layer that held NaN or Inf; waits for the device once."""
+        if not self._finite:
+            return
+        layers, flags = zip(*self._finite, strict=True)
+        for layer, finite in zip(layers, stack_on(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 msg = "the hidden states"
                 raise ActivationError(msg, layer, sample)
@@ -97,17 +121,15 @@ def prefill(
     adapter: Adapter,
     token_ids: Sequence[int],
     configs: Iterable[EvictionConfig],
-    chunk_bytes: int,
+    resources: Resources,
     sample: str,
     head_scores: Sequence[Sequence[float]] = (),
     taken: LayerRead | None = None,
 ) -> Prefill:
-    """Run the prompt once. `chunk_bytes` bounds the working memory of the value norms.
+    """Run the prompt once.
 
     With `taken`, which gets each layer's statistics, attention and values (kv_head, key, d_head) as they are there, no
     full cache is kept: a layer's keys and values are let go when the layer is done.
-
-    Raises ActivationError where a layer's hidden states are not finite.
     """
     cache, check = DynamicCache(), FiniteCheck()
     found = Statistics(
@@ -117,9 +139,11 @@ def prefill(
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         seen = LayerAttention(query[0], key[0], adapter.scale(layer), layer, sample)
-        for vote, layers in found.accumulated.items():
-            layers.append(vote(seen))
-        found.norms.append(projected_value_norms(value[0], adapter.output_projection(layer), chunk_bytes))
+        with phase("votes"):
+            for vote, layers in found.accumulated.items():
+                layers.append(vote(seen))
+        with phase("norms"):
+            found.norms.append(layer_norms(value[0], adapter.output_projection(layer), resources))
         if taken is not None:
             taken(layer, found, seen, value[0])
 
@@ -130,7 +154,11 @@ def prefill(
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     ids = torch.tensor([list(token_ids)], device=adapter.device)
-    with capture(adapter, Observer(attention=observe, hidden=done)):
+    with phase("prefill"), capture(adapter, Observer(attention=observe, hidden=done)):
         logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    check.raise_if_not(sample)
-    return Prefill(cache, logits[0, -1], found)
+    return Prefill(cache, logits[0, -1], found, check)
+
+
+def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
+    """ν of a layer's values, computed as the run asks for."""
+    return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

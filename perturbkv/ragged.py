@@ -10,62 +10,70 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from perturbkv.devices import on_device
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 SLACK = 1 / 8
 """Most padding of a block, as a share of the entries in it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeptEntries:
-    """The kept entries of one configuration in one layer: one tensor per kept set, (kept, d_head).
+    """The kept entries of one configuration in one layer: where they lie, until a cache copies them out.
 
-    `rectangle` holds keys and values (kept_head, kept, d_head) where they lie in one piece already, which is then
-    borrowed instead of copied.
+    Attributes:
+        keys, values: (place, d_head), of this row alone or shared with others.
+        index: places of the kept entries, one kept set after the other.
+        lengths: entries of each kept set.
+        rectangle: keys and values (kept_head, kept, d_head) of a row that keeps all of them, and borrows them.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: Float[Tensor, "place d_head"]
+    values: Float[Tensor, "place d_head"]
+    index: Int[Tensor, " kept"]
+    lengths: list[int]
     rectangle: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def lengths(self) -> list[int]:
-        """Entries per kept set."""
-        return [len(keys) for keys in self.keys]
+    @classmethod
+    def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeptEntries:
+        """Entries that lie in one tensor (kept, d_head) per kept set."""
+        together = torch.cat(list(keys))
+        index = torch.arange(len(together), device=together.device)
+        return cls(together, torch.cat(list(values)), index, [len(piece) for piece in keys])
 
-
-def gather(
-    key: Float[Tensor, "kv_head key d_head"], value: Float[Tensor, "kv_head key d_head"], positions: Sequence[Tensor]
-) -> KeptEntries:
-    """Copy the kept entries out of a layer's full cache; the copies share no memory with it.
-
-    `positions` holds one (kept,) per kept set.
-    """
-    sharing = len(positions) // key.shape[0]
-    keys = tuple(key[head // sharing, kept] for head, kept in enumerate(positions))
-    return KeptEntries(keys, tuple(value[head // sharing, kept] for head, kept in enumerate(positions)))
+    def sets(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each kept set: copies, or views of what is borrowed."""
+        if self.rectangle is not None:
+            return list(zip(*self.rectangle, strict=True))
+        return [(self.keys[kept], self.values[kept]) for kept in torch.split(self.index, self.lengths)]
 
 
 def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]) -> KeptEntries:
     """All entries, as a view: the run that keeps everything reads the full cache itself."""
-    return KeptEntries(tuple(keys), tuple(values), (keys, values))
+    nothing = keys[0, :0]
+    lengths = [keys.shape[1]] * keys.shape[0]
+    return KeptEntries(nothing, nothing, torch.empty(0, dtype=torch.int64), lengths, (keys, values))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One kept set of one row: which query heads read it (`group` of them from `group · head` on), how long it is."""
+    """One kept set of one row.
+
+    `group` query heads read it, from `group · head` on; its `length` entries are listed from `start` on.
+    """
 
     row: int
     head: int
     group: int
     length: int
+    start: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,21 +149,53 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block |
     blocks: list[Block | Packed] = [
         _borrowed(row, entries, heads) for row, entries in enumerate(rows) if entries.rectangle is not None
     ]
-    found = [s for s in _segments(rows, heads) if s.length > 0 and rows[s.row].rectangle is None]
-    found.sort(key=lambda s: (s.group, -s.length, s.row, s.head))
-    kernel = kernel_for(rows[0].keys[0])
+    found = sorted(_segments(rows, heads), key=lambda s: (s.group, -s.length, s.row, s.head))
+    if not found:
+        return blocks
+    pile = _pile([entries for entries in rows if entries.rectangle is None])
+    kernel = kernel_for(pile.keys)
     if kernel is None:
-        return blocks + [_padded(rows, segments) for segments in _buckets(found, slack)]
+        return blocks + [_padded(pile, segments) for segments in _buckets(found, slack)]
     groups = [list(alike) for _, alike in groupby(found, key=lambda s: s.group)]
-    return blocks + [_pack(rows, segments, kernel) for segments in groups]
+    return blocks + [_packed(pile, segments, kernel) for segments in groups]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pile:
+    """Where the entries of all rows lie: `index` lists their places, segment after segment."""
+
+    keys: Float[Tensor, "place d_head"]
+    values: Float[Tensor, "place d_head"]
+    index: Int[Tensor, " entry"]
+
+    def take(self, places: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
+        """Copies of the entries that the index lists at these places."""
+        chosen = self.index[places.flatten()]
+        return tuple(  # type: ignore[return-value]
+            kind.index_select(0, chosen).view(*places.shape, -1) for kind in (self.keys, self.values)
+        )
+
+
+def _pile(rows: Sequence[KeptEntries]) -> _Pile:
+    """One pile of all rows; those that share what their entries lie in are not copied."""
+    if all(row.keys is rows[0].keys for row in rows):
+        return _Pile(rows[0].keys, rows[0].values, torch.cat([row.index for row in rows]))
+    keys, values = torch.cat([row.keys for row in rows]), torch.cat([row.values for row in rows])
+    starts = accumulate([len(row.keys) for row in rows], initial=0)
+    return _Pile(keys, values, torch.cat([row.index + start for row, start in zip(rows, starts, strict=False)]))
 
 
 def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
-    return [
-        Segment(row, head, heads // len(entries.keys), length)
-        for row, entries in enumerate(rows)
-        for head, length in enumerate(entries.lengths)
-    ]
+    """The kept sets that hold anything, where rows that borrow are none."""
+    found, start = [], 0
+    for row, entries in enumerate(rows):
+        if entries.rectangle is not None:
+            continue
+        group = heads // len(entries.lengths)
+        for head, length in enumerate(entries.lengths):
+            found.append(Segment(row, head, group, length, start))
+            start += length
+    return [segment for segment in found if segment.length > 0]
 
 
 def _buckets(found: Sequence[Segment], slack: float) -> list[list[Segment]]:
@@ -173,15 +213,15 @@ def _buckets(found: Sequence[Segment], slack: float) -> list[list[Segment]]:
     return buckets
 
 
-def _padded(rows: Sequence[KeptEntries], segments: list[Segment]) -> Block:
-    longest = segments[0].length
-    keys, values = (
-        torch.stack([F.pad(piece, (0, 0, 0, longest - len(piece))) for piece in pieces])
-        for pieces in ([rows[s.row].keys[s.head] for s in segments], [rows[s.row].values[s.head] for s in segments])
-    )
-    lengths = torch.tensor([segment.length for segment in segments], device=keys.device)
-    padding = torch.arange(longest, device=keys.device) >= lengths.unsqueeze(-1)
-    return Block(segments, keys, values, padding if segments[-1].length < longest else None, _places(segments, keys))
+def _padded(pile: _Pile, segments: list[Segment]) -> Block:
+    """A block; behind its last entry a segment repeats it, and attention passes over that."""
+    longest, device = segments[0].length, pile.keys.device
+    lengths = on_device([[segment.length] for segment in segments], device)
+    starts = on_device([[segment.start] for segment in segments], device)
+    place = torch.arange(longest, device=device)
+    keys, values = pile.take(starts + torch.minimum(place, lengths - 1))
+    padding = place >= lengths if segments[-1].length < longest else None
+    return Block(segments, keys, values, padding, _places(segments, device))
 
 
 def _borrowed(row: int, entries: KeptEntries, heads: int) -> Block:
@@ -189,21 +229,25 @@ def _borrowed(row: int, entries: KeptEntries, heads: int) -> Block:
     keys, values = entries.rectangle
     group = heads // len(keys)
     segments = [Segment(row, head, group, keys.shape[1]) for head in range(len(keys))]
-    return Block(segments, keys, values, None, _places(segments, keys))
+    return Block(segments, keys, values, None, _places(segments, keys.device))
 
 
-def _places(segments: list[Segment], like: Tensor) -> tuple[Tensor, Tensor]:
+def _places(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
     """Index of each segment's queries among (row, head, …)."""
-    rows = torch.tensor([[segment.row] for segment in segments], device=like.device)
-    first = torch.tensor([[segment.head * segment.group] for segment in segments], device=like.device)
-    return rows, first + torch.arange(segments[0].group, device=like.device)
+    rows = on_device([[segment.row] for segment in segments], device)
+    first = on_device([[segment.head * segment.group] for segment in segments], device)
+    return rows, first + torch.arange(segments[0].group, device=device)
 
 
-def _pack(rows: Sequence[KeptEntries], segments: list[Segment], kernel: Kernel) -> Packed:
-    keys = torch.cat([rows[s.row].keys[s.head] for s in segments]).unsqueeze(1)
-    values = torch.cat([rows[s.row].values[s.head] for s in segments]).unsqueeze(1)
-    ends = torch.tensor([0] + [segment.length for segment in segments], device=keys.device).cumsum(0)
-    return Packed(segments, keys, values, ends.to(torch.int32), _places(segments, keys), kernel)
+def _packed(pile: _Pile, segments: list[Segment], kernel: Kernel) -> Packed:
+    device, total = pile.keys.device, sum(segment.length for segment in segments)
+    ends = on_device(list(accumulate([segment.length for segment in segments], initial=0)), device)
+    shift = on_device([segment.start for segment in segments], device) - ends[:-1]
+    shifts = shift.repeat_interleave(ends.diff(), output_size=total)
+    keys, values = pile.take(shifts + torch.arange(total, device=device))
+    return Packed(
+        segments, keys.unsqueeze(1), values.unsqueeze(1), ends.to(torch.int32), _places(segments, device), kernel
+    )
 
 
 def kernel_for(like: Tensor) -> Kernel | None:

@@ -2,55 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from perturbkv import measure, theory
+from perturbkv import measure
+from perturbkv.assembly import (
+    BatchResult,
+    answer_arrays,
+    attention_array,
+    isolated_arrays,
+    kept_arrays,
+    sample_arrays,
+    step_arrays,
+)
 from perturbkv.cache import CompactCache, CompactLayer
-from perturbkv.config import RunConfig
+from perturbkv.config import EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.datasets.scoring import exact_number, leading_digits
 from perturbkv.decoding import StepRecord, decode_evicted, decode_full
 from perturbkv.errors import ActivationError
 from perturbkv.generation import end_tokens, generate
-from perturbkv.measure import Arrays, LayerMasks, to_numpy
+from perturbkv.keeping import Kept, Lengths, keep, lengths
+from perturbkv.layerwise import LayerResult, look
 from perturbkv.models import Adapter
-from perturbkv.norms import DEFAULT_CHUNK_BYTES, projected_value_norms
-from perturbkv.prefill import Prefill, prefill
-from perturbkv.ragged import borrow, gather
-from perturbkv.selection import KeptSets, select
+from perturbkv.phases import phase
+from perturbkv.prefill import FiniteCheck, Prefill, prefill
+from perturbkv.ragged import borrow
+from perturbkv.resources import Resources, plan_batches
 from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
 
-
-@dataclass(frozen=True)
-class _LayerResult:
-    """One layer after selection: its compact cache, kept positions per kept set, isolated quantities per step."""
-
-    cache: CompactLayer
-    positions: list[list[Tensor]]
-    stage1_counts: list[Tensor]
-    isolated: list[dict[str, Tensor]]
-    attention: list[Tensor]
+_DEFAULT = Resources()
 
 
 def trace(
     adapter: Adapter,
     prompts: Iterable[EncodedPrompt],
     run: RunConfig,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    resources: Resources = _DEFAULT,
     finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
+    wanted: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
 ) -> list[FailedSample]:
     """Measure prompts one after the other; `finished` gets each as it is ready. Returns those that failed.
 
-    A sample whose activations are not finite is marked failed and the run goes on.
+    `wanted` names the configurations that a sample still lacks; all of the run's where it does not name the sample. A
+    sample whose activations are not finite is marked failed and the run goes on.
     """
     failed = []
     for prompt in prompts:
         try:
-            finished(trace_sample(adapter, prompt, run, chunk_bytes))
+            configs = wanted.get(prompt.sample_id, run.configs)
+            finished(trace_sample(adapter, prompt, replace(run, configs=configs), resources))
         except ActivationError as error:
             failed.append(FailedSample(prompt.sample_id, str(error)))
             finished(failed[-1])
@@ -59,157 +63,97 @@ def trace(
 
 @torch.inference_mode()
 def trace_sample(
-    adapter: Adapter, prompt: EncodedPrompt, run: RunConfig, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    adapter: Adapter, prompt: EncodedPrompt, run: RunConfig, resources: Resources = _DEFAULT
 ) -> SampleTrace:
     """Measure every configuration of `run` on one prompt (METHOD: the protocol).
 
-    `chunk_bytes` bounds the working memory of the value norms.
+    The prompt is read once; all configurations share its scores, norms and reference. The device is waited for when
+    the lengths of the evicted caches are needed, and when the numbers are.
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
-    for a prompt that the scenario cannot take apart.
+    for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`.
     """
-    rows, sample = len(run.configs) + 1, prompt.sample_id
+    sample = prompt.sample_id
     context, question = prompt.parts(run.scenario)
-    before = prefill(adapter, context, run.configs, chunk_bytes, sample, run.head_scores)
-    full, tokens = decode_full(adapter, before, question, run.steps, rows, sample)
-    layers = [_evict_layer(adapter, before, full, run, layer, chunk_bytes) for layer in range(len(adapter.layers))]
-    cache = CompactCache([layer.cache for layer in layers])
-    arrays = _cache_arrays(cache)
-    evicted = decode_evicted(adapter, cache, question, tokens, rows, sample)
-    arrays |= _sample_arrays(prompt, run, tokens) | _isolated_arrays(layers) | _kept_arrays(adapter, layers)
-    arrays |= _step_arrays([measure.propagated(adapter, *step) for step in zip(full, evicted, strict=True)])
-    if run.generate:
+    decoded = len(question) + max(run.steps, run.generate)
+    planned = plan_batches(run.configs, adapter.shape, len(context), decoded, resources.max_bytes)
+    before = prefill(adapter, context, run.configs, resources, sample, run.head_scores)
+    with phase("reference"):
+        full, tokens = decode_full(adapter, before, question, run.steps, planned.rows)
+    with phase("layers"):
+        saves = "outputs" in run.save
+        layers = [
+            look(adapter, before, full, run.configs, layer, resources, saves) for layer in range(len(adapter.layers))
+        ]
+        kept = lengths([layer.families for layer in layers], len(run.configs), adapter.device)
+    before.finite.raise_if_not(sample)
+    decode = _Decoding(adapter, run, before, full, tokens, question, layers, kept, planned.rows)
+    batches = [decode.batch(places) for places in planned.places]
+    with phase("assembly"):
+        arrays = sample_arrays(prompt, run, tokens, batches) | isolated_arrays(layers, adapter.device)
+        arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
+        if run.generate:
+            arrays |= answer_arrays(adapter, prompt, batches, run.generate)
+        if saves:
+            arrays |= attention_array(layers)
+    decode.finite.raise_if_not(sample)
+    return SampleTrace(sample, arrays)
+
+
+class _Decoding:
+    """Decodes one sample from the evicted caches of one batch of configurations after the other."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        run: RunConfig,
+        before: Prefill,
+        full: Sequence[StepRecord],
+        tokens: Tensor,
+        question: Sequence[int],
+        layers: Sequence[LayerResult],
+        kept: Sequence[Lengths],
+        rows: int,
+    ) -> None:
+        self.adapter, self.run, self.before, self.full = adapter, run, before, full
+        self.tokens, self.question, self.layers, self.kept, self.rows = tokens, question, layers, kept, rows
+        self.finite = FiniteCheck()
+
+    def batch(self, places: tuple[int, ...]) -> BatchResult:
+        """One batch: evict, decode, compare."""
+        with phase("evict"):
+            found = [self._evict(layer, places) for layer in range(len(self.layers))]
+            cache = CompactCache([layer for layer, _ in found])
+        with phase("decode"):
+            evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
+        with phase("measure"):
+            steps = [self._measure(step, len(places)) for step in zip(self.full, evicted, strict=True)]
+        whole = sum(layer.borrowed_nbytes for layer in cache.layers)
+        held, padding = cache.nbytes - whole, cache.padding_nbytes
+        return BatchResult(places, steps, [kept for _, kept in found], held, padding, self._generate(cache))
+
+    def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept]:
+        """One layer's cache: the row that keeps everything, the configurations, and more of the first kind."""
+        held, n = self.before.cache.layers[layer], self.before.statistics.tokens
+        keys, values = held.keys[0], held.values[0]
+        kept = keep(self.layers[layer].families, set(places), self.kept[layer], keys, values)
+        everything = borrow(keys[:, :n], values[:, :n])
+        rows = [everything, *(kept.entries[place] for place in places)]
+        rows += [everything] * (self.rows - len(rows))
+        return CompactLayer(rows, self.adapter.heads, n, self.run.cache), kept
+
+    def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
+        """The step's quantities, without the rows that fill the batch up."""
+        found = measure.propagated(self.adapter, *step)
+        if "outputs" in self.run.save:
+            found |= measure.raw_outputs(*step)
+        return {
+            name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor for name, tensor in found.items()
+        }
+
+    def _generate(self, cache: CompactCache) -> list[list[int]]:
+        if not self.run.generate:
+            return []
         cache.forget()
-        made = generate(adapter, cache, question, before.logits, run.generate, end_tokens(adapter))
-        arrays |= _answer_arrays(adapter, prompt, made, run.generate)
-    if "outputs" in run.save:
-        arrays |= _step_arrays([measure.raw_outputs(*step) for step in zip(full, evicted, strict=True)])
-        arrays |= _attention_array(layers)
-    return SampleTrace(prompt.sample_id, arrays)
-
-
-def _evict_layer(
-    adapter: Adapter,
-    before: Prefill,
-    full: Sequence[StepRecord],
-    run: RunConfig,
-    layer: int,
-    chunk_bytes: int,
-) -> _LayerResult:
-    """Select in one layer, copy out what stays, and measure the isolated quantities of every step."""
-    keys, values = before.cache.layers[layer].keys[0], before.cache.layers[layer].values[0]
-    n, w_o, configs = before.statistics.tokens, adapter.output_projection(layer), run.configs
-    seen = [keys.shape[1] - len(full) + step + 1 for step in range(len(full))]
-    attention = [
-        theory.decode_attention(record.query[layer][0], keys[:, :count], adapter.scale(layer))
-        for record, count in zip(full, seen, strict=True)
-    ]
-    sets = [select(config, before.statistics.of(config, layer, attention[0]), n) for config in configs]
-    positions = [kept_sets.positions() for kept_sets in sets]
-    entries = [borrow(keys[:, :n], values[:, :n])]
-    entries += [gather(keys[:, :n], values[:, :n], kept) for kept in positions]
-    decoded = projected_value_norms(values[:, n:], w_o, chunk_bytes)
-    norms = torch.cat([before.statistics.norms[layer], decoded], dim=-1)
-    masks = _per_query_head(sets, adapter.heads)
-    isolated = [
-        measure.isolated(step, values[:, :count], norms[:, :count], w_o, masks, configs)
-        for step, count in zip(attention, seen, strict=True)
-    ]
-    stage1_counts = [
-        sets_.stage1.sum(dim=-1) - min(config.window, n) for config, sets_ in zip(configs, sets, strict=True)
-    ]
-    cache = CompactLayer(entries, adapter.heads, n, run.cache)
-    return _LayerResult(cache, positions, stage1_counts, isolated, attention)
-
-
-def _cache_arrays(cache: CompactCache) -> Arrays:
-    """Bytes of the evicted caches of all configurations; the run that keeps everything borrows the full cache's."""
-    whole = sum(sum(map(_nbytes, layer.borrowed[0].rectangle or ())) for layer in cache.layers)
-    held = {"cache_bytes": cache.nbytes - whole, "cache_padding_bytes": cache.padding_nbytes}
-    return {name: to_numpy(torch.tensor(value), VARIABLES[name].dtype) for name, value in held.items()}
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes
-
-
-def _per_query_head(sets: Sequence[KeptSets], heads: int) -> LayerMasks:
-    def spread(mask: Tensor) -> Tensor:
-        return mask.repeat_interleave(heads // mask.shape[0], dim=0)
-
-    return LayerMasks(
-        kept=torch.stack([spread(kept_sets.kept) for kept_sets in sets]),
-        stage1=torch.stack([spread(kept_sets.stage1) for kept_sets in sets]),
-    )
-
-
-def _sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Sequence[int]) -> Arrays:
-    n = len(prompt.parts(run.scenario)[0])
-    evicted = [config.tokens(n) < n for config in run.configs]
-    values: dict[str, object] = {
-        "prompt_tokens": n,
-        "question_tokens": len(prompt.token_ids) - n,
-        "cut_tokens": prompt.cut_tokens,
-        "token_id": list(tokens),
-        "evicted": evicted,
-    }
-    return {name: to_numpy(torch.as_tensor(value), VARIABLES[name].dtype) for name, value in values.items()}
-
-
-def _isolated_arrays(layers: Sequence[_LayerResult]) -> Arrays:
-    """(config, step, layer, head) from per layer, per step (config, head); the noise floor without config."""
-    arrays = {}
-    for name in layers[0].isolated[0]:
-        stacked = torch.stack([torch.stack([step[name].cpu() for step in layer.isolated]) for layer in layers], dim=1)
-        configured = stacked if stacked.ndim == 3 else stacked.permute(2, 0, 1, 3)
-        arrays[name] = to_numpy(configured, VARIABLES[name].dtype)
-    return arrays
-
-
-def _step_arrays(steps: Sequence[dict[str, Tensor]]) -> Arrays:
-    """Stack steps along the `step` axis, which comes first or behind `config`."""
-    arrays = {}
-    for name in steps[0]:
-        axis = VARIABLES[name].dims.index("step")
-        arrays[name] = to_numpy(torch.stack([step[name] for step in steps], dim=axis), VARIABLES[name].dtype)
-    return arrays
-
-
-def _kept_arrays(adapter: Adapter, layers: Sequence[_LayerResult]) -> Arrays:
-    """Kept positions of all configurations and layers in one row; heads of a shared kept set share their place."""
-    shape = (len(layers[0].positions), len(layers), adapter.heads)
-    offsets, counts, stage1 = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    rows, start = [], 0
-    for config in range(shape[0]):
-        for index, layer in enumerate(layers):
-            positions = layer.positions[config]
-            sharing = adapter.heads // len(positions)
-            lengths = torch.tensor([len(kept) for kept in positions])
-            first = start + lengths.cumsum(0) - lengths
-            offsets[config, index] = first.repeat_interleave(sharing)
-            counts[config, index] = lengths.repeat_interleave(sharing)
-            stage1[config, index] = layer.stage1_counts[config].cpu().repeat_interleave(sharing)
-            rows += [kept.cpu() for kept in positions]
-            start += int(lengths.sum())
-    kept = {"kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": torch.cat(rows)}
-    return {name: to_numpy(tensor, VARIABLES[name].dtype) for name, tensor in kept.items()}
-
-
-def _answer_arrays(adapter: Adapter, prompt: EncodedPrompt, made: Sequence[Sequence[int]], most: int) -> Arrays:
-    """What each row generated, the full cache's first, and whether it is right."""
-    full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in made]
-    texts = [adapter.tokenizer.decode(list(tokens)) for tokens in made]
-    values: dict[str, object] = {"generated_full": full, "generated": evicted}
-    for name, grade in (("score", exact_number), ("digits", leading_digits)):
-        values[f"{name}_full"], *values[name] = (grade(text, prompt.answers) for text in texts)
-    return {name: to_numpy(torch.tensor(value), VARIABLES[name].dtype) for name, value in values.items()}
-
-
-def _attention_array(layers: Sequence[_LayerResult]) -> Arrays:
-    """Reference attention (step, layer, head, key), NaN past the entries a step sees."""
-    longest = layers[0].attention[-1].shape[-1]
-    padded = [
-        torch.stack([torch.nn.functional.pad(a, (0, longest - a.shape[-1]), value=torch.nan) for a in layer.attention])
-        for layer in layers
-    ]
-    return {"attention_full": to_numpy(torch.stack(padded, dim=1), VARIABLES["attention_full"].dtype)}
+        ends = end_tokens(self.adapter)
+        return generate(self.adapter, cache, self.question, self.before.logits, self.run.generate, ends)

@@ -1,50 +1,29 @@
-"""Scores and budgets -> which entries stay (METHOD: Select).
+"""Scores and budgets -> which entries stay (METHOD: Select), for all configurations of a layer at once.
 
-Each selection is one function that ranks the prefix; `select` turns a ranking into masks. Equal scores go to the
-earlier position on every device: rankings come from a stable descending sort.
+What a configuration keeps is written as cutoffs: the entries whose rank lies below them. Configurations that rank alike
+(a `Family`) share their orders, so that one more budget, alpha or policy costs comparisons and no sort. Nothing here
+waits for the device.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
+from perturbkv.devices import on_device
 from perturbkv.eviction import EvictionConfig
 from perturbkv.policies import registry
 from perturbkv.policies.base import Room
-from perturbkv.scores import pool, reduce_group, seeded
+from perturbkv.ranking import LayerStatistics, Ranking, Scores
 from perturbkv.theory import WORK
 
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """What selections may look at in one layer; prefix = n − window entries.
-
-    Attributes:
-        accumulated: Ā per query head.
-        norms: ν per query head.
-        realised: A of the first decoding query per query head (only `hindsight` looks at it).
-        kv_heads: number of key/value heads.
-        layer, layers: which of how many.
-        sample: the sample's id, for the seed of `random`.
-        head_scores: given scores of all query heads of the model (only `headkv` looks at them).
-        valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
-    """
-
-    accumulated: Float[Tensor, "head prefix"]
-    norms: Float[Tensor, "head prefix"]
-    realised: Float[Tensor, "head prefix"]
-    kv_heads: int
-    layer: int
-    layers: int
-    sample: str
-    head_scores: Float[Tensor, "layer head"] | None = None
-    valid: Bool[Tensor, "kept_head prefix"] | None = None
+_STEP_BYTES = 64 * 2**20
+"""Working memory of one step of the selection."""
 
 
 @dataclass(frozen=True)
@@ -54,141 +33,185 @@ class KeptSets:
     `stage1` holds stage 1 and the window: always a subset of `kept`.
     """
 
-    kept: Bool[Tensor, "kept_head key"]
-    stage1: Bool[Tensor, "kept_head key"]
-
-    def positions(self) -> list[Int[Tensor, " kept"]]:
-        """Kept positions of each kept set, ascending."""
-        return [row.nonzero().squeeze(-1) for row in self.kept]
+    kept: Bool[Tensor, "*config kept_head key"]
+    stage1: Bool[Tensor, "*config kept_head key"]
 
 
-Score = Float[Tensor, "kept_head prefix"]
+@dataclass(frozen=True, eq=False)
+class Budgets:
+    """Prefix entries per configuration and kept set: all that stay, those of stage 1, those that stay as recent.
+
+    Each holds the next; `window` entries stay beside them.
+    """
+
+    kept: Int[Tensor, "config kept_head"]
+    stage1: Int[Tensor, "config kept_head"]
+    recent: Int[Tensor, "config kept_head"]
+    window: int
 
 
-class _Scores:
-    """The scores of one configuration, reduced to its granularity."""
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Configurations that rank one layer's entries alike.
 
-    def __init__(self, config: EvictionConfig, statistics: LayerStatistics) -> None:
-        self.config, self.statistics = config, statistics
-        heads = statistics.accumulated.shape[0]
-        self.kept_heads = heads if config.granularity == "query" else statistics.kv_heads
+    Attributes:
+        places: which of the run's configurations they are.
+        first, second: ranking of stage 1 and of the rest; the same one for a selection without stages.
+        budgets: how many entries stay.
+        recent: whether any entry before the window stays because it is recent.
+        stage1_cut, cut: an entry stays in stage 1, or beside it, where its rank lies below.
+    """
 
-    def reduced(self, per_head: Float[Tensor, "head prefix"], how: str = "mean") -> Score:
-        return reduce_group(per_head, self.kept_heads, how)
+    places: tuple[int, ...]
+    first: Ranking
+    second: Ranking
+    budgets: Budgets
+    recent: bool
+    stage1_cut: Int[Tensor, "config kept_head"]
+    cut: Int[Tensor, "config kept_head"]
 
-    def attention(self, pooled: bool) -> Score:
-        """Ā reduced over the group, then pooled: Ā'."""
-        score = self.reduced(self.statistics.accumulated, self.config.group_score)
-        return pool(score, self.config.pool, self.config.kernel) if pooled else score
+    @property
+    def kept_heads(self) -> int:
+        """Kept sets of each configuration."""
+        return len(self.first.ranks)
 
-    def second_stage(self, uniform: bool) -> Score:
-        """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""
-        pooled = self.config.stage2_score == "pooled"
-        norms = self.statistics.norms.to(WORK)
-        if uniform:
-            norms = torch.ones_like(norms)
-        if self.config.group_product == "product-of-means":
-            return (self.attention(pooled) + self.config.epsilon) * self.reduced(norms)
-        per_head = self.statistics.accumulated
-        if pooled:
-            per_head = pool(per_head, self.config.pool, self.config.kernel)
-        return self.reduced((per_head + self.config.epsilon) * norms)
-
-    def random(self) -> Score:
-        """Uniform numbers that depend on seed, sample and layer alone, not on the device."""
-        statistics = self.statistics
-        prefix = statistics.accumulated.shape[1]
-        drawn = seeded(self.kept_heads, prefix, self.config.seed, statistics.sample, statistics.layer)
-        return drawn.to(statistics.accumulated.device)
-
-    def position(self) -> Score:
-        """Sinks first, the earliest of them foremost, then the most recent entries."""
-        prefix = self.statistics.accumulated.shape[1]
-        place = torch.arange(prefix, device=self.statistics.accumulated.device)
-        score = torch.where(place < self.config.sinks, 2 * prefix - place, place)
-        return score.to(WORK).expand(self.kept_heads, -1)
+    def kept_sets(self, rows: Int[Tensor, " row"] | slice = slice(None)) -> KeptSets:
+        """Masks of some of the family's configurations, by their place in it."""
+        stage1 = self.first.ranks < self.stage1_cut[rows].unsqueeze(-1)
+        if self.recent:
+            stage1 |= _from_end(self.first.ranks) <= self.budgets.recent[rows].unsqueeze(-1)
+        kept = stage1 | (self.second.ranks < self.cut[rows].unsqueeze(-1))
+        return KeptSets(_with_window(kept, self.budgets.window), _with_window(stage1, self.budgets.window))
 
 
-_RANKINGS: dict[str, Callable[[_Scores], tuple[Score, Score | None]]] = {
-    "attention": lambda scores: (scores.attention(pooled=True), None),
-    "attention-unpooled": lambda scores: (scores.attention(pooled=False), None),
-    "two-stage": lambda scores: (scores.attention(pooled=True), scores.second_stage(uniform=False)),
-    "two-stage-uniform": lambda scores: (scores.attention(pooled=True), scores.second_stage(uniform=True)),
-    "value": lambda scores: (scores.reduced(scores.statistics.norms.to(WORK)), None),
-    "random": lambda scores: (scores.random(), None),
-    "hindsight": lambda scores: (scores.reduced(scores.statistics.realised * scores.statistics.norms.to(WORK)), None),
-    "position": lambda scores: (scores.position(), None),
-}
-"""Selection -> (ranking of the whole set or of stage 1, ranking of stage 2 where there is one)."""
+def families(
+    configs: Sequence[EvictionConfig], scores: Callable[[EvictionConfig], Scores], prompt_tokens: int
+) -> list[Family]:
+    """What every configuration keeps in one layer; `scores` gives the layer's scores for a configuration.
 
+    The families, and the configurations in each, come in the same order in all layers.
 
-def ranks(score: Score) -> Int[Tensor, "kept_head prefix"]:
-    """Place of each entry in the descending order of its head's scores; ties go to the earlier position."""
-    order = score.sort(dim=-1, descending=True, stable=True).indices
-    places = torch.arange(score.shape[-1], device=score.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+    Raises BudgetError where a budget leaves nothing beside the window, ConfigError where headkv has no scores.
+    """
+    alike: dict[tuple[Scores, Ranking, Ranking], list[int]] = {}
+    for place, config in enumerate(configs):
+        own = scores(config)
+        first = own.first(config)
+        alike.setdefault((own, first, own.second(config) or first), []).append(place)
+    return [
+        _family(places, [configs[place] for place in places], own, first, second, prompt_tokens)
+        for (own, first, second), places in alike.items()
+    ]
 
 
 def select(config: EvictionConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
-    """The entries that one configuration keeps in one layer.
-
-    Raises BudgetError where the budget leaves nothing beside the window, ConfigError where headkv has no scores.
-    """
-    kept_tokens = config.tokens(prompt_tokens)
-    window = min(config.window, prompt_tokens)
-    policy, scores = registry.build(config.policy), _Scores(config, statistics)
-    budgets = policy.allocate(config, _room(scores, kept_tokens, window))
-    first, second = _RANKINGS[config.selection](scores)
-    valid = torch.ones_like(first, dtype=torch.bool) if statistics.valid is None else statistics.valid
-    budgets = torch.minimum(budgets, valid.sum(dim=-1))
-    recent = min(policy.recent(config, kept_tokens), kept_tokens) - window
-    forced = _last(valid, torch.minimum(budgets, torch.full_like(budgets, max(0, recent))))
-    rank = ranks(_certain(first, forced, valid))
-    in_stage1 = rank < _stage1_counts(config, budgets, forced.sum(dim=-1), window).unsqueeze(-1)
-    if second is not None:
-        rank = ranks(_certain(second, in_stage1, valid))
-    return KeptSets(
-        kept=_with_window(rank < budgets.unsqueeze(-1), window),
-        stage1=_with_window(in_stage1, window),
-    )
+    """The entries that one configuration keeps in one layer: (kept_head, n). Raises what `families` raises."""
+    scores = Scores(statistics)
+    (only,) = families([config], lambda _: scores, prompt_tokens)
+    found = only.kept_sets()
+    return KeptSets(found.kept[0], found.stage1[0])
 
 
-def _room(scores: _Scores, kept: int, window: int) -> Room:
-    """What the policy may look at, reduced to the configuration's granularity."""
-    pooled, statistics = scores.attention(pooled=True), scores.statistics
-    prefix = pooled.shape[1]
-    if statistics.valid is not None:
-        pooled, prefix = pooled.masked_fill(~statistics.valid, -torch.inf), sys.maxsize
+def _family(
+    places: Sequence[int],
+    configs: Sequence[EvictionConfig],
+    scores: Scores,
+    first: Ranking,
+    second: Ranking,
+    prompt_tokens: int,
+) -> Family:
+    budgets = _budgets(configs, scores, prompt_tokens)
+    recent = any(_recent(config, prompt_tokens) > 0 for config in configs)
+    steps = [_cuts(first, second, budgets, recent, rows) for rows in _steps(len(configs), first)]
+    stage1_cut, cut = (torch.cat(kind) for kind in zip(*steps, strict=True))
+    return Family(tuple(places), first, second, budgets, recent, stage1_cut, cut)
+
+
+def _steps(configs: int, ranking: Ranking) -> Iterator[slice]:
+    """Configurations whose masks and counts fit the working memory."""
+    each = 6 * ranking.ranks.numel()
+    size = max(1, _STEP_BYTES // max(1, each))
+    return (slice(start, start + size) for start in range(0, configs, size))
+
+
+def _cuts(first: Ranking, second: Ranking, budgets: Budgets, recent: bool, rows: slice) -> tuple[Tensor, Tensor]:
+    """Cutoffs of stage 1, which passes over recent entries, and of stage 2, which passes over both."""
+    stays, stage1, kept = budgets.recent[rows], budgets.stage1[rows], budgets.kept[rows]
+    stage1_cut = stage1
+    if recent:
+        taken = _from_end(first.ranks).gather(-1, first.order) <= stays.unsqueeze(-1)
+        stage1_cut = _cut(taken, stage1 - stays)
+    if first is second and not recent:
+        return stage1_cut, kept
+    in_order = first.ranks.gather(-1, second.order)
+    taken = in_order < stage1_cut.unsqueeze(-1)
+    if recent:
+        taken |= _from_end(first.ranks).gather(-1, second.order) <= stays.unsqueeze(-1)
+    return stage1_cut, _cut(taken, kept - stage1)
+
+
+def _cut(
+    taken: Bool[Tensor, "config kept_head place"], wanted: Int[Tensor, "config kept_head"]
+) -> Int[Tensor, "config kept_head"]:
+    """How many places of an order have to be passed to meet `wanted` entries that are not taken yet."""
+    free = (~taken).cumsum(dim=-1, dtype=torch.int32)
+    passed = torch.searchsorted(free, wanted.unsqueeze(-1).to(torch.int32)).squeeze(-1) + 1
+    return torch.where(wanted > 0, passed, 0)
+
+
+def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: int) -> Budgets:
+    """Every configuration's, inside what its kept sets hold."""
+    device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
+    shared = [_allocate(config, scores, prompt_tokens) for config in configs]
+    kept = torch.stack([counts.to(device, non_blocking=True) for counts in shared])
+    if scores.statistics.valid is not None:
+        kept = torch.minimum(kept, scores.statistics.valid.sum(dim=-1))
+    asked = on_device([_recent(config, prompt_tokens) for config in configs], device)
+    recent = torch.minimum(kept, asked.unsqueeze(-1))
+    return Budgets(kept, recent + _stage1(configs, kept - recent, recent + window), recent, window)
+
+
+def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
+    """Prefix entries of each kept set, as the policy shares them out."""
+    statistics, window = scores.statistics, min(config.window, prompt_tokens)
     given = statistics.head_scores
     if given is not None:
-        given = given.view(statistics.layers, scores.kept_heads, -1).mean(dim=-1)
-    return Room(pooled, kept, window, statistics.layer, statistics.layers, prefix, given)
+        given = given.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
+    room = Room(
+        kept_heads=scores.kept_heads(config),
+        kept=config.tokens(prompt_tokens),
+        window=window,
+        layer=statistics.layer,
+        layers=statistics.layers,
+        prefix=statistics.prefix if statistics.valid is None else sys.maxsize,
+        heads_in_order=lambda: scores.heads_in_order(config),
+        head_scores=given,
+    )
+    return registry.build(config.policy).allocate(config, room)
 
 
-def _last(
-    valid: Bool[Tensor, "kept_head prefix"], counts: Int[Tensor, " kept_head"]
-) -> Bool[Tensor, "kept_head prefix"]:
-    """The last `counts` entries of the prefix, which is aligned at its end."""
-    from_end = torch.arange(valid.shape[1], 0, -1, device=valid.device)
-    return valid & (from_end <= counts.unsqueeze(-1))
+def _recent(config: EvictionConfig, prompt_tokens: int) -> int:
+    """Entries before the window that stay because they are recent."""
+    kept, window = config.tokens(prompt_tokens), min(config.window, prompt_tokens)
+    return max(0, min(registry.build(config.policy).recent(config, kept), kept) - window)
 
 
-def _certain(score: Score, first: Bool[Tensor, "kept_head prefix"], valid: Bool[Tensor, "kept_head prefix"]) -> Score:
-    """Scores that put `first` before all others, and places without an entry behind them."""
-    return score.masked_fill(first, torch.inf).masked_fill(~valid, -torch.inf)
+def _stage1(
+    configs: Sequence[EvictionConfig], free: Int[Tensor, "config kept_head"], always: Int[Tensor, "config kept_head"]
+) -> Int[Tensor, "config kept_head"]:
+    """Entries that stage 1 takes of `free` beside the `always` kept ones (METHOD: Select)."""
+    alpha = on_device([[config.alpha] for config in configs], free.device, WORK)
+    total = on_device([[config.split == "total"] for config in configs], free.device)
+    of_prefix = (alpha * free + 1e-9).floor()
+    of_total = ((alpha * (free + always) + 1e-9).floor() - always).clamp(min=0)
+    return torch.where(total, of_total, of_prefix).to(torch.int64)
 
 
-def _stage1_counts(
-    config: EvictionConfig, budgets: Int[Tensor, " kept_head"], forced: Int[Tensor, " kept_head"], window: int
-) -> Int[Tensor, " kept_head"]:
-    """Prefix entries of stage 1, inside each head's own budget; entries that always stay are part of it."""
-    counts = [
-        recent + config.stage1_tokens(prefix + window, window + recent)
-        for prefix, recent in zip(budgets.tolist(), forced.tolist(), strict=True)
-    ]
-    return torch.tensor(counts, device=budgets.device)
+def _from_end(prefix: Int[Tensor, "kept_head prefix"]) -> Int[Tensor, "kept_head prefix"]:
+    """1 for the last entry of the prefix, 2 for the one before it, …; the prefix is aligned at its end."""
+    return torch.arange(prefix.shape[-1], 0, -1, device=prefix.device).expand_as(prefix)
 
 
-def _with_window(prefix: Bool[Tensor, "kept_head prefix"], window: int) -> Bool[Tensor, "kept_head key"]:
+def _with_window(prefix: Bool[Tensor, "config kept_head prefix"], window: int) -> Bool[Tensor, "config kept_head key"]:
     """The window's entries always stay."""
-    return torch.cat([prefix, prefix.new_ones(prefix.shape[0], window)], dim=-1)
+    return torch.cat([prefix, prefix.new_ones(*prefix.shape[:-1], window)], dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from perturbkv.config import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.journal import Journal, journal_path
 from perturbkv.later import LaterArrays
-from perturbkv.trace import RAGGED_AXES, VARIABLES, FailedSample, SampleTrace, Trace
+from perturbkv.merging import Shapes
+from perturbkv.trace import RAGGED_AXES, VARIABLES, FailedSample, SampleTrace, Trace, axis_lengths
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 1
 _KEPT, _KEY = RAGGED_AXES
@@ -32,6 +33,8 @@ _COORDINATES = {
     "key": "position of a cache entry",
     "kept_entry": "place in kept_position",
 }
+_WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
+"""How netCDF names a dimension that has no coordinate: counting kept_position's entries would take twice its bytes."""
 
 
 def write_trace(
@@ -39,13 +42,15 @@ def write_trace(
     run: RunConfig,
     sample_ids: Sequence[str],
     attrs: Mapping[str, str],
+    shapes: Callable[[str], Shapes | None],
     sample: Callable[[str], SampleTrace | FailedSample],
 ) -> None:
-    """Write a whole trace file. `sample` gives each sample when it is asked for, twice: one at a time is in memory.
+    """Write a whole trace file, one sample in memory at a time.
 
+    `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
     Raises TraceError where the samples' axes do not fit together.
     """
-    sizes, names = _joint_sizes(sample(name) for name in sample_ids)
+    sizes, names = _joint_sizes({name: shapes(name) for name in sample_ids})
     with h5py.File(path, "w", track_order=True) as file:
         _write_header(file, run, attrs, sample_ids, sizes, names)
         kept = 0
@@ -53,15 +58,13 @@ def write_trace(
             kept += _write_sample(file, place, sample(name), kept)
 
 
-def _joint_sizes(samples: Iterable[SampleTrace | FailedSample]) -> tuple[dict[str, int], set[str]]:
+def _joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], set[str]]:
     """Axis lengths of the whole file, and the variables that its samples hold."""
     sizes: dict[str, int] = {_KEPT: 0}
     names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
-    for sample in samples:
-        if isinstance(sample, FailedSample):
-            continue
-        names |= set(sample.arrays)
-        for axis, length in sample.sizes().items():
+    for sample_id, held in shapes.items():
+        names |= set(held or ())
+        for axis, length in axis_lengths(sample_id, held or {}).items():
             if axis == _KEPT:
                 sizes[axis] += length
             elif axis == _KEY:
@@ -100,9 +103,11 @@ def _write_coordinates(file: h5py.File, sizes: Mapping[str, int], sample_ids: Se
     for axis, length in sizes.items():
         if axis in named:
             scale = file.create_dataset(axis, data=named[axis], dtype=h5py.string_dtype())
+        elif axis == _KEPT:
+            scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
         else:
             scale = file.create_dataset(axis, data=np.arange(length, dtype=np.int64))
-        scale.make_scale(axis)
+        scale.make_scale(axis if axis != _KEPT else f"{_WITHOUT_VARIABLE}{length:10d}")
         scale.attrs["units"], scale.attrs["long_name"] = "1", _COORDINATES[axis]
 
 
@@ -150,7 +155,7 @@ def read_trace(path: Path) -> Trace:
     everything else at once. Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
     """
     path = Path(path)
-    with _opened(path) as file:
+    with opened(path) as file:
         run = _run_of(file, path)
         ids, failures = _samples_of(file)
         names = [name for name in VARIABLES if name in file]
@@ -158,7 +163,7 @@ def read_trace(path: Path) -> Trace:
         attrs = _provenance_of(file)
     digest = _digest(path)
     later = [name for name in names if _is_large(name)]
-    held = LaterArrays(arrays, later, _read_later(path, digest))
+    held = LaterArrays(arrays, later, _read_later(path))
     return Trace(run, ids, held, failures, attrs, str(path), digest)
 
 
@@ -166,15 +171,12 @@ def _is_large(name: str) -> bool:
     return name == "kept_position" or VARIABLES[name].raw
 
 
-def _read_later(path: Path, digest: str) -> Callable[[str], Any]:
+def _read_later(path: Path) -> Callable[[str], Any]:
     """Reads one variable of the file as it is now; TraceError once it was written again."""
     stamp = path.stat().st_mtime_ns
 
     def read(name: str) -> Any:
-        with _opened(path) as file:
-            if path.stat().st_mtime_ns != stamp:
-                msg = f"expected the trace {digest} at {path}, got one written since; open it again"
-                raise TraceError(msg)
+        with opened(path, stamp) as file:
             return np.asarray(file[name][()])
 
     return read
@@ -207,7 +209,7 @@ class Description:
 def describe(path: Path) -> Description:
     """A trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
     path = Path(path)
-    with _opened(path) as file:
+    with opened(path) as file:
         run = _run_of(file, path)
         ids, failures = _samples_of(file)
         names = [name for name in file if name not in _COORDINATES]
@@ -224,27 +226,31 @@ def _stored(variable: h5py.Dataset) -> StoredVariable:
 
 def read_run(path: Path) -> RunConfig:
     """The run of a trace file, its numbers unread. Raises TraceError as `read_trace` does."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return _run_of(file, path)
 
 
-def check_whole(path: Path) -> None:
-    """Raise TraceError where a trace file lacks a variable that it MUST hold: it cannot be extended."""
-    held = describe(path).variables
-    missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in held]
+def describe_whole(path: Path) -> Description:
+    """As `describe`; TraceError where a variable is missing that a trace MUST hold: it cannot be extended."""
+    held = describe(path)
+    missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in held.variables]
     if missing:
         names = ", ".join(missing)
         msg = f"expected a whole trace at {path}, got one without {names}; use another --output, or --overwrite"
         raise TraceError(msg)
+    return held
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[h5py.File]:
-    """The file, open for reading; its damages become a TraceError."""
+def opened(path: Path, stamp: int | None = None) -> Iterator[h5py.File]:
+    """The file, open for reading; TraceError for its damages, and where it was written after `stamp` (st_mtime_ns)."""
     if not path.exists():
         raise TraceError(_missing(path))
     try:
         with h5py.File(path, "r") as file:
+            if stamp is not None and path.stat().st_mtime_ns != stamp:
+                msg = f"expected the trace at {path} as it was, got one written since; open it again"
+                raise TraceError(msg)
             yield file
     except (OSError, KeyError, RuntimeError, ValueError, IndexError) as error:
         msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"

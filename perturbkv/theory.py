@@ -27,13 +27,15 @@ def decode_attention(
     return logits.flatten(0, 1).softmax(dim=-1)
 
 
-def mix_values(
-    weights: Float[Tensor, "config head key"], value: Float[Tensor, "kv_head key d_head"]
-) -> Float[Tensor, "config head d_head"]:
-    """Σ_i weights_i V_i per head, before the output projection."""
+def weighted_sums(
+    weights: Float[Tensor, "config head key"], quantities: Float[Tensor, "kv_head key column"]
+) -> Float[Tensor, "config head column"]:
+    """Σ_i weights_i x_i of each head's entries; all configurations of a key/value head go through one product."""
     configs, heads, keys = weights.shape
-    grouped = weights.view(configs, value.shape[0], heads // value.shape[0], keys)
-    return (grouped @ value.to(weights.dtype)).flatten(1, 2)
+    kv_heads = quantities.shape[0]
+    grouped = weights.view(configs, kv_heads, -1, keys).transpose(0, 1).reshape(kv_heads, -1, keys)
+    sums = grouped @ quantities.to(weights.dtype)
+    return sums.view(kv_heads, configs, heads // kv_heads, -1).transpose(0, 1).flatten(1, 2)
 
 
 def projected_l1(
@@ -45,23 +47,49 @@ def projected_l1(
     return torch.einsum("...hk,dhk->...hd", head_output, per_head).abs().sum(dim=-1)
 
 
-def retained_mass(
-    attention: Float[Tensor, "head key"], kept: Bool[Tensor, "config head key"]
-) -> Float[Tensor, "config head"]:
-    """S = Σ N A; with stage 1 and the always-kept entries as mask it is `sigma_stage1`."""
-    return (attention * kept).sum(dim=-1)
+@dataclass(frozen=True)
+class KeptSums:
+    """What the kept entries of each head add up to.
+
+    Attributes:
+        mass: S = Σ N A; of stage 1 and the always-kept entries it is `sigma_stage1`.
+        weighted: Σ N A ν.
+        mixed: Σ N A V, before the output projection.
+    """
+
+    mass: Float[Tensor, "config head"]
+    weighted: Float[Tensor, "config head"]
+    mixed: Float[Tensor, "config head d_head"]
+
+
+def kept_sums(
+    attention: Float[Tensor, "head key"],
+    norms: Float[Tensor, "head key"],
+    value: Float[Tensor, "kv_head key d_head"],
+    kept: Bool[Tensor, "config head key"],
+) -> KeptSums:
+    """All sums over kept entries that perturbation and bounds are made of, in one product; `norms` is ν."""
+    heads, keys = norms.shape
+    kv_heads, d_head = value.shape[0], value.shape[2]
+    per_head = norms.view(kv_heads, -1, keys).transpose(1, 2)
+    quantities = torch.cat([value.to(WORK), per_head.to(WORK), torch.ones_like(per_head[..., :1], dtype=WORK)], dim=-1)
+    sums = weighted_sums(attention * kept, quantities)
+    own = d_head + torch.arange(heads, device=norms.device) % (heads // kv_heads)
+    weighted = sums.gather(-1, own.view(1, -1, 1).expand(len(kept), -1, 1)).squeeze(-1)
+    return KeptSums(mass=sums[..., -1], weighted=weighted, mixed=sums[..., :d_head])
 
 
 def isolated_perturbation(
-    attention: Float[Tensor, "head key"],
-    kept: Bool[Tensor, "config head key"],
-    value: Float[Tensor, "kv_head key d_head"],
+    whole: Float[Tensor, "*config head d_head"],
+    mixed: Float[Tensor, "config head d_head"],
+    mass: Float[Tensor, "config head"],
     w_o: Float[Tensor, "d_model head_d_head"],
 ) -> Float[Tensor, "config head"]:
-    """L_h = ‖Σ_i (A_i − A'_i) V_i W_O^h‖₁ with A' = N⊙A / ΣNA (paper, eq. 5 and Theorem 1)."""
-    mass = retained_mass(attention, kept).unsqueeze(-1)
-    difference = attention - attention * kept / mass
-    return projected_l1(mix_values(difference, value), w_o)
+    """L_h = ‖Σ_i (A_i − A'_i) V_i W_O^h‖₁ with A' = N⊙A / ΣNA (paper, eq. 5 and Theorem 1).
+
+    `whole` is Σ A V over all entries; `mixed` Σ N A V and `mass` Σ N A over the kept ones.
+    """
+    return projected_l1(whole - mixed / mass.unsqueeze(-1), w_o)
 
 
 def sigma_topk(
@@ -86,30 +114,23 @@ class Bounds:
 
 
 def bounds(
-    attention: Float[Tensor, "head key"],
-    norms: Float[Tensor, "head key"],
-    kept: Bool[Tensor, "config head key"],
-    stage1: Bool[Tensor, "config head key"],
+    total: Float[Tensor, " head"],
+    smallest: Float[Tensor, " head"],
+    kept: KeptSums,
+    stage1: KeptSums,
 ) -> Bounds:
     """θ, θ̂ and θ̂_relax of each configuration (paper, eqs. 8, 14 and 18).
 
-    `stage1` holds stage 1 and the always-kept entries, a subset of `kept`; `norms` is ν. θ̂ is evidence, and
-    θ̂ ≤ θ̂_relax holds, only where σ > 0.5.
+    `total` is C = Σ A ν and `smallest` M = min ν, both over all entries; `stage1` holds stage 1 and the always-kept
+    entries, a subset of `kept`. θ̂ is evidence, and θ̂ ≤ θ̂_relax holds, only where σ > 0.5.
     """
-    weighted = attention * norms.to(attention.dtype)
-    total = weighted.sum(dim=-1)
-    mass, sigma = retained_mass(attention, kept), retained_mass(attention, stage1)
-    kept_weighted = (weighted * kept).sum(dim=-1)
-    slope = 2 - 1 / sigma
-    stage2 = (attention * (kept & ~stage1)).sum(dim=-1)
-    stage1_weighted = (weighted * stage1).sum(dim=-1)
-    smallest = norms.to(attention.dtype).amin(dim=-1)
+    slope = 2 - 1 / stage1.mass
     return Bounds(
-        retained_mass=mass,
-        sigma_stage1=sigma,
-        theta=total - (2 - 1 / mass) * kept_weighted,
-        theta_hat=total - slope * kept_weighted,
-        theta_hat_relax=total - slope * stage1_weighted - smallest * slope * stage2,
+        retained_mass=kept.mass,
+        sigma_stage1=stage1.mass,
+        theta=total - (2 - 1 / kept.mass) * kept.weighted,
+        theta_hat=total - slope * kept.weighted,
+        theta_hat_relax=total - slope * stage1.weighted - smallest * slope * (kept.mass - stage1.mass),
     )
 
 

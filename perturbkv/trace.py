@@ -142,17 +142,22 @@ class SampleTrace:
 
     def sizes(self) -> dict[str, int]:
         """Axis name -> length. Raises TraceError where two variables disagree."""
-        sizes: dict[str, int] = {}
-        for name, array in self.arrays.items():
-            dims = VARIABLES[name].dims
-            if len(dims) != array.ndim:
-                msg = f"sample '{self.sample_id}': {name} has axes {dims}, got shape {array.shape}"
+        return axis_lengths(self.sample_id, {name: array.shape for name, array in self.arrays.items()})
+
+
+def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Axis name -> length, of variables of these shapes. Raises TraceError where two of them disagree."""
+    lengths: dict[str, int] = {}
+    for name, shape in shapes.items():
+        dims = VARIABLES[name].dims
+        if len(dims) != len(shape):
+            msg = f"sample '{sample_id}': {name} has axes {dims}, got shape {shape}"
+            raise TraceError(msg)
+        for dim, length in zip(dims, shape, strict=True):
+            if lengths.setdefault(dim, length) != length:
+                msg = f"sample '{sample_id}': {name} has {length} along {dim}, another variable {lengths[dim]}"
                 raise TraceError(msg)
-            for dim, length in zip(dims, array.shape, strict=True):
-                if sizes.setdefault(dim, length) != length:
-                    msg = f"sample '{self.sample_id}': {name} has {length} along {dim}, another variable {sizes[dim]}"
-                    raise TraceError(msg)
-        return sizes
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -211,18 +216,6 @@ class Trace:
         where = (sample, config, layer, head)
         start, count = int(self.arrays["kept_offset"][where]), int(self.arrays["kept_count"][where])
         return np.asarray(self.arrays["kept_position"][start : start + count], dtype=np.int32)
-
-    def sample(self, name: str) -> SampleTrace | FailedSample:
-        """One sample as it was before it was joined with the others."""
-        if name in self.failures:
-            return FailedSample(name, self.failures[name])
-        place = self.sample_ids.index(name)
-        arrays = {key: array[place] for key, array in self.arrays.items() if key != "kept_position"}
-        offsets, counts = np.asarray(arrays["kept_offset"]), np.asarray(arrays["kept_count"])
-        first, last = int(offsets.min()), int((offsets + counts).max())
-        arrays["kept_offset"] = offsets - first
-        arrays["kept_position"] = self.arrays["kept_position"][first:last]
-        return SampleTrace(name, arrays)
 
     def config_index(self, label: str) -> int:
         """Place of a configuration along `config`. Raises TraceError with the known labels."""

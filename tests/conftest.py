@@ -8,11 +8,13 @@ from jaxtyping import install_import_hook
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before a kernel is decorated; with 0 kernels are compiled for a GPU
 
-CHECKED = (
+CHECKED = (  # not kernels: Triton compiles a function's source in its module's names, which a checking wrapper hides
     "theory",
     "norms",
     "scores",
+    "ranking",
     "selection",
     "policies",
     "ragged",
@@ -21,5 +23,8 @@ CHECKED = (
     "prefill",
     "decoding",
     "measure",
+    "layerwise",
+    "keeping",
+    "assembly",
 )
 install_import_hook([f"perturbkv.{name}" for name in CHECKED], "beartype.beartype")

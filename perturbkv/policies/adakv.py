@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from perturbkv import theory
 from perturbkv.eviction import EvictionConfig
 from perturbkv.policies.base import Policy, Room, apportion
 
@@ -23,9 +24,8 @@ class AdaKV(Policy):
 
     def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
         """The mixture of a head's count among the layer's largest scores and the uniform share."""
-        heads, mean = room.scores.shape[0], room.kept - room.window
-        by_position = room.scores.T.flatten().sort(descending=True, stable=True).indices
-        counts = torch.bincount(by_position[: heads * mean] % heads, minlength=heads)
-        shares = (1 - config.floor) * counts.double() + config.floor * mean
-        budgets = apportion(shares.tolist(), heads * mean, room.prefix)
-        return torch.tensor(budgets, dtype=torch.int64, device=room.scores.device)
+        heads, mean = room.kept_heads, room.kept - room.window
+        largest = room.heads_in_order()[: heads * mean]
+        counts = torch.zeros(heads, dtype=theory.WORK, device=largest.device)
+        counts.scatter_add_(0, largest, torch.ones_like(largest, dtype=theory.WORK))
+        return apportion((1 - config.floor) * counts + config.floor * mean, heads * mean)

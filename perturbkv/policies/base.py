@@ -6,7 +6,7 @@ from SnapKV.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -60,26 +60,29 @@ class Room:
     """What budgets may look at in one layer.
 
     Attributes:
-        scores: pooled scores of the prefix; −inf where a head has no entry.
-        kept: entries per head on the average, the window included.
+        kept_heads: kept sets of the layer.
+        kept: entries per kept set on the average, the window included.
         window: entries of the window.
         layer, layers: which of how many.
         prefix: entries that a kept set can fill its budget with, alike in all layers; where a cache that has grown
             uneven is compressed again, more than any budget, and the selection keeps what there is.
+        heads_in_order: the kept set of every prefix entry of the layer, by descending pooled score; entries that a kept
+            set lacks come last.
         head_scores: given scores of all heads, for headkv.
     """
 
-    scores: Float[Tensor, "kept_head prefix"]
+    kept_heads: int
     kept: int
     window: int
     layer: int
     layers: int
     prefix: int
+    heads_in_order: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
 
     def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
         """The same number of prefix entries for every kept set."""
-        return torch.full((self.scores.shape[0],), entries, dtype=torch.int64, device=self.scores.device)
+        return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
 class Policy:
@@ -94,22 +97,30 @@ class Policy:
         return config.window
 
     def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
-        """Prefix entries per kept set of one layer."""
+        """Prefix entries per kept set of one layer; on the CPU where nothing of the layer was looked at."""
         return room.uniform(room.kept - room.window)
 
 
-def apportion(shares: Sequence[float], total: int, most: int) -> list[int]:
+def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:
     """Whole numbers that add up to min(total, most · len), each near its share and none above `most`.
 
     Largest remainder: every place gets its share's floor, what is left goes to the largest fractions, the earlier place
-    first; what a full place cannot take goes on in the same order.
+    first; what a full place cannot take goes on in the same order. Without `most` nothing waits for the device, and
+    the shares add up to `total`.
     """
-    counts = [min(most, int(share + 1e-9)) for share in shares]
-    order = sorted(range(len(shares)), key=lambda place: (-round(shares[place] % 1, 9), place))
-    left = min(total, most * len(shares)) - sum(counts)
-    while left > 0:
-        for place in order:
-            if left > 0 and counts[place] < most:
-                counts[place] += 1
-                left -= 1
+    counts = (shares + 1e-9).floor()
+    fractions = (shares - counts).clamp(min=0).round(decimals=9)
+    order = fractions.sort(descending=True, stable=True).indices
+    counts = counts.to(torch.int64)
+    if most is None:
+        return counts.scatter_add(0, order, _ones(total - counts.sum(), order))
+    counts, wanted = counts.clamp(max=most), min(total, most * len(shares))
+    while (left := wanted - int(counts.sum())) > 0:
+        room = order[counts[order] < most]
+        counts[room[:left]] += 1
     return counts
+
+
+def _ones(left: Int[Tensor, ""], order: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
+    """1 for the first `left` places, 0 for the others."""
+    return (torch.arange(len(order), device=order.device) < left).to(torch.int64)

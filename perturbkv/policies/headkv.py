@@ -11,7 +11,6 @@ keeps L · H · b entries, to the entry.
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -29,12 +28,11 @@ class HeadKV(Policy):
             msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv head-scores` writes"
             raise ConfigError(msg)
         budgets = head_budgets(room.head_scores, room.kept - room.window, room.prefix, config.head_beta)
-        return budgets[room.layer].to(room.scores.device)
+        return budgets[room.layer]
 
 
 def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:
     """Prefix entries of every kept set; their sum is `mean` times their number, none above `prefix`."""
     share = scores.double() / scores.double().sum()
     budgets = mean * (1 - 1 / beta) + share * scores.numel() * mean / beta
-    counts = apportion(budgets.flatten().tolist(), scores.numel() * mean, prefix)
-    return torch.tensor(counts, dtype=torch.int64).view(scores.shape)
+    return apportion(budgets.flatten(), scores.numel() * mean, prefix).view(scores.shape)

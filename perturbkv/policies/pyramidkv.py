@@ -10,9 +10,11 @@ remainder and the total is the uniform one, to the entry.
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from perturbkv import theory
 from perturbkv.eviction import EvictionConfig
 from perturbkv.policies.base import Policy, Room, apportion
 
@@ -23,13 +25,14 @@ class PyramidKV(Policy):
     def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
         """The layer's place on the line, for every kept set."""
         mean = room.kept - room.window
-        return room.uniform(layer_budgets(mean, room.prefix, room.layers, config.pyramid_beta)[room.layer])
+        return layer_budgets(mean, room.prefix, room.layers, config.pyramid_beta)[room.layer].expand(room.kept_heads)
 
 
-def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> list[int]:
+def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
     """Prefix entries per head of each layer: their sum is `layers` · `mean`, none above `prefix`."""
-    first = min(2 * mean - mean / beta, prefix)
     if layers == 1:
-        return [mean]
+        return torch.tensor([mean])
+    first = min(2 * mean - mean / beta, prefix)
     step = 2 * (first - mean) / (layers - 1)
-    return apportion([first - step * layer for layer in range(layers)], layers * mean, prefix)
+    line = first - step * torch.arange(layers, dtype=theory.WORK)
+    return apportion(line, layers * mean, prefix)

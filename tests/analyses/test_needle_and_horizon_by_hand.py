@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -79,9 +80,7 @@ def test_a_trace_without_answers_is_refused() -> None:
         needle.summarise(trace(sample_trace()))
     plain = made([[1, 0]], [1], [[1, 1]])
     with pytest.raises(TraceError, match="without answers"):
-        needle.summarise(
-            trace(*[plain.sample("s0")], dataset="needle", dataset_options={"lengths": [1], "depths": [0]})
-        )
+        needle.summarise(dataclasses.replace(plain, run=dataclasses.replace(plain.run, generate=0)))
 
 
 def test_ranks_are_scipys() -> None:

@@ -177,9 +177,27 @@ def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_pat
         np.testing.assert_array_equal(found.arrays[name], array)
 
 
-def test_bench_capture_prints_its_ratios(perturbkv: Run, model: Path) -> None:
-    ran = perturbkv("bench", "capture", "--model", model, "--tokens", 64, "--repeats", 1, "--budget", 40, "--json")
+def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path) -> None:
+    ran = perturbkv("bench", "--only", "norms-memory", "--only", "triton-time", "--repeats", 1, "-o", "out/bench.json")
     assert ran.code == 0, ran.err
-    cost = ran.json()
-    assert cost["time_ratio"] == pytest.approx(cost["traced_seconds"][0] / cost["plain_seconds"][0])
-    assert cost["memory_ratio"] == pytest.approx(cost["traced_peak_bytes"] / cost["plain_peak_bytes"])
+    assert all(len(line) <= 80 for line in ran.out.splitlines())
+    measured, other = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
+    details = measured["details"]
+    assert measured["value"] == pytest.approx(details["extra_bytes"] / details["base_extra_bytes"])
+    assert measured["value"] < 0.5
+    assert other["name"] == "triton-time"
+    assert perturbkv("bench", "compare", "out/bench.json", "out/bench.json").code == 0
+
+
+def test_bench_refuses_before_it_measures(perturbkv: Run, tmp_path: Path) -> None:
+    for arguments, words in (
+        (["--only", "speed"], "unknown benchmark row 'speed'"),
+        (["--tokens", 512], "--tokens must exceed the largest budget"),
+        (["--device", "cuda:7"], "device 'cuda:7' is not there"),
+        (["compare", "a.json", "b.json"], "got nothing; make one with perturbkv bench"),
+    ):
+        ran = perturbkv("bench", *arguments)
+        assert ran.code == 2
+        assert words in ran.err
+        assert ran.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

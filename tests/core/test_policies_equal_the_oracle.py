@@ -65,13 +65,20 @@ def test_random_votes_depend_on_seed_sample_and_layer_alone() -> None:
     assert first.unique().numel() == first.numel()
 
 
+def room(scores: torch.Tensor, kept: int, prefix: int) -> Room:
+    """One layer whose entries are put in order one by one."""
+    heads, entries = scores.shape
+    order = sorted((-float(scores[head, place]), place, head) for head in range(heads) for place in range(entries))
+    return Room(heads, kept, 5, 0, 1, prefix, lambda: torch.tensor([head for _, _, head in order]))
+
+
 shares = st.lists(st.integers(0, 400).map(lambda tenth: tenth / 10), min_size=1, max_size=9)
 
 
 @given(shares, st.integers(0, 60))
 def test_apportioning_spends_the_total_exactly_where_there_is_room(given_shares: list[float], most: int) -> None:
     total = round(sum(given_shares))
-    counts = apportion(given_shares, total, most)
+    counts = apportion(torch.tensor(given_shares, dtype=torch.float64), total, most).tolist()
     assert sum(counts) == max(min(total, most * len(counts)), sum(min(most, int(s + 1e-9)) for s in given_shares))
     assert all(0 <= count <= most for count in counts)
     if most > max(given_shares) + 1:
@@ -80,7 +87,7 @@ def test_apportioning_spends_the_total_exactly_where_there_is_room(given_shares:
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 40), st.sampled_from([1.0, 2.0, 7.5, 20.0]))
 def test_pyramidkv_spends_the_uniform_total_to_the_entry(mean: int, more: int, layers: int, beta: float) -> None:
-    budgets = layer_budgets(mean, mean + more, layers, beta)
+    budgets = layer_budgets(mean, mean + more, layers, beta).tolist()
     assert sum(budgets) == layers * mean
     assert sorted(budgets, reverse=True) == budgets
     assert max(budgets) <= mean + more
@@ -97,7 +104,7 @@ def test_adakv_spends_the_layers_total_to_the_entry(mean: int, more: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 6, (5, mean + more), generator=generator).double()
     chosen = config("adakv", mean + 5, floor=floor)
-    budgets = registry.build("adakv").allocate(chosen, Room(scores, mean + 5, 5, 0, 1, mean + more))
+    budgets = registry.build("adakv").allocate(chosen, room(scores, mean + 5, mean + more))
     assert int(budgets.sum()) == 5 * mean
     assert int(budgets.max()) <= mean + more
     assert int(budgets.min()) >= int(floor * mean) - 1
@@ -115,12 +122,10 @@ def test_headkv_spends_the_models_total_to_the_entry(mean: int, more: int, seed:
 
 def test_equal_scores_of_two_heads_go_to_the_earlier_position_then_the_earlier_head() -> None:
     scores = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    room = Room(scores, kept=7, window=5, layer=0, layers=1, prefix=3)
-    budgets = registry.build("adakv").allocate(config("adakv", 7, floor=0.0), room)
+    budgets = registry.build("adakv").allocate(config("adakv", 7, floor=0.0), room(scores, kept=7, prefix=3))
     assert budgets.tolist() == [2, 2, 2]
-    room = Room(scores, kept=6, window=5, layer=0, layers=1, prefix=3)
-    assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), room).tolist() == [1, 1, 1]
-    uneven = Room(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), kept=6, window=5, layer=0, layers=1, prefix=3)
+    assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), room(scores, 6, 3)).tolist() == [1, 1, 1]
+    uneven = room(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), kept=6, prefix=3)
     assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), uneven).tolist() == [1, 1]
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from perturbkv import theory
 from perturbkv.norms import projected_value_norms
+from tests.support.bounds import quantities
 
 SLACK = 1e-9
 
@@ -29,8 +30,7 @@ def test_the_bounds_stand_in_their_order(keys: int, sharpness: float, share: flo
     attention = theory.decode_attention(torch.from_numpy(query), torch.from_numpy(key), 1.0)
     norms = projected_value_norms(torch.from_numpy(value), w_o)
     n, s = torch.from_numpy(kept), torch.from_numpy(stage1)
-    perturbation = theory.isolated_perturbation(attention, n, torch.from_numpy(value), w_o)
-    bounds = theory.bounds(attention, norms, n, s)
+    bounds, perturbation = quantities(attention, norms, torch.from_numpy(value), w_o, n, s)
     scale = (attention * norms).sum(dim=-1) / bounds.sigma_stage1
     assert (perturbation <= bounds.theta + SLACK * scale).all()
     assert (bounds.theta <= bounds.theta_hat + SLACK * scale).all()
@@ -45,10 +45,11 @@ def test_keeping_everything_perturbs_nothing(keys: int, seed: int) -> None:
     attention = torch.from_numpy(draw.dirichlet(np.ones(keys), size=4))
     value, w_o = torch.from_numpy(draw.normal(size=(2, keys, 5))), torch.from_numpy(draw.normal(size=(7, 20)))
     everything = torch.ones(1, 4, keys, dtype=torch.bool)
-    bounds = theory.bounds(attention, projected_value_norms(value, w_o), everything, everything)
+    norms = projected_value_norms(value, w_o)
+    bounds, perturbation = quantities(attention, norms, value, w_o, everything, everything)
     torch.testing.assert_close(bounds.retained_mass, torch.ones(1, 4, dtype=torch.float64))
     assert bounds.theta.abs().max() < 1e-12
-    assert theory.isolated_perturbation(attention, everything, value, w_o).max() < 1e-12
+    assert perturbation.max() < 1e-12
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,8 +65,7 @@ def test_tightness_is_how_far_what_went_lies_from_what_stayed(keys: int, share: 
     stayed, gone = attention * kept / mass, attention * ~kept / (1 - mass)
     mask = torch.from_numpy(kept)[None, None]
     weights, values, matrix = torch.from_numpy(attention)[None], torch.from_numpy(value)[None], torch.from_numpy(w_o)
-    perturbation = theory.isolated_perturbation(weights, mask, values, matrix)
-    theta = theory.bounds(weights, projected_value_norms(values, matrix), mask, mask).theta
+    bounds, perturbation = quantities(weights, projected_value_norms(values, matrix), values, matrix, mask, mask)
     norms = np.abs(projected).sum(axis=1)
     np.testing.assert_allclose(perturbation[0, 0], (1 - mass) * np.abs((gone - stayed) @ projected).sum(), rtol=1e-9)
-    np.testing.assert_allclose(theta[0, 0], (1 - mass) * (gone + stayed) @ norms, rtol=1e-9)
+    np.testing.assert_allclose(bounds.theta[0, 0], (1 - mass) * (gone + stayed) @ norms, rtol=1e-9)

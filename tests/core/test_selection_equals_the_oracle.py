@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from perturbkv.config import SELECTIONS, Budget, EvictionConfig, from_preset
 from perturbkv.errors import ConfigError
-from perturbkv.selection import LayerStatistics, ranks, select
+from perturbkv.ranking import LayerStatistics, rank
+from perturbkv.selection import select
 from tests.oracle import selection as naive
 from tests.support.models import HEADS
 
@@ -133,7 +134,9 @@ def test_any_shape_with_ties(selection: str, granularity: str, n: int, budget: i
 
 
 def test_equal_scores_go_to_the_earlier_position() -> None:
-    assert ranks(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]])).tolist() == [[3, 0, 1, 4, 2]]
+    found = rank(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]]))
+    assert found.ranks.tolist() == [[3, 0, 1, 4, 2]]
+    assert found.order.tolist() == [[1, 2, 4, 0, 3]]
 
 
 def test_random_depends_on_seed_sample_and_layer_alone() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from perturbkv import norms, scores, theory
 from tests.oracle import theory as naive
+from tests.support.bounds import quantities
 from tests.support.models import HEADS
 
 GENERATOR = np.random.default_rng(0)
@@ -41,7 +42,7 @@ def masks(heads: int) -> tuple[np.ndarray, np.ndarray]:
 def test_value_norms(arrays: dict[str, np.ndarray]) -> None:
     expected = naive.projected_value_norms(arrays["value"], arrays["w_o"], len(arrays["query"]))
     given = tensors(arrays)
-    for chunk_bytes in (1, 1000, norms.DEFAULT_CHUNK_BYTES):
+    for chunk_bytes in (1, 1000, 2**28):
         found = norms.projected_value_norms(given["value"], given["w_o"], chunk_bytes)
         np.testing.assert_allclose(found, expected, rtol=1e-10)
         low = norms.projected_value_norms(given["value"].float(), given["w_o"].float(), chunk_bytes)
@@ -74,12 +75,10 @@ def test_isolated_perturbation_and_bounds(arrays: dict[str, np.ndarray]) -> None
     attention = naive.decode_attention(arrays["query"], arrays["key"], 0.4)
     value_norms = naive.projected_value_norms(arrays["value"], arrays["w_o"], heads)
     kept, stage1 = masks(heads)
-    found = theory.bounds(
-        torch.from_numpy(attention), torch.from_numpy(value_norms), torch.from_numpy(kept), torch.from_numpy(stage1)
-    )
-    moved = theory.isolated_perturbation(
-        torch.from_numpy(attention), torch.from_numpy(kept), given["value"], given["w_o"]
-    )
+    found, moved = quantities(
+        torch.from_numpy(attention), torch.from_numpy(value_norms), given["value"], given["w_o"],
+        torch.from_numpy(kept), torch.from_numpy(stage1),
+    )  # fmt: skip
     for config in range(len(kept)):
         for head in range(heads):
             a, v = list(attention[head]), list(value_norms[head])
@@ -127,7 +126,7 @@ def test_four_entries_worked_out_by_hand() -> None:
     value_norms = torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=torch.float64)
     kept = torch.tensor([[[True, False, False, True]]])
     stage1 = torch.tensor([[[True, False, False, False]]])
-    found = theory.bounds(attention, value_norms, kept, stage1)
+    found, _ = quantities(attention, value_norms, torch.ones(1, 4, 1), torch.ones(1, 1), kept, stage1)
     assert float(found.retained_mass) == 0.625
     assert float(found.theta) == pytest.approx(2.5 - (2 - 1.6) * 1.5)
     assert float(found.theta_hat) == pytest.approx(2.5)

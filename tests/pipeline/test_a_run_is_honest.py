@@ -8,6 +8,7 @@ from perturbkv.config import Budget, EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import ActivationError, BudgetError
 from perturbkv.models import Adapter
+from perturbkv.resources import Resources
 from perturbkv.runner import trace, trace_sample
 from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
@@ -106,5 +107,5 @@ def test_a_fraction_that_leaves_only_the_window_is_refused() -> None:
 
 def test_working_memory_does_not_change_the_numbers() -> None:
     wide = trace_sample(tiny_adapter(), prompt(), run(config(16))).arrays
-    narrow = trace_sample(tiny_adapter(), prompt(), run(config(16)), chunk_bytes=1).arrays
+    narrow = trace_sample(tiny_adapter(), prompt(), run(config(16)), Resources(chunk_bytes=1)).arrays
     np.testing.assert_allclose(wide["theta"], narrow["theta"], rtol=1e-5)

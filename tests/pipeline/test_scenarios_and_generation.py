@@ -58,11 +58,11 @@ def test_evicting_while_reading_keeps_what_evicting_afterwards_keeps() -> None:
         adapter.model(torch.tensor([context]), past_key_values=cache)
     for row in range(len(configs)):
         for layer, held in enumerate(read.cache.layers):
-            entries = held.entries(row)
+            sets = held.entries(row).sets()
             for head in range(adapter.heads):
                 start, count = (int(arrays[name][row, layer, head]) for name in ("kept_offset", "kept_count"))
                 kept = torch.from_numpy(arrays["kept_position"][start : start + count]).long()
-                torch.testing.assert_close(entries.keys[head], cache.layers[layer].keys[0, head // 2, kept])
+                torch.testing.assert_close(sets[head][0], cache.layers[layer].keys[0, head // 2, kept])
 
 
 def test_no_full_cache_is_left_of_a_prompt_that_was_evicted_while_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.capture import decode_from, intercept_attention
 from perturbkv.errors import ConfigError
 from perturbkv.models import Adapter
-from perturbkv.ragged import KeptEntries, borrow, gather
+from perturbkv.ragged import borrow
+from tests.support.caches import gather
 from tests.support.models import HEADS, tiny_adapter, token_ids
 
 N, STEPS = 40, 32
@@ -237,7 +238,9 @@ def test_entries_of_a_row_are_what_it_kept_and_what_came_after() -> None:
     full, kept = full_cache(adapter), kept_positions((12, 3, 7, 12), seed=9)
     cache = compact(full, [[kept] for _ in adapter.layers])
     decode(adapter, cache, token_ids(5), 1)
-    held: KeptEntries = cache.layers[0].entries(0)
+    held = cache.layers[0].entries(0)
     assert held.lengths == [17, 8, 12, 17]
-    assert torch.equal(held.keys[1][:3], full.layers[0].keys[0, 0, kept[1]])
-    assert torch.equal(held.keys[2][7:], cache.layers[0].keys[0, 1, :5])
+    sets = held.sets()
+    assert torch.equal(sets[1][0][:3], full.layers[0].keys[0, 0, kept[1]])
+    assert torch.equal(sets[2][0][7:], cache.layers[0].keys[0, 1, :5])
+    assert torch.equal(sets[3][1][:12], full.layers[0].values[0, 1, kept[3]])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.benchmark import generation_memory
+from perturbkv.benchmark.rows import check_names
+from perturbkv.benchmark.suite import Settings, measure
 from perturbkv.config import Budget, RunConfig, from_preset
 from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.prose import sentences
@@ -107,7 +108,8 @@ def test_heads_that_look_at_the_answer_are_few(adapter: Adapter, needle: tuple[E
 
 def test_generation_from_an_evicted_cache_needs_less_memory() -> None:
     """At 4,096 tokens and b = 128 the peak goes down by at least 80 % of the cache bytes that are saved."""
-    found = generation_memory("smollm2-135m", 4096, Budget(128), "float32", "cpu")
-    assert found.full_cache_bytes == 2 * 30 * 3 * 4096 * 64 * 4
-    assert found.evicted_cache_bytes < found.full_cache_bytes / 10
-    assert found.saved_share >= 0.8
+    (row,) = measure(Settings(dtype="float32"), check_names(["generation"])).rows
+    full, evicted = (row.details[name] for name in ("full", "evicted"))
+    assert full["cache"] == 2 * 30 * 3 * 4096 * 64 * 4
+    assert evicted["cache"] < full["cache"] / 10
+    assert full["peak"] - evicted["peak"] >= 0.8 * (full["cache"] - evicted["cache"])

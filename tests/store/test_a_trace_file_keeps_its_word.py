@@ -80,6 +80,21 @@ def test_every_variable_has_scales_units_and_a_name(tmp_path: Path) -> None:
                 assert axes == (list(dims) if dims == ("kept_entry",) else ["sample", *dims])
 
 
+def test_kept_entries_are_counted_by_a_dimension_that_takes_no_bytes(tmp_path: Path) -> None:
+    small, large = (
+        write(tmp_path / f"{heads}.h5", sample_trace(heads=heads), sample_trace("other", heads=heads))
+        for heads in (1000, 2000)
+    )
+    with h5py.File(small) as file, h5py.File(large) as other:
+        assert file["kept_position"].dims[0][0].name == "/kept_entry"
+        assert file["kept_entry"].shape == file["kept_position"].shape == (2 * 2 * 2 * 1000 * KEPT,)
+        assert file["kept_entry"].id.get_storage_size() == other["kept_entry"].id.get_storage_size() == 0
+    with xr.open_dataset(small, engine="h5netcdf") as data:
+        assert data["kept_position"].dims == ("kept_entry",)
+        assert "kept_entry" not in data.variables
+        assert data["kept_position"].isel(kept_entry=slice(0, KEPT)).values.tolist() == list(range(KEPT))
+
+
 def test_describe_tells_what_is_there_without_reading_it(tmp_path: Path) -> None:
     found = describe(write(tmp_path / "t.h5", sample_trace("a"), FailedSample("b", "broke")))
     assert found.failures == {"b": "broke"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,40 @@ def sample_trace(
     arrays["kept_offset"] = (np.arange(rows) * KEPT).reshape(configs, layers, heads)
     arrays["kept_position"] = np.tile(np.arange(KEPT, dtype=np.int32), rows)
     return SampleTrace(name, arrays)
+
+
+def ragged(sample: SampleTrace, seed: int = 0, sharing: int = 1) -> SampleTrace:
+    """The sample with kept sets of different lengths; `sharing` heads beside one another share one."""
+    draw, shape = np.random.default_rng(seed), sample.arrays["kept_count"].shape
+    offsets, counts, rows = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64), []
+    for config, layer, head in itertools.product(*map(range, shape)):
+        if head % sharing == 0:
+            start, length = sum(map(len, rows)), int(draw.integers(1, 6))
+            rows.append(np.sort(draw.choice(50, length, replace=False)))
+        offsets[config, layer, head], counts[config, layer, head] = start, length
+    kept = {"kept_offset": offsets, "kept_count": counts, "kept_position": np.concatenate(rows).astype(np.int32)}
+    return SampleTrace(sample.sample_id, {**sample.arrays, **kept})
+
+
+def cut(sample: SampleTrace, configs: Sequence[int]) -> SampleTrace:
+    """What measuring these configurations of the sample alone would give; each one's cache takes 100 + i bytes."""
+    arrays: dict[str, Any] = {
+        name: array[list(configs)] if VARIABLES[name].dims[:1] == ("config",) else array
+        for name, array in sample.arrays.items()
+    }
+    moved: dict[tuple[int, int], int] = {}
+    rows: list[Any] = [np.zeros(0, dtype=np.int32)]
+    for where in np.ndindex(arrays["kept_offset"].shape):
+        start, length = int(arrays["kept_offset"][where]), int(arrays["kept_count"][where])
+        if (start, length) not in moved:
+            moved[start, length] = sum(map(len, rows))
+            rows.append(sample.arrays["kept_position"][start : start + length])
+        arrays["kept_offset"][where] = moved[start, length]
+    arrays["kept_position"] = np.concatenate(rows)
+    if "cache_bytes" in arrays:
+        arrays["cache_bytes"] = np.asarray(sum(100 + config for config in configs))
+        arrays["cache_padding_bytes"] = np.asarray(sum(configs))
+    return SampleTrace(sample.sample_id, arrays)
 
 
 def trace(*samples: SampleTrace, failures: dict[str, str] | None = None, **run: Any) -> Trace:

@@ -1,0 +1,199 @@
+"""A sweep file (YAML) as it is read: every key and every value with its line, nothing combined yet.
+
+Values are read from their text as the command line reads them, never built by YAML: `1e-3` is a number although YAML
+1.1 takes it for text, `010` is ten, `none` is a word, and no tag makes an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perturbkv.cli import sweep_keys
+from perturbkv.cli.sweep_keys import Key
+from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
+
+_GRIDS = Key("grids", None)
+_TAG = "tag:yaml.org,2002:"
+_NULL = _TAG + "null"
+_PLAIN = tuple(_TAG + name for name in ("str", "int", "float", "bool", "timestamp"))
+_EXAMPLE = "such as 'budget: [128, 256]'"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something stands: what every error begins with."""
+
+    path: Path
+    line: int
+    key: str = ""
+
+    def refusal(self, problem: object) -> ConfigError:
+        """The error that names file, line and key."""
+        return ConfigError(": ".join(filter(None, (f"{self.path}:{self.line}", self.key, str(problem)))))
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Whatever is refused inside is refused for what stands here. Raises ConfigError."""
+        try:
+            yield
+        except PerturbkvError as error:
+            raise self.refusal(error) from error
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a file with its values, at least one, and the place of each."""
+
+    key: Key
+    place: Place
+    values: tuple[Any, ...]
+    places: tuple[Place, ...]
+
+    def place_of(self, value: Any) -> Place:
+        """Where one of the values stands; the key's own place where it is none of them."""
+        return next((place for one, place in zip(self.values, self.places, strict=True) if one == value), self.place)
+
+
+Entries = Mapping[str, Entry]
+"""Entries by field of `RunOptions`."""
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """The options of a file, and the grids that they are completed for: one that names nothing where it lists none."""
+
+    options: Entries
+    grids: tuple[Entries, ...] = ({},)
+
+    def without(self, fields: frozenset[str]) -> SweepFile:
+        """The file as if it named none of these options, in no grid either."""
+
+        def kept(entries: Entries) -> Entries:
+            return {name: entry for name, entry in entries.items() if name not in fields}
+
+        return SweepFile(kept(self.options), tuple(map(kept, self.grids)))
+
+    def entries(self) -> list[Entry]:
+        """Every entry, those of the grids last."""
+        return [entry for entries in (self.options, *self.grids) for entry in entries.values()]
+
+
+def read(path: Path) -> SweepFile:
+    """A sweep file. Raises ConfigError, which names line and key, where it is none."""
+    keys = sweep_keys.known()
+    root = _composed(path)
+    if root is None:
+        msg = f"{path}: expected a mapping of options, {_EXAMPLE}, got an empty file"
+        raise ConfigError(msg)
+    found = _pairs(root, Place(path, _line(root)), {**keys, _GRIDS.field: _GRIDS})
+    grids = [(place, node) for key, place, node in found if key is _GRIDS]
+    options = _entries([one for one in found if one[0] is not _GRIDS])
+    return SweepFile(options, _grids(*grids[0], keys)) if grids else SweepFile(options)
+
+
+def _composed(path: Path) -> Any:
+    """The file's syntax tree, whose nodes know their lines. Raises ConfigError where there is none."""
+    import yaml
+
+    text = _text(path)
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, said = (mark.line + 1 if mark else 1), ", ".join(filter(None, (error.context, error.problem)))
+    except yaml.reader.ReaderError as error:
+        line, said = text.count("\n", 0, error.position) + 1, error.reason
+    except RecursionError:
+        line, said = 1, "lists or mappings lie too deep in one another"
+    msg = f"expected YAML, got text that is none: {said}"
+    raise Place(path, line).refusal(msg)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        msg = f"expected a sweep file (YAML) at {path}, got '{error.strerror}'"
+    except UnicodeDecodeError as error:
+        msg = f"expected a sweep file (YAML) at {path}, got one that is no UTF-8 text: {error.reason}"
+    raise ConfigError(msg)
+
+
+def _grids(place: Place, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
+    """The mappings of choices under `grids`."""
+    if node.id != "sequence" or not node.value:
+        got = "an empty list" if node.id == "sequence" else _said(node)
+        msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
+        raise place.refusal(msg)
+    choices = {name: key for name, key in keys.items() if key.sweeps}
+    found = [_pairs(one, Place(place.path, _line(one), place.key), choices) for one in node.value]
+    return tuple(_entries(pairs, in_grid=True) for pairs in found)
+
+
+def _pairs(node: Any, place: Place, keys: Mapping[str, Key]) -> list[tuple[Key, Place, Any]]:
+    """Each key of a mapping, where it stands, and the tree of its value; every one is known and stands once."""
+    if node.id != "mapping":
+        msg = f"expected a mapping of options, {_EXAMPLE}, got {_said(node)}"
+        raise place.refusal(msg)
+    found: dict[str, tuple[Key, Place, Any]] = {}
+    for name, value in node.value:
+        key, here = _known(name, Place(place.path, _line(name)), keys)
+        if key.field in found:
+            msg = f"expected every key once, got it in line {found[key.field][1].line} already"
+            raise here.refusal(msg)
+        found[key.field] = (key, here, value)
+    return list(found.values())
+
+
+def _known(name: Any, place: Place, keys: Mapping[str, Key]) -> tuple[Key, Place]:
+    if name.id != "scalar":
+        msg = f"expected the name of an option as key, got {_said(name)}"
+        raise place.refusal(msg)
+    here, spelling = Place(place.path, place.line, name.value), name.value.replace("_", "-")
+    if spelling not in keys:
+        hint = "" if _GRIDS.field in keys else "options of the whole run stand outside the grids"
+        raise here.refusal(UnknownNameError(name.value, "key", keys, hint))
+    return keys[spelling], here
+
+
+def _entries(pairs: list[tuple[Key, Place, Any]], in_grid: bool = False) -> Entries:
+    return {key.field: _entry(key, place, node, in_grid or key.lists) for key, place, node in pairs}
+
+
+def _entry(key: Key, place: Place, node: Any, lists: bool) -> Entry:
+    nodes = node.value if node.id == "sequence" else [node]
+    if not nodes:
+        msg = f"expected {key.expected}, or a list of such, got an empty list"
+        raise place.refusal(msg)
+    if node.id == "sequence" and not lists:
+        msg = f"expected {key.expected}, got a list; {key.instead_of_list}"
+        raise place.refusal(msg)
+    places = tuple(Place(place.path, _line(one), place.key) for one in nodes)
+    values = tuple(_value(key, one, here) for one, here in zip(nodes, places, strict=True))
+    return Entry(key, place, values, places)
+
+
+def _value(key: Key, node: Any, place: Place) -> Any:
+    if node.id != "scalar" or node.tag not in _PLAIN:
+        default = "; leave the key out for its default" if node.tag == _NULL else ""
+        msg = f"expected {key.expected}, got {_said(node)}{default}"
+        raise place.refusal(msg)
+    with place.named():
+        return key.read(node.value)
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _said(node: Any) -> str:
+    """A tree in words."""
+    if node.id != "scalar":
+        return {"mapping": "a mapping", "sequence": "a list"}[node.id]
+    if node.tag == _NULL:
+        return "nothing (null)"
+    return f"'{node.value}'" if node.tag in _PLAIN else f"'{node.value}' with the tag '{node.tag}'"

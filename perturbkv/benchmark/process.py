@@ -1,0 +1,103 @@
+"""Work in a process of its own, and the peak of its memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from perturbkv.errors import PerturbkvError
+from perturbkv.loading import pick_device, pick_dtype
+
+_EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""glibc hands freed memory back at once, so that a process's peak counts what is held and not what it may reuse."""
+
+
+def in_process(work: str, *, exact_peak: bool = False, **arguments: Any) -> dict[str, Any]:
+    """What `work.<work>(**arguments)` returns in a fresh process. Raises PerturbkvError where that fails."""
+    command = [sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
+    surroundings = os.environ | (_EXACT_PEAK if exact_peak else {})
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
+    if finished.returncode != 0:
+        lines = finished.stderr.strip().splitlines() or ["no message"]
+        msg = f"the benchmark's process '{work}' failed: {lines[-1]}"
+        raise PerturbkvError(msg)
+    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return result
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long `work` takes, the device's part included."""
+    gc.collect()
+    wait(device)
+    start = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Bytes before `work` and at most while it runs: of the GPU's memory, or of the process."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = int(torch.cuda.memory_allocated(device))
+        work()
+        return before, int(torch.cuda.max_memory_allocated(device))
+    _forget_peak()
+    before = _process_bytes("VmRSS")
+    work()
+    return before, _process_bytes("VmHWM")
+
+
+def _forget_peak() -> None:
+    """Linux: forget the peak that came before, such as the loading's (proc(5), clear_refs)."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
+def _process_bytes(field: str) -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine(device: str, dtype: str) -> Mapping[str, str]:
+    """What the numbers are measured on."""
+    place = pick_device(device)
+    return {
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "dtype": str(pick_dtype(dtype, place)).removeprefix("torch."),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
+    """The CPU's name where Linux tells it."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,128 @@
+"""The rows of the benchmark: what each measures, what is to be reached, and the document they are written as."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perturbkv.errors import ConfigError
+
+FORMAT = 1
+NO_GPU = "needs a CUDA device"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row: what is measured, where, and the bound to reach; a value is better the farther it lies inside.
+
+    `cuda` rows need a GPU.
+    """
+
+    name: str
+    what: str
+    bound: float
+    at_least: bool = False
+    cuda: bool = False
+
+    def reached(self, value: float) -> bool:
+        """Whether the value lies inside the bound."""
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+TARGETS = (
+    Target("capture-2", "2 configurations, heads and layers / plain prefill + 2 decodes", 1.15),
+    Target("sweep-24", "24 configurations (3 policies × 2 selections × 4 budgets) / plain prefill", 1.5),
+    Target("sweep-200", "200 configurations / plain prefill", 3.0),
+    Target("peak-24", "peak memory, 24 configurations / plain prefill's", 1.3),
+    Target("growth", "everything but the prefill, 8,192 tokens / 2,048 tokens", 4.6),
+    Target("norms-time", "value norms / head-by-head matmul loop, seconds", 1.0),
+    Target("norms-memory", "value norms / head-by-head matmul loop, extra memory", 0.2),
+    Target("writing-24", "writing the trace / the run, 24 configurations", 0.02),
+    Target("writing-200", "writing the trace / the run, 200 configurations", 0.02),
+    Target("generation", "peak saved / cache saved, generating from an evicted cache", 0.8, at_least=True),
+    Target("triton-time", "value norms in Triton / loop, 7B shapes, 32k entries, bf16", 0.35, cuda=True),
+    Target("triton-rate", "value norms in Triton / matmul rate measured there", 0.6, at_least=True, cuda=True),
+    Target("cuda-24", "24 configurations / plain prefill, random:mistral-7b, 8,192 tokens, bf16", 1.5, cuda=True),
+    Target("cuda-decode", "decoding from b = 1,024 / from 32k entries, 7B shapes, batch 4", 0.5, cuda=True),
+)
+NAMES = tuple(target.name for target in TARGETS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A target and what was measured.
+
+    Attributes:
+        target: what was to be reached.
+        value: the ratio; None where it was not measured.
+        reason: why it was not.
+        details: seconds, bytes, phases: what the ratio was made of.
+    """
+
+    target: Target
+    value: float | None
+    reason: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def verdict(self) -> str:
+        """`reached`, `falls short` or `not measured`."""
+        if self.value is None:
+            return "not measured"
+        return "reached" if self.target.reached(self.value) else "falls short"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of the benchmark: the machine, how it was asked for, and its rows."""
+
+    machine: Mapping[str, str]
+    settings: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def failed(self) -> list[str]:
+        """Rows that should have been measured here and were not."""
+        return [row.target.name for row in self.rows if row.value is None and row.reason != NO_GPU]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `read` takes."""
+        rows = [
+            {**asdict(row.target), "value": row.value, "verdict": row.verdict(), "reason": row.reason,
+             "details": dict(row.details)}
+            for row in self.rows
+        ]  # fmt: skip
+        return {"format": FORMAT, "machine": dict(self.machine), "settings": dict(self.settings), "rows": rows}
+
+
+def read(path: Path) -> Report:
+    """A report that was written as JSON. Raises ConfigError for any other file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        rows = tuple(_row(entry) for entry in document["rows"])
+        return Report(document["machine"], document["settings"], rows)
+    except FileNotFoundError:
+        msg = f"expected a benchmark's JSON at {path}, got nothing; make one with perturbkv bench --output {path}"
+        raise ConfigError(msg) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        msg = f"expected a benchmark's JSON at {path}, got a file that cannot be read as one: {error}"
+        raise ConfigError(msg) from None
+
+
+def _row(entry: Mapping[str, Any]) -> Row:
+    fields = ("name", "what", "bound", "at_least", "cuda")
+    target = Target(**{name: entry[name] for name in fields})
+    value = None if entry["value"] is None else float(entry["value"])
+    return Row(target, value, str(entry["reason"]), dict(entry["details"]))
+
+
+def check_names(names: Sequence[str]) -> tuple[Target, ...]:
+    """The targets of these names, all where there is none. Raises UnknownNameError."""
+    from perturbkv.errors import UnknownNameError
+
+    for name in names:
+        if name not in NAMES:
+            raise UnknownNameError(name, "benchmark row", NAMES)
+    return tuple(target for target in TARGETS if not names or target.name in names)

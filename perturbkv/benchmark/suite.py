@@ -1,0 +1,188 @@
+"""Measuring the benchmark's rows: which process gives which ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from perturbkv.benchmark.process import in_process, machine
+from perturbkv.benchmark.rows import NO_GPU, Report, Row, Target
+from perturbkv.errors import ConfigError, PerturbkvError
+
+_SEVEN_B = {"d_model": 4096, "heads": 32, "kv_heads": 8}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the benchmark is asked for; every time is the median over `repeats` turns."""
+
+    model: str = "smollm2-135m"
+    tokens: int = 4096
+    repeats: int = 3
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            msg = f"--repeats must be at least 1, got {self.repeats}"
+            raise ConfigError(msg)
+        if self.tokens <= 1024:
+            msg = f"--tokens must exceed the largest budget, 1024, got {self.tokens}"
+            raise ConfigError(msg)
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What most processes take."""
+        return {"model": self.model, "tokens": self.tokens, "dtype": self.dtype, "device": self.device}
+
+
+Found = dict[str, tuple[float, dict[str, Any]]]
+"""Row name -> value and details."""
+
+
+def measure(
+    settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
+) -> Report:
+    """All rows asked for; those of a GPU only where there is one. `finished` gets each group's name.
+
+    A row whose process fails is not measured, and says why; the others go on. Raises ConfigError for a device that is
+    not there.
+    """
+    about, names = machine(settings.device, settings.dtype), {target.name for target in targets}
+    found: Found = {}
+    reasons: dict[str, str] = {}
+    for group, gives, work in _groups(settings, names):
+        if names & set(gives):
+            try:
+                found |= work()
+            except PerturbkvError as error:
+                reasons |= dict.fromkeys(gives, str(error))
+        finished(group)
+    return Report(about, asdict(settings), tuple(_row(target, found, reasons) for target in targets))
+
+
+def _row(target: Target, found: Found, reasons: dict[str, str]) -> Row:
+    if target.name not in found:
+        return Row(target, None, reasons.get(target.name, NO_GPU))
+    value, details = found[target.name]
+    return Row(target, value, "", details)
+
+
+def groups(settings: Settings) -> int:
+    """How many groups `measure` goes through."""
+    return len(list(_groups(settings, set())))
+
+
+def _groups(settings: Settings, names: set[str]) -> Iterator[tuple[str, tuple[str, ...], Callable[[], Found]]]:
+    """What is measured together, the rows it gives, and how."""
+    yield "times", ("capture-2", "sweep-24", "sweep-200"), lambda: _times(settings, names)
+    yield "peaks", ("peak-24",), lambda: _peaks(settings)
+    yield "growth", ("growth",), lambda: _growth(settings)
+    yield "norms", ("norms-time",), lambda: _norms(settings)
+    yield "norms' memory", ("norms-memory",), lambda: _norms_memory(settings)
+    yield "writing", ("writing-24", "writing-200"), lambda: _writing(settings, names)
+    yield "generation", ("generation",), lambda: _generation(settings)
+    if torch.cuda.is_available():
+        yield "triton", ("triton-time", "triton-rate"), lambda: _triton(settings)
+        yield "cuda sweep", ("cuda-24",), lambda: _cuda_sweep(settings)
+        yield "cuda decoding", ("cuda-decode",), lambda: _cuda_decoding(settings)
+
+
+_COUNTS = {"capture-2": 2, "sweep-24": 24, "sweep-200": 200}
+
+
+def _times(settings: Settings, names: set[str]) -> Found:
+    counts = {name: count for name, count in _COUNTS.items() if name in names}
+    measured = in_process("times", repeats=settings.repeats, counts=list(counts.values()), **settings.model_arguments())
+    found: Found = {}
+    for name, count in counts.items():
+        base = "prefill and 2 decodes" if count == 2 else "prefill"
+        found[name] = _ratio(measured["seconds"][str(count)], measured["seconds"][base])
+        found[name][1]["phases"] = measured["phases"][str(count)]
+    return found
+
+
+def _ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
+    """Median of the ratios of each turn."""
+    value = statistics.median(one / other for one, other in zip(seconds, base, strict=True))
+    return value, {"seconds": list(seconds), "base_seconds": list(base)}
+
+
+def _peaks(settings: Settings) -> Found:
+    plain, swept = (in_process("peaks", count=count, **settings.model_arguments())["peak"] for count in (0, 24))
+    return {"peak-24": (swept / plain, {"bytes": swept, "base_bytes": plain})}
+
+
+def _growth(settings: Settings) -> Found:
+    lengths = [settings.tokens // 2, settings.tokens * 2]
+    arguments = {**settings.model_arguments(), "lengths": lengths, "repeats": settings.repeats, "count": 24}
+    arguments.pop("tokens")
+    short, long = in_process("growth", **arguments)["seconds"].values()
+    return {"growth": _ratio(long, short)}
+
+
+def _norms_shapes(settings: Settings) -> dict[str, Any]:
+    return {**_SEVEN_B, "entries": 8192, "dtype": "float32", "device": settings.device}
+
+
+def _norms(settings: Settings) -> Found:
+    spent = in_process("norms", repeats=settings.repeats, **_norms_shapes(settings))
+    value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
+    return {"norms-time": (value, {**details, "rate": spent["rate"], "matmul_rate": spent["matmul_rate"]})}
+
+
+def _norms_memory(settings: Settings) -> Found:
+    ours, loop = (
+        in_process("norms_peak", which=which, exact_peak=True, **_norms_shapes(settings))["extra"]
+        for which in ("ours", "loop")
+    )
+    return {"norms-memory": (ours / loop, {"extra_bytes": ours, "base_extra_bytes": loop})}
+
+
+def _writing(settings: Settings, names: set[str]) -> Found:
+    found: Found = {}
+    for name, count in (("writing-24", 24), ("writing-200", 200)):
+        if name in names:
+            spent = in_process("writing", count=count, **settings.model_arguments())
+            found[name] = ((spent["journal"] + spent["file"]) / spent["run"], spent)
+    return found
+
+
+def _generation(settings: Settings) -> Found:
+    full, evicted = (
+        in_process("generating", evicted=evicted, exact_peak=True, **settings.model_arguments())
+        for evicted in (False, True)
+    )
+    saved = {name: full[name] - evicted[name] for name in full}
+    return {"generation": (saved["peak"] / saved["cache"], {"full": full, "evicted": evicted})}
+
+
+def _triton(settings: Settings) -> Found:
+    shapes: dict[str, Any] = {**_SEVEN_B, "entries": 32768, "dtype": "bfloat16", "device": "cuda"}
+    spent = in_process("norms", repeats=max(20, settings.repeats), **shapes)
+    value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
+    rate = statistics.median(spent["rate"])
+    return {
+        "triton-time": (value, details),
+        "triton-rate": (rate / spent["matmul_rate"], {"rate": rate, "matmul_rate": spent["matmul_rate"]}),
+    }
+
+
+def _cuda_sweep(settings: Settings) -> Found:
+    measured = in_process(
+        "times", model="random:mistral-7b", tokens=8192, repeats=max(5, settings.repeats), dtype="bfloat16",
+        device="cuda", counts=[24],
+    )  # fmt: skip
+    value, details = _ratio(measured["seconds"]["24"], measured["seconds"]["prefill"])
+    return {"cuda-24": (value, {**details, "phases": measured["phases"]["24"]})}
+
+
+def _cuda_decoding(settings: Settings) -> Found:
+    spent = in_process(
+        "decoding", model="random:mistral-7b", tokens=32768, budget=1024, batch=4, steps=16,
+        repeats=settings.repeats, dtype="bfloat16", device="cuda",
+    )  # fmt: skip
+    return {"cuda-decode": _ratio(spent["evicted"], spent["full"])}

@@ -1,0 +1,249 @@
+"""What the benchmark's processes do: `python -m perturbkv.benchmark.work WORK JSON` prints what it measured as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from perturbkv.benchmark.process import peak, seconds, wait
+from perturbkv.cache import CompactCache, CompactLayer
+from perturbkv.capture import decode_from
+from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.generation import generate, read_evicting
+from perturbkv.loading import load_model, pick_device
+from perturbkv.models import Adapter
+from perturbkv.norms import projected_value_norms
+from perturbkv.phases import timed
+from perturbkv.policies import registry
+from perturbkv.ragged import KeptEntries
+from perturbkv.runner import trace_sample
+from perturbkv.trace import SampleTrace
+from perturbkv.writer import TraceWriter
+
+_GENERATED = 32
+_POLICIES = ("snapkv", "pyramidkv", "adakv")
+_SELECTIONS = ("attention", "two-stage")
+Result = dict[str, Any]
+
+
+def configurations(count: int) -> tuple[EvictionConfig, ...]:
+    """2: SnapKV's two selections at b = 128; 24: three policies, two selections, four budgets; 200: with alphas too."""
+    if count == 2:
+        return _grid(("snapkv",), (128,), (0.25,))
+    if count == 24:
+        return _grid(_POLICIES, (128, 256, 512, 1024), (0.25,))
+    return _grid((*_POLICIES, "tova"), (64, 128, 256, 512, 1024), (0.1, 0.25, 0.5, 0.75, 0.9))
+
+
+def _grid(policies: Sequence[str], budgets: Sequence[int], alphas: Sequence[float]) -> tuple[EvictionConfig, ...]:
+    return tuple(
+        registry.configured("paper", Budget(budget), policy, selection=selection, alpha=alpha)
+        for policy, selection, budget, alpha in itertools.product(policies, _SELECTIONS, budgets, alphas)
+    )
+
+
+def prompt(tokens: int) -> list[int]:
+    """The same random tokens for everyone."""
+    return torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
+    """Prefill and decode greedily, nothing watched."""
+    cache, ids = DynamicCache(), torch.tensor([list(token_ids)], device=adapter.device)
+    with torch.inference_mode():
+        for _ in range(decodes + 1):
+            logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            ids = logits[:, -1:].argmax(dim=-1)
+
+
+def traced(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
+    """One sample measured."""
+    return trace_sample(adapter, EncodedPrompt("benchmark", tuple(token_ids), 0), _run(adapter, configs))
+
+
+def _run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> RunConfig:
+    return RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1)
+
+
+def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
+    """Seconds of plain runs and of traced ones, in turns; and where the last traced ones spent theirs."""
+    adapter = load_model(model, dtype, device)
+    token_ids, where = prompt(tokens), adapter.device
+    runs: dict[str, Callable[[], object]] = {
+        "prefill": lambda: plain(adapter, token_ids, 0),
+        "prefill and 2 decodes": lambda: plain(adapter, token_ids, 2),
+    }
+    runs |= {str(count): _tracing(adapter, token_ids, count) for count in counts}
+    runs["prefill"]()
+    runs[str(counts[0])]()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    phases: dict[str, dict[str, float]] = {}
+    for _ in range(repeats):
+        for name, work in runs.items():
+            with timed(lambda: wait(where)) as spent:
+                taken[name].append(seconds(work, where))
+            phases[name] = dict(spent)
+    return {"seconds": taken, "phases": {name: spent for name, spent in phases.items() if spent}}
+
+
+def _tracing(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
+    configs = configurations(count)
+    return lambda: traced(adapter, token_ids, configs)
+
+
+def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
+    """Peak bytes of a plain prefill (`count` 0) or of a traced sample, weights included."""
+    adapter, token_ids = load_model(model, dtype, device), prompt(tokens)
+    work = _tracing(adapter, token_ids, count) if count else lambda: plain(adapter, token_ids, 0)
+    return {"peak": peak(work, adapter.device)[1]}
+
+
+def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str, count: int) -> Result:
+    """Seconds of a traced sample beside its prefill's own, for prompts of several lengths, in turns."""
+    adapter, configs = load_model(model, dtype, device), configurations(count)
+    traced(adapter, prompt(min(lengths)), configs)
+    found: dict[str, list[float]] = {str(length): [] for length in lengths}
+    for _ in range(repeats):
+        for length in lengths:
+            with timed(lambda: wait(adapter.device)) as spent:
+                whole = seconds(lambda length=length: traced(adapter, prompt(length), configs), adapter.device)  # type: ignore[misc]
+            found[str(length)].append(whole - (spent["prefill"] - spent["votes"] - spent["norms"]))
+    return {"seconds": found}
+
+
+def writing(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
+    """Seconds of measuring one sample, and of writing it: the journal's part and the file's."""
+    adapter, configs = load_model(model, dtype, device), configurations(count)
+    held: list[SampleTrace] = []
+    run = seconds(lambda: held.append(traced(adapter, prompt(tokens), configs)), adapter.device)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TraceWriter(Path(folder) / "trace.h5", _run(adapter, configs), ["benchmark"], {})
+        journal = seconds(lambda: writer.append(held[0]), torch.device("cpu"))
+        file = seconds(writer.finish, torch.device("cpu"))
+    return {"run": run, "journal": journal, "file": file}
+
+
+def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool) -> Result:
+    """Peak bytes of reading and generating from the full cache or an evicted one, and what that cache held."""
+    adapter = load_model(model, dtype, device)
+    chosen = configurations(2)[1:] if evicted else ()
+    held: list[int] = []
+
+    def work() -> None:
+        read = read_evicting(adapter, prompt(tokens), chosen, "benchmark", with_full=not chosen)
+        generate(adapter, read.cache, (), read.logits, _GENERATED, ())
+        held.append(read.cache.nbytes)
+
+    return {"peak": peak(work, adapter.device)[1], "cache": held[0]}
+
+
+def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
+    """ν head by head: every head's projections are written, then summed."""
+    kv_heads, _, d_head = value.shape
+    group = w_o.shape[1] // (kv_heads * d_head)
+    return torch.stack(
+        [
+            (value[head // group] @ w_o[:, head * d_head : (head + 1) * d_head].T).abs().sum(dim=-1)
+            for head in range(kv_heads * group)
+        ]
+    )
+
+
+_NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value_norms, "loop": loop_norms}
+
+
+def _layer(entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
+    place, d_head = pick_device(device), d_model // heads
+    generator = torch.Generator(place).manual_seed(0)
+    made: dict[str, Any] = {"generator": generator, "device": place, "dtype": getattr(torch, dtype)}
+    return torch.randn(kv_heads, entries, d_head, **made), torch.randn(d_model, d_model, **made) / d_model**0.5
+
+
+@torch.inference_mode()
+def norms(repeats: int, **shapes: Any) -> Result:
+    """Seconds of ν and of the loop, in turns; the rate of the same device's matrix product, and of ν's."""
+    value, w_o = _layer(**shapes)
+    found: dict[str, list[float]] = {name: [] for name in _NORMS}
+    for turn in range(repeats + 1):
+        for name, compute in _NORMS.items():
+            spent = seconds(lambda compute=compute: compute(value, w_o), value.device)  # type: ignore[misc]
+            found[name] += [spent] if turn else []
+    square = torch.randn_like(w_o)
+    product = min(seconds(lambda: w_o @ square, value.device) for _ in range(repeats + 1))
+    operations = 2 * value.shape[1] * w_o.numel()
+    return {
+        "seconds": found,
+        "matmul_rate": 2 * len(w_o) ** 3 / product,
+        "rate": [operations / spent for spent in found["ours"]],
+    }
+
+
+@torch.inference_mode()
+def norms_peak(which: str, **shapes: Any) -> Result:
+    """Bytes that ν (`ours`) or the loop takes beside inputs and result."""
+    value, w_o = _layer(**shapes)
+    before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
+    return {"extra": most - before}
+
+
+@torch.inference_mode()
+def decoding(
+    model: str, tokens: int, budget: int, batch: int, steps: int, repeats: int, dtype: str, device: str
+) -> Result:
+    """Seconds per step of decoding a batch from full caches, and from evicted ones; the entries are random."""
+    adapter = load_model(model, dtype, device)
+    first = torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device)
+    full: list[float] = []
+    evicted: list[float] = []
+    for _ in range(repeats + 1):
+        cache = _random_cache(adapter, batch, tokens)
+        compact = CompactCache([_cut(adapter, layer.keys, layer.values, budget) for layer in cache.layers])
+        full.append(seconds(lambda cache=cache: _steps(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
+        del cache
+        with decode_from(adapter, compact):
+            evicted.append(
+                seconds(lambda compact=compact: _steps(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
+            )
+    return {"full": full[1:], "evicted": evicted[1:]}
+
+
+def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
+    cache, shape = DynamicCache(), (batch, adapter.kv_heads, tokens, adapter.d_head)
+    for layer in range(len(adapter.layers)):
+        keys, values = (torch.randn(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
+        cache.update(keys, values, layer)
+    return cache
+
+
+def _cut(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> CompactLayer:
+    """The last `budget` entries of every row and key/value head."""
+    rows = [
+        KeptEntries.of(list(key[:, -budget:]), list(value[:, -budget:]))
+        for key, value in zip(keys, values, strict=True)
+    ]
+    return CompactLayer(rows, adapter.heads, keys.shape[2])
+
+
+def _steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
+    for _ in range(steps):
+        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        ids = logits[:, -1:].argmax(dim=-1)
+
+
+WORK: dict[str, Callable[..., Result]] = {
+    work.__name__: work for work in (times, peaks, growth, writing, generating, norms, norms_peak, decoding)
+}
+
+if __name__ == "__main__":
+    name, arguments = sys.argv[1:]
+    sys.stdout.write(json.dumps(WORK[name](**json.loads(arguments))) + "\n")

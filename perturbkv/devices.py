@@ -1,0 +1,19 @@
+"""Moving numbers to a device, and between devices, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def on_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the host as a tensor on `device`."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
+def stack_on(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
+    """Tensors of several devices, stacked on one."""
+    return torch.stack([tensor.to(device, non_blocking=True) for tensor in tensors], dim=dim)

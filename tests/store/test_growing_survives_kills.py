@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perturbkv.journal import journal_path
+from perturbkv.store import read_run
+from tests.store.test_a_journal_says_what_it_holds import former_journal
+from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATIONS = [(os, "mkdir"), (os, "open"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (np, "savez")]
+
+
+class KilledError(BaseException):
+    """No handler of errors takes it, and nothing on the disk changes after it."""
+
+
+@contextmanager
+def killed_at(number: int) -> Iterator[list[str]]:
+    """Operations on files, of which the `number`th and all later ones never happen; yields their names."""
+    made: list[str] = []
+    before = {name: getattr(module, name) for module, name in OPERATIONS}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(made) >= number:
+                raise KilledError
+            made.append(name)
+            return before[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for module, name in OPERATIONS:
+            setattr(module, name, counted(name))
+        yield made
+    finally:
+        for module, name in OPERATIONS:
+            setattr(module, name, before[name])
+
+
+def left_on_disk(folder: Path) -> tuple[tuple[str, bytes], ...]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return tuple((str(file.relative_to(folder)), file.read_bytes()) for file in files)
+
+
+def finished_trace(path: Path) -> None:
+    fill(opened(path, OLD, samples=2))
+
+
+def trace_and_journal(path: Path) -> None:
+    fill(opened(path, OLD[:1]))
+    opened(path, OLD).append(measured("s1", OLD[1:]), OLD[1:])
+
+
+def journal_of_a_former_version(path: Path) -> None:
+    former_journal(path, OLD, "s0", "s1")
+
+
+@pytest.mark.parametrize("start", [finished_trace, trace_and_journal, journal_of_a_former_version])
+def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
+    tmp_path: Path, start: Callable[[Path], None]
+) -> None:
+    backwards = CONFIGS[::-1]
+    expected = fill(opened(tmp_path / "at-once.h5", backwards))
+    (tmp_path / "start").mkdir()
+    start(tmp_path / "start" / "t.h5")
+    missing = opened(tmp_path / "start" / "t.h5", backwards).missing()
+    number, states = 0, set()
+    while True:
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "start", folder)
+        path, safe = folder / "t.h5", []
+        with killed_at(number) as made:
+            try:
+                fill(opened(path, backwards), safe.append)
+                break
+            except KilledError:
+                pass
+        state = (len(safe), left_on_disk(folder))
+        number += 1
+        if state in states:
+            shutil.rmtree(folder)
+            continue
+        states.add(state)
+        left = opened(path, backwards).missing()
+        assert left == {name: missing[name] for name in left}
+        assert set(left).isdisjoint(safe)
+        assert len(left) >= len(missing) - len(safe) - 1
+        if path.exists():
+            assert read_run(path).configs in (OLD, OLD[:1], backwards)
+        assert_same_file(fill(opened(path, backwards)), expected)
+        assert [file.name for file in folder.iterdir()] == ["t.h5"]
+        shutil.rmtree(folder)
+    assert set(made) == {name for _, name in OPERATIONS}
+    assert_same_file(path, expected)
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import h5py, numpy as np
+from tests.support.growing import CONFIGS, fill, opened
+
+path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def after(function, calls=[0]):
+    def counted(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return counted
+
+if point == "rename":
+    Path.replace = after(Path.replace)
+elif point == "savez":
+    np.savez = after(np.savez)
+elif point == "hdf5":
+    h5py.Dataset.__setitem__ = after(h5py.Dataset.__setitem__)
+fill(opened(path, CONFIGS))
+"""
+
+
+@pytest.mark.parametrize(("point", "count", "kept"), [("rename", 2, 0), ("savez", 3, 2), ("hdf5", 60, 3)])
+def test_a_finished_trace_survives_a_real_kill_while_it_grows(
+    tmp_path: Path, point: str, count: int, kept: int
+) -> None:
+    path = fill(opened(tmp_path / "t.h5", OLD))
+    content = path.read_bytes()
+    command = [sys.executable, "-c", SCRIPT, str(path), point, str(count)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert path.read_bytes() == content
+    assert journal_path(path).exists()
+    writer = opened(path, CONFIGS)
+    assert writer.missing() == dict.fromkeys(("s0", "s1", "s2")[kept:], NEW)
+    assert_same_file(fill(writer), fill(opened(tmp_path / "at-once.h5", CONFIGS)))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["at-once.h5", "t.h5"]
