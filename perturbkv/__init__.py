@@ -12,6 +12,8 @@ _PUBLIC = {
     "Budget": "perturbkv.config",
     "EvictionConfig": "perturbkv.config",
     "RunConfig": "perturbkv.config",
+    "grid": "perturbkv.grid",
+    "Resources": "perturbkv.resources",
     "PerturbkvError": "perturbkv.errors",
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",

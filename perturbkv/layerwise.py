@@ -66,16 +66,15 @@ def look(
     with phase("select"):
         found = families(configs, before.statistics.scores(layer, attention[0]), n)
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
+    steps = [
+        measure.reference(step, values[:, :count], norms[:, :count])
+        for step, count in zip(attention, seen, strict=True)
+    ]
     parts = []
     for family, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
         masks = _per_query_head(family.kept_sets(rows), adapter.heads)
         alphas = on_device([configs[place].alpha for place in family.places[rows]], keys.device, theory.WORK)
-        parts.append(
-            [
-                measure.isolated(step, values[:, :count], norms[:, :count], w_o, masks, alphas)
-                for step, count in zip(attention, seen, strict=True)
-            ]
-        )
+        parts.append([measure.isolated(step, w_o, masks, alphas) for step in steps])
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     return LayerResult(found, isolated, attention if keep_attention else [])
 

@@ -31,27 +31,56 @@ class LayerMasks:
     stage1: Bool[Tensor, "config head key"]
 
 
-def isolated(
+@dataclass(frozen=True)
+class Reference:
+    """One layer at one step of the full run, as far as all configurations share it.
+
+    Attributes:
+        attention: A of the decoding query over the prompt and the tokens decoded so far.
+        summed: `theory.quantities` of these entries.
+        d_head: how many columns of it are V.
+        whole: Σ A V.
+        total, smallest: C = Σ A ν and M = min ν.
+        largest: the largest attention that any 0, 1, 2, … entries hold.
+    """
+
+    attention: Float[Tensor, "head key"]
+    summed: Float[Tensor, "kv_head key column"]
+    d_head: int
+    whole: Float[Tensor, "1 head d_head"]
+    total: Float[Tensor, " head"]
+    smallest: Float[Tensor, " head"]
+    largest: Float[Tensor, "head count"]
+
+
+def reference(
     attention: Float[Tensor, "head key"],
     value: Float[Tensor, "kv_head key d_head"],
     norms: Float[Tensor, "head key"],
+) -> Reference:
+    """What the isolated quantities of a layer and step start from; `norms` is ν."""
+    summed = theory.quantities(value, norms)
+    everything = theory.kept_sums(attention, summed, torch.ones_like(attention, dtype=torch.bool).unsqueeze(0))
+    smallest, largest = norms.to(WORK).amin(dim=-1), theory.largest_sums(attention)
+    return Reference(attention, summed, value.shape[-1], everything.mixed, everything.weighted[0], smallest, largest)
+
+
+def isolated(
+    given: Reference,
     w_o: Float[Tensor, "d_model head_d_head"],
     masks: LayerMasks,
     alphas: Float[Tensor, " config"],
 ) -> dict[str, Tensor]:
-    """Perturbation, bounds and Assumption 1 of one layer and step, each (config, head), and the noise floor (head,).
-
-    `key` counts the prompt and the tokens decoded so far, which every configuration keeps.
-    """
-    decoded = attention.shape[-1] - masks.kept.shape[-1]
+    """Perturbation, bounds and Assumption 1 of one layer and step, each (config, head), and the noise floor (head,)."""
+    decoded = given.attention.shape[-1] - masks.kept.shape[-1]
     everything = torch.ones_like(masks.kept[:1])
-    kept = theory.kept_sums(attention, norms, value, _with_decoded(torch.cat([everything, masks.kept]), decoded))
-    no_values = value[..., :0]  # the bounds of stage 1 need no mixture
-    stage1 = theory.kept_sums(attention, norms, no_values, _with_decoded(masks.stage1, decoded))
-    whole = theory.weighted_sums(attention.unsqueeze(0), value)
-    perturbation = theory.isolated_perturbation(whole, kept.mixed, kept.mass, w_o)
+    both = _with_decoded(torch.cat([everything, masks.kept]), decoded)
+    kept = theory.kept_sums(given.attention, given.summed, both)
+    no_values = given.summed[..., given.d_head :]  # the bounds of stage 1 need no mixture
+    stage1 = theory.kept_sums(given.attention, no_values, _with_decoded(masks.stage1, decoded))
+    perturbation = theory.isolated_perturbation(given.whole, kept.mixed, kept.mass, w_o)
     own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
-    limits = theory.bounds((attention * norms).sum(dim=-1), norms.to(WORK).amin(dim=-1), own, stage1)
+    limits = theory.bounds(given.total, given.smallest, own, stage1)
     counts = torch.floor(alphas.unsqueeze(-1) * masks.kept.sum(dim=-1) + 1e-9).to(torch.int64)
     return {
         "noise_floor_isolated": perturbation[0],
@@ -61,11 +90,12 @@ def isolated(
         "theta_hat_relax": limits.theta_hat_relax,
         "sigma_stage1": limits.sigma_stage1,
         "retained_mass": limits.retained_mass,
-        "sigma_topk": theory.sigma_topk(attention, counts),
+        "sigma_topk": theory.sigma_topk(given.largest, counts),
     }
 
 
 def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
+    """Every configuration keeps the tokens decoded so far."""
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], decoded)], dim=-1)
 
 

@@ -18,7 +18,7 @@ NORM_KERNELS = {
     "chunked": "matrix products of bounded size, on any device and in any dtype",
 }
 _INSTEAD = "choose auto or chunked"
-_CACHE_BYTES = 2 * 2**20
+_CACHE_BYTES = 8 * 2**20
 """On a CPU a tile that stays in the cache is reduced where it was made: fastest well below any memory bound."""
 
 
@@ -48,13 +48,13 @@ def check_kernel(kernel: str, device: torch.device) -> None:
     """Raise UnknownNameError for a name not in `NORM_KERNELS`, ConfigError where `triton` cannot run on `device`."""
     if kernel not in NORM_KERNELS:
         raise UnknownNameError(kernel, "norm kernel", NORM_KERNELS)
-    if kernel == "triton" and (why := _obstacle(device)):
+    if kernel == "triton" and (why := obstacle(device)):
         msg = f"expected a device that runs the norm kernel 'triton', got '{device}': {why}; {_INSTEAD}"
         raise ConfigError(msg)
 
 
-def _obstacle(device: torch.device) -> str:
-    """Why the Triton kernel cannot run on a device; empty where it can."""
+def obstacle(device: torch.device) -> str:
+    """Why the Triton kernel cannot run on a device; empty where it can, and `auto` takes it on CUDA."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cpu":
@@ -68,7 +68,7 @@ def _obstacle(device: torch.device) -> str:
 
 def _by_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
     """Whether the Triton kernel is taken. Raises ConfigError where it is asked for and the tensors do not suit it."""
-    if kernel == "chunked" or (kernel == "auto" and (not value.is_cuda or _obstacle(value.device))):
+    if kernel == "chunked" or (kernel == "auto" and (not value.is_cuda or obstacle(value.device))):
         return False
     from perturbkv.kernels import projected_norms
 
@@ -87,12 +87,13 @@ def _chunked(
     group = w_o.shape[1] // (kv_heads * d_head)
     norms = torch.empty(kv_heads, group, keys, dtype=dtype, device=value.device)
     tile = _tile_entries(group * w_o.shape[0] * dtype.itemsize, keys, value.device, chunk_bytes)
+    made = torch.empty(tile, group * w_o.shape[0], dtype=dtype, device=value.device)  # one for all: no new pages
     for kv_head in range(kv_heads):
         columns = w_o[:, kv_head * group * d_head : (kv_head + 1) * group * d_head].to(dtype)
         per_head = columns.view(-1, group, d_head).permute(2, 1, 0).reshape(d_head, -1)
         for start in range(0, keys, tile):
             rows = value[kv_head, start : start + tile].to(dtype)
-            projected = (rows @ per_head).view(len(rows), group, -1)
+            projected = torch.mm(rows, per_head, out=made[: len(rows)]).view(len(rows), group, -1)
             norms[kv_head, :, start : start + tile] = projected.abs_().sum(dim=-1).T
     return norms.flatten(0, 1)
 

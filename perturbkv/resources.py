@@ -119,9 +119,8 @@ def plan_batches(
     bound = max_bytes or max((shape.weights_bytes + shape.full_cache_bytes(tokens)) // 2, max(sizes))
     if max(sizes) > bound:
         label = configs[sizes.index(max(sizes))].label()
-        needed = math.ceil(max(sizes) / 2**20)
         msg = (
-            f"--max-memory allows {bound / 2**20:,.0f} MiB, less than the {needed:,} MiB that '{label}' takes at "
+            f"--max-memory allows {_said(bound)}, less than the {_said(max(sizes))} that '{label}' takes at "
             f"{tokens} tokens; raise it or lower the budget"
         )
         raise ConfigError(msg)
@@ -130,6 +129,12 @@ def plan_batches(
         count += 1
     dealt = _deal(sizes, count)
     return Batches(dealt, 1 + max(map(len, dealt)), largest, bound)
+
+
+def _said(size: int) -> str:
+    """A size in MiB, or in KiB below one; rounded up."""
+    unit, word = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
+    return f"{math.ceil(size / unit):,} {word}"
 
 
 def _deal(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

@@ -62,19 +62,27 @@ class KeptSums:
     mixed: Float[Tensor, "config head d_head"]
 
 
+def quantities(
+    value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]
+) -> Float[Tensor, "kv_head key column"]:
+    """What is summed over entries: V, then ν of each of the group's heads, then 1."""
+    per_head = norms.view(value.shape[0], -1, norms.shape[1]).transpose(1, 2).to(WORK)
+    return torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
+
+
 def kept_sums(
     attention: Float[Tensor, "head key"],
-    norms: Float[Tensor, "head key"],
-    value: Float[Tensor, "kv_head key d_head"],
+    summed: Float[Tensor, "kv_head key column"],
     kept: Bool[Tensor, "config head key"],
 ) -> KeptSums:
-    """All sums over kept entries that perturbation and bounds are made of, in one product; `norms` is ν."""
-    heads, keys = norms.shape
-    kv_heads, d_head = value.shape[0], value.shape[2]
-    per_head = norms.view(kv_heads, -1, keys).transpose(1, 2)
-    quantities = torch.cat([value.to(WORK), per_head.to(WORK), torch.ones_like(per_head[..., :1], dtype=WORK)], dim=-1)
-    sums = weighted_sums(attention * kept, quantities)
-    own = d_head + torch.arange(heads, device=norms.device) % (heads // kv_heads)
+    """All sums over kept entries that perturbation and bounds are made of, in one product.
+
+    `summed` are `quantities`; without their first columns, V, nothing is mixed.
+    """
+    heads, group = len(attention), len(attention) // len(summed)
+    d_head = summed.shape[-1] - group - 1
+    sums = weighted_sums(attention * kept, summed)
+    own = d_head + torch.arange(heads, device=sums.device) % group
     weighted = sums.gather(-1, own.view(1, -1, 1).expand(len(kept), -1, 1)).squeeze(-1)
     return KeptSums(mass=sums[..., -1], weighted=weighted, mixed=sums[..., :d_head])
 
@@ -92,14 +100,18 @@ def isolated_perturbation(
     return projected_l1(whole - mixed / mass.unsqueeze(-1), w_o)
 
 
-def sigma_topk(
-    attention: Float[Tensor, "head key"], counts: Int[Tensor, "config head"]
-) -> Float[Tensor, "config head"]:
-    """Σ Top_{b'}(A): the largest attention any b' entries can hold (paper, Assumption 1); `counts` is b' = ⌊αb⌋."""
+def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:
+    """The largest attention that any 0, 1, 2, … entries hold."""
     cumulative = attention.sort(dim=-1, descending=True).values.cumsum(dim=-1)
-    padded = torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
-    clipped = counts.clamp(max=attention.shape[-1])
-    return padded.expand(len(counts), -1, -1).gather(-1, clipped.unsqueeze(-1)).squeeze(-1)
+    return torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
+
+
+def sigma_topk(
+    largest: Float[Tensor, "head count"], counts: Int[Tensor, "config head"]
+) -> Float[Tensor, "config head"]:
+    """Σ Top_{b'}(A) out of the `largest_sums` of A (paper, Assumption 1); `counts` is b' = ⌊αb⌋."""
+    clipped = counts.clamp(max=largest.shape[-1] - 1)
+    return largest.expand(len(counts), -1, -1).gather(-1, clipped.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)

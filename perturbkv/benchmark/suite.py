@@ -146,8 +146,9 @@ def _writing(settings: Settings, names: set[str]) -> Found:
     found: Found = {}
     for name, count in (("writing-24", 24), ("writing-200", 200)):
         if name in names:
-            spent = in_process("writing", count=count, **settings.model_arguments())
-            found[name] = ((spent["journal"] + spent["file"]) / spent["run"], spent)
+            spent = in_process("writing", count=count, repeats=settings.repeats, **settings.model_arguments())
+            parts = zip(spent["run"], spent["journal"], spent["file"], strict=True)
+            found[name] = (statistics.median((journal + file) / run for run, journal, file in parts), spent)
     return found
 
 

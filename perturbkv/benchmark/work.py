@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import tempfile
@@ -17,38 +16,37 @@ from transformers import DynamicCache
 from perturbkv.benchmark.process import peak, seconds, wait
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.capture import decode_from
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.config import EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.generation import generate, read_evicting
+from perturbkv.grid import grid
 from perturbkv.loading import load_model, pick_device
 from perturbkv.models import Adapter
 from perturbkv.norms import projected_value_norms
 from perturbkv.phases import timed
-from perturbkv.policies import registry
 from perturbkv.ragged import KeptEntries
 from perturbkv.runner import trace_sample
 from perturbkv.trace import SampleTrace
 from perturbkv.writer import TraceWriter
 
 _GENERATED = 32
-_POLICIES = ("snapkv", "pyramidkv", "adakv")
 _SELECTIONS = ("attention", "two-stage")
 Result = dict[str, Any]
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
-    """2: SnapKV's two selections at b = 128; 24: three policies, two selections, four budgets; 200: with alphas too."""
+    """2: SnapKV's two selections at b = 128; 24: three policies, two selections, four budgets.
+
+    200: two policies at ten budgets, two-stage at five alphas and five other selections; no two keep the same entries.
+    """
     if count == 2:
-        return _grid(("snapkv",), (128,), (0.25,))
+        return grid(128, selection=_SELECTIONS)
     if count == 24:
-        return _grid(_POLICIES, (128, 256, 512, 1024), (0.25,))
-    return _grid((*_POLICIES, "tova"), (64, 128, 256, 512, 1024), (0.1, 0.25, 0.5, 0.75, 0.9))
-
-
-def _grid(policies: Sequence[str], budgets: Sequence[int], alphas: Sequence[float]) -> tuple[EvictionConfig, ...]:
-    return tuple(
-        registry.configured("paper", Budget(budget), policy, selection=selection, alpha=alpha)
-        for policy, selection, budget, alpha in itertools.product(policies, _SELECTIONS, budgets, alphas)
+        return grid((128, 256, 512, 1024), policy=("snapkv", "pyramidkv", "adakv"), selection=_SELECTIONS)
+    budgets, policies = (64, 96, 128, 192, 256, 384, 512, 640, 768, 1024), ("snapkv", "adakv")
+    others = ("attention", "attention-unpooled", "value", "two-stage-uniform", "hindsight")
+    return grid(budgets, policy=policies, alpha=(0.1, 0.2, 0.3, 0.5, 0.75)) + grid(
+        budgets, policy=policies, selection=others
     )
 
 
@@ -121,16 +119,18 @@ def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str
     return {"seconds": found}
 
 
-def writing(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
-    """Seconds of measuring one sample, and of writing it: the journal's part and the file's."""
-    adapter, configs = load_model(model, dtype, device), configurations(count)
-    held: list[SampleTrace] = []
-    run = seconds(lambda: held.append(traced(adapter, prompt(tokens), configs)), adapter.device)
-    with tempfile.TemporaryDirectory() as folder:
-        writer = TraceWriter(Path(folder) / "trace.h5", _run(adapter, configs), ["benchmark"], {})
-        journal = seconds(lambda: writer.append(held[0]), torch.device("cpu"))
-        file = seconds(writer.finish, torch.device("cpu"))
-    return {"run": run, "journal": journal, "file": file}
+def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, count: int) -> Result:
+    """Seconds of measuring one sample, and of writing it, in turns: the journal's part and the file's."""
+    adapter, configs, cpu = load_model(model, dtype, device), configurations(count), torch.device("cpu")
+    found: dict[str, list[float]] = {"run": [], "journal": [], "file": []}
+    for _ in range(repeats + 1):
+        held: list[SampleTrace] = []
+        found["run"].append(seconds(lambda: held.append(traced(adapter, prompt(tokens), configs)), adapter.device))  # noqa: B023
+        with tempfile.TemporaryDirectory() as folder:
+            writer = TraceWriter(Path(folder) / "trace.h5", _run(adapter, configs), ["benchmark"], {})
+            found["journal"].append(seconds(lambda: writer.append(held[0]), cpu))  # noqa: B023
+            found["file"].append(seconds(writer.finish, cpu))  # noqa: B023
+    return {name: spent[1:] for name, spent in found.items()}
 
 
 def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool) -> Result:

@@ -128,17 +128,6 @@ def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None
     assert len(perturbkv(command, "--json").json()) > 1
 
 
-def test_help_is_quick() -> None:
-    code = "from perturbkv.cli.main import main; main()"
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, check=False)
-        times.append(time.perf_counter() - start)
-        assert done.returncode == 0
-    assert min(times) < 0.5
-
-
 def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("trace", *tiny, "-o", "t.h5")
     assert "samples" not in ran.err
@@ -200,4 +189,83 @@ def test_bench_refuses_before_it_measures(perturbkv: Run, tmp_path: Path) -> Non
         assert ran.code == 2
         assert words in ran.err
         assert ran.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
+    perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[list[str]] = []
+
+    def watched(adapter, prompts, run, resources, finished, wanted):  # type: ignore[no-untyped-def]
+        for prompt in prompts:
+            measured.append([config.label() for config in wanted.get(prompt.sample_id, run.configs)])
+        return run_trace(adapter, prompts, run, resources, finished, wanted)
+
+    assert perturbkv("trace", *tiny, "-o", "t.h5").code == 0
+    monkeypatch.setattr("perturbkv.runner.trace", watched)
+    more = [*tiny, "--budget", 60, "--samples", 3]
+    ran = perturbkv("trace", *more, "-o", "t.h5")
+    assert ran.code == 0, ran.err
+    assert "2 samples with 2 of 4 configurations there already: measuring 2 more" in ran.err
+    assert [len(labels) for labels in measured] == [2, 2, 4]
+    assert all("b=60" in label for labels in measured[:2] for label in labels)
+    assert perturbkv("trace", *more, "-o", "whole.h5").code == 0
+    found, expected = read_trace(Path("t.h5")), read_trace(Path("whole.h5"))
+    assert found.run == expected.run
+    for name, array in expected.arrays.items():
+        if name not in ("kept_offset", "kept_position", "cache_bytes", "cache_padding_bytes"):
+            np.testing.assert_allclose(found.arrays[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+    for place in np.ndindex(3, 4, 2, 4):
+        np.testing.assert_array_equal(found.kept(*place), expected.kept(*place))
+    before = Path("t.h5").read_bytes()
+    assert "3 of 3 samples are there already" in perturbkv("trace", *more, "-o", "t.h5").err
+    assert Path("t.h5").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--max-memory", "30KiB"], ["--norm-kernel", "triton"], ["--device-map", "auto"], ["--chunk-mib", "1"]],
+    ids=lambda option: option[0],
+)
+def test_how_the_machine_is_used_changes_no_number(
+    perturbkv: Run, tiny: list[object], option: list[str], tmp_path: Path
+) -> None:
+    assert perturbkv("trace", *tiny, "-o", "plain.h5").code == 0
+    ran = perturbkv("trace", *tiny, *option, "-o", "other.h5")
+    assert ran.code == 0, ran.err
+    plain, other = read_trace(tmp_path / "plain.h5"), read_trace(tmp_path / "other.h5")
+    assert plain.run == other.run
+    for name in ("theta", "perturbation_isolated", "retained_mass", "kept_count"):
+        np.testing.assert_allclose(other.arrays[name], plain.arrays[name], rtol=1e-5, atol=1e-12, err_msg=name)
+    if option[0] == "--max-memory":
+        assert perturbkv("trace", *tiny, *option, "--dry-run", "--json").json()["batches"] == 2
+    else:
+        assert other.attrs["norm_kernel"] == (option[1] if option[0] == "--norm-kernel" else "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-memory", "20KiB"], "--max-memory allows 20 KiB, less than the 23 KiB that 'snapkv:attention b=24"),
+        (["--max-memory", "lots"], "--max-memory takes a size such as 512MiB or 2GiB, got 'lots'"),
+        (["--norm-kernel", "fast"], "unknown norm kernel 'fast'; known: auto, triton, chunked"),
+        (["--device-map", "all"], "unknown device map 'all'; known: none, auto"),
+        (["--device-map", "auto", "--device", "cpu"], "--device-map auto takes all GPUs and --device cpu one"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_known_before_anything_runs(
+    perturbkv: Run, tiny: list[object], options: list[str], words: str, tmp_path: Path
+) -> None:
+    ran = perturbkv("trace", *tiny, *options, "-o", "t.h5")
+    assert ran.code == 2
+    assert words in ran.err
+    assert ran.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generating_holds_all_caches_at_once_or_says_so(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    ran = perturbkv("generate", *tiny, "--max-memory", "30KiB", "--max-new-tokens", 2, "-o", "out")
+    assert ran.code == 2
+    assert "generate answers from all caches at once" in ran.err
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from perturbkv import norms, theory
 
 def test_an_axis_of_two_lengths_is_an_error() -> None:
     with pytest.raises(TypeCheckError, match="head"):
-        theory.kept_sums(torch.ones(2, 5), torch.ones(3, 5), torch.ones(1, 5, 4), torch.ones(1, 2, 5).bool())
+        theory.kept_sums(torch.ones(2, 5), torch.ones(1, 5, 6), torch.ones(1, 3, 5).bool())
 
 
 def test_a_missing_axis_is_an_error() -> None:

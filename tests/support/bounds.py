@@ -11,7 +11,8 @@ def quantities(
     attention: Tensor, norms: Tensor, value: Tensor, w_o: Tensor, kept: Tensor, stage1: Tensor
 ) -> tuple[theory.Bounds, Tensor]:
     """Bounds, and the isolated perturbation (config, head)."""
-    stays, first = (theory.kept_sums(attention, norms, value, mask) for mask in (kept, stage1))
+    summed = theory.quantities(value, norms)
+    stays, first = (theory.kept_sums(attention, summed, mask) for mask in (kept, stage1))
     whole = theory.weighted_sums(attention.unsqueeze(0), value)
     limits = theory.bounds((attention * norms).sum(dim=-1), norms.amin(dim=-1), stays, first)
     return limits, theory.isolated_perturbation(whole, stays.mixed, stays.mass, w_o)
