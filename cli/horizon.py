@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from perturbkv.cli import console, numbers
-from perturbkv.cli.options import DEFAULT_COMPARE, CompareOption, LookOptions, RunOptions, parse_compare
+from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
+from perturbkv.cli.options import CompareOption, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
 from perturbkv.errors import ConfigError

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from typer import Option
 
 from perturbkv.cli import console, numbers
-from perturbkv.cli.options import (
-    DEFAULT_COMPARE,
-    FRACTIONS,
-    CompareOption,
-    LookOptions,
-    RunOptions,
-    check_choice,
-    parse_compare,
-)
+from perturbkv.cli.choices import DEFAULT_COMPARE, check_choice, parse_compare
+from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import Study, open_study
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from perturbkv.cli.choices import check_choice, numbers
 from perturbkv.config import CACHES, PRESETS, SCENARIOS, Budget, EvictionConfig
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import ConfigError
 from perturbkv.grid import ORDER, grid
 from perturbkv.resources import Resources, parse_size
 
@@ -20,7 +21,6 @@ FORMATS = ("png", "svg", "pdf")
 COLUMNS = (1, 2)
 _LOOK = "Analysis and figures"
 _DATA, _EVICT, _RUN = "Model and data", "Eviction", "Running and output"
-DEFAULT_COMPARE = "attention,two-stage"
 
 JsonOption = Annotated[bool, Option("--json", help="Print JSON instead of a table.", rich_help_panel=_RUN)]
 
@@ -161,7 +161,7 @@ class RunOptions:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Needle's prompt lengths; empty where the user did not say. Raises ConfigError for what is no number."""
-        found = _numbers("--length", self.length)
+        found = numbers("--length", self.length)
         if any(number != int(number) for number in found):
             msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
             raise ConfigError(msg)
@@ -170,7 +170,7 @@ class RunOptions:
     @property
     def depths(self) -> tuple[float, ...]:
         """Needle's depths; empty where the user did not say. Raises ConfigError for what is no number."""
-        return _numbers("--depth", self.depth)
+        return numbers("--depth", self.depth)
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
         """The same with these budgets, where the user chose none."""
@@ -226,29 +226,3 @@ class LookOptions:
     def formats(self) -> list[str]:
         """Which files each figure becomes."""
         return self.figure_format or ["png", "svg"]
-
-
-def _numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
-    """Numbers that were given one by one or with commas."""
-    pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
-    try:
-        return tuple(float(piece) for piece in pieces)
-    except ValueError:
-        msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
-        raise ConfigError(msg) from None
-
-
-def parse_compare(text: str) -> list[str]:
-    """`attention,two-stage` -> its names, the baseline first. Raises ConfigError for fewer than two."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if len(names) < 2:
-        msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
-        raise ConfigError(msg)
-    return names
-
-
-def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
-    """The value. Raises UnknownNameError where it is none of the known ones."""
-    if value not in known:
-        raise UnknownNameError(value, option, known)
-    return value

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from perturbkv.entries import KeptEntries
 from perturbkv.errors import ConfigError
-from perturbkv.ragged import SLACK, KeptEntries, build
+from perturbkv.ragged import SLACK, build
 
 _FIRST_TAIL = 8
 

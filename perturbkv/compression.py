@@ -16,11 +16,11 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.config import EvictionConfig
+from perturbkv.entries import KeptEntries
 from perturbkv.models import Adapter
 from perturbkv.norms import projected_value_norms
 from perturbkv.policies import registry
 from perturbkv.policies.base import LayerAttention
-from perturbkv.ragged import KeptEntries
 from perturbkv.ranking import LayerStatistics
 from perturbkv.selection import select
 

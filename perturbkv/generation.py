@@ -14,11 +14,11 @@ from perturbkv.capture import Observer, capture, decode_from
 from perturbkv.compression import Compression, Compressor
 from perturbkv.config import EvictionConfig
 from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.entries import borrow
 from perturbkv.keeping import keep, lengths
 from perturbkv.models import Adapter
 from perturbkv.policies.base import LayerAttention
 from perturbkv.prefill import Statistics, prefill
-from perturbkv.ragged import borrow
 from perturbkv.resources import Resources
 from perturbkv.selection import families
 

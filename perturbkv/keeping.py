@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.devices import on_device
-from perturbkv.ragged import KeptEntries
+from perturbkv.entries import KeptEntries
 from perturbkv.selection import Family
 
 Lengths = list[list[int]]

@@ -18,48 +18,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.devices import on_device
+from perturbkv.entries import KeptEntries, Pile, pile
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 SLACK = 1 / 8
 """Most padding of a block, as a share of the entries in it."""
-
-
-@dataclass(frozen=True, eq=False)
-class KeptEntries:
-    """The kept entries of one configuration in one layer: where they lie, until a cache copies them out.
-
-    Attributes:
-        keys, values: (place, d_head), of this row alone or shared with others.
-        index: places of the kept entries, one kept set after the other.
-        lengths: entries of each kept set.
-        rectangle: keys and values (kept_head, kept, d_head) of a row that keeps all of them, and borrows them.
-    """
-
-    keys: Float[Tensor, "place d_head"]
-    values: Float[Tensor, "place d_head"]
-    index: Int[Tensor, " kept"]
-    lengths: list[int]
-    rectangle: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeptEntries:
-        """Entries that lie in one tensor (kept, d_head) per kept set."""
-        together = torch.cat(list(keys))
-        index = torch.arange(len(together), device=together.device)
-        return cls(together, torch.cat(list(values)), index, [len(piece) for piece in keys])
-
-    def sets(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each kept set: copies, or views of what is borrowed."""
-        if self.rectangle is not None:
-            return list(zip(*self.rectangle, strict=True))
-        return [(self.keys[kept], self.values[kept]) for kept in torch.split(self.index, self.lengths)]
-
-
-def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]) -> KeptEntries:
-    """All entries, as a view: the run that keeps everything reads the full cache itself."""
-    nothing = keys[0, :0]
-    lengths = [keys.shape[1]] * keys.shape[0]
-    return KeptEntries(nothing, nothing, torch.empty(0, dtype=torch.int64), lengths, (keys, values))
 
 
 @dataclass(frozen=True)
@@ -152,37 +115,12 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block |
     found = sorted(_segments(rows, heads), key=lambda s: (s.group, -s.length, s.row, s.head))
     if not found:
         return blocks
-    pile = _pile([entries for entries in rows if entries.rectangle is None])
-    kernel = kernel_for(pile.keys)
+    kept = pile([entries for entries in rows if entries.rectangle is None])
+    kernel = kernel_for(kept.keys)
     if kernel is None:
-        return blocks + [_padded(pile, segments) for segments in _buckets(found, slack)]
+        return blocks + [_padded(kept, segments) for segments in _buckets(found, slack)]
     groups = [list(alike) for _, alike in groupby(found, key=lambda s: s.group)]
-    return blocks + [_packed(pile, segments, kernel) for segments in groups]
-
-
-@dataclass(frozen=True, eq=False)
-class _Pile:
-    """Where the entries of all rows lie: `index` lists their places, segment after segment."""
-
-    keys: Float[Tensor, "place d_head"]
-    values: Float[Tensor, "place d_head"]
-    index: Int[Tensor, " entry"]
-
-    def take(self, places: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
-        """Copies of the entries that the index lists at these places."""
-        chosen = self.index[places.flatten()]
-        return tuple(  # type: ignore[return-value]
-            kind.index_select(0, chosen).view(*places.shape, -1) for kind in (self.keys, self.values)
-        )
-
-
-def _pile(rows: Sequence[KeptEntries]) -> _Pile:
-    """One pile of all rows; those that share what their entries lie in are not copied."""
-    if all(row.keys is rows[0].keys for row in rows):
-        return _Pile(rows[0].keys, rows[0].values, torch.cat([row.index for row in rows]))
-    keys, values = torch.cat([row.keys for row in rows]), torch.cat([row.values for row in rows])
-    starts = accumulate([len(row.keys) for row in rows], initial=0)
-    return _Pile(keys, values, torch.cat([row.index + start for row, start in zip(rows, starts, strict=False)]))
+    return blocks + [_packed(kept, segments, kernel) for segments in groups]
 
 
 def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
@@ -213,13 +151,13 @@ def _buckets(found: Sequence[Segment], slack: float) -> list[list[Segment]]:
     return buckets
 
 
-def _padded(pile: _Pile, segments: list[Segment]) -> Block:
+def _padded(kept: Pile, segments: list[Segment]) -> Block:
     """A block; behind its last entry a segment repeats it, and attention passes over that."""
-    longest, device = segments[0].length, pile.keys.device
+    longest, device = segments[0].length, kept.keys.device
     lengths = on_device([[segment.length] for segment in segments], device)
     starts = on_device([[segment.start] for segment in segments], device)
     place = torch.arange(longest, device=device)
-    keys, values = pile.take(starts + torch.minimum(place, lengths - 1))
+    keys, values = kept.take(starts + torch.minimum(place, lengths - 1))
     padding = place >= lengths if segments[-1].length < longest else None
     return Block(segments, keys, values, padding, _places(segments, device))
 
@@ -239,12 +177,12 @@ def _places(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tens
     return rows, first + torch.arange(segments[0].group, device=device)
 
 
-def _packed(pile: _Pile, segments: list[Segment], kernel: Kernel) -> Packed:
-    device, total = pile.keys.device, sum(segment.length for segment in segments)
+def _packed(kept: Pile, segments: list[Segment], kernel: Kernel) -> Packed:
+    device, total = kept.keys.device, sum(segment.length for segment in segments)
     ends = on_device(list(accumulate([segment.length for segment in segments], initial=0)), device)
     shift = on_device([segment.start for segment in segments], device) - ends[:-1]
     shifts = shift.repeat_interleave(ends.diff(), output_size=total)
-    keys, values = pile.take(shifts + torch.arange(total, device=device))
+    keys, values = kept.take(shifts + torch.arange(total, device=device))
     return Packed(
         segments, keys.unsqueeze(1), values.unsqueeze(1), ends.to(torch.int32), _places(segments, device), kernel
     )

@@ -23,6 +23,7 @@ from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.config import EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.decoding import StepRecord, decode_evicted, decode_full
+from perturbkv.entries import borrow
 from perturbkv.errors import ActivationError
 from perturbkv.generation import end_tokens, generate
 from perturbkv.keeping import Kept, Lengths, keep, lengths
@@ -30,7 +31,6 @@ from perturbkv.layerwise import LayerResult, look
 from perturbkv.models import Adapter
 from perturbkv.phases import phase
 from perturbkv.prefill import FiniteCheck, Prefill, prefill
-from perturbkv.ragged import borrow
 from perturbkv.resources import Resources, plan_batches
 from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
 

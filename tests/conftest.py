@@ -17,6 +17,7 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
     "ranking",
     "selection",
     "policies",
+    "entries",
     "ragged",
     "cache",
     "capture",

@@ -18,13 +18,13 @@ from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.capture import decode_from
 from perturbkv.config import EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.entries import KeptEntries
 from perturbkv.generation import generate, read_evicting
 from perturbkv.grid import grid
 from perturbkv.loading import load_model, pick_device
 from perturbkv.models import Adapter
 from perturbkv.norms import projected_value_norms
 from perturbkv.phases import timed
-from perturbkv.ragged import KeptEntries
 from perturbkv.runner import trace_sample
 from perturbkv.trace import SampleTrace
 from perturbkv.writer import TraceWriter

@@ -38,6 +38,7 @@ TORCH_SIDE = (
     ("kernels",),
     ("theory", "norms", "scores"),
     ("policies", "ranking", "selection", "grid"),
+    ("entries",),
     ("ragged",),
     ("keeping",),
     ("cache",),

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 from perturbkv import ragged
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.capture import decode_from, intercept_attention
+from perturbkv.entries import borrow
 from perturbkv.errors import ConfigError
 from perturbkv.models import Adapter
-from perturbkv.ragged import borrow
 from tests.support.caches import gather
 from tests.support.models import HEADS, tiny_adapter, token_ids
 

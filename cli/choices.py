@@ -1,0 +1,33 @@
+"""Reading what was typed for options that take lists, or one of a few words."""
+
+from __future__ import annotations
+
+from perturbkv.errors import ConfigError, UnknownNameError
+
+DEFAULT_COMPARE = "attention,two-stage"
+
+
+def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
+    """Numbers that were given one by one or with commas."""
+    pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
+    try:
+        return tuple(float(piece) for piece in pieces)
+    except ValueError:
+        msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
+        raise ConfigError(msg) from None
+
+
+def parse_compare(text: str) -> list[str]:
+    """`attention,two-stage` -> its names, the baseline first. Raises ConfigError for fewer than two."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) < 2:
+        msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
+        raise ConfigError(msg)
+    return names
+
+
+def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
+    """The value. Raises UnknownNameError where it is none of the known ones."""
+    if value not in known:
+        raise UnknownNameError(value, option, known)
+    return value
