@@ -66,9 +66,9 @@ def look(
     with phase("select"):
         found = families(configs, before.statistics.scores(layer, attention[0]), n)
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
+    summed = theory.quantities(values, norms)
     steps = [
-        measure.reference(step, values[:, :count], norms[:, :count])
-        for step, count in zip(attention, seen, strict=True)
+        measure.reference(step, summed[:, :count], adapter.d_head) for step, count in zip(attention, seen, strict=True)
     ]
     parts = []
     for family, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):

@@ -54,15 +54,12 @@ class Reference:
 
 
 def reference(
-    attention: Float[Tensor, "head key"],
-    value: Float[Tensor, "kv_head key d_head"],
-    norms: Float[Tensor, "head key"],
+    attention: Float[Tensor, "head key"], summed: Float[Tensor, "kv_head key column"], d_head: int
 ) -> Reference:
-    """What the isolated quantities of a layer and step start from; `norms` is ν."""
-    summed = theory.quantities(value, norms)
+    """What the isolated quantities of a layer and step start from; `summed` may be a view of more entries."""
     everything = theory.kept_sums(attention, summed, torch.ones_like(attention, dtype=torch.bool).unsqueeze(0))
-    smallest, largest = norms.to(WORK).amin(dim=-1), theory.largest_sums(attention)
-    return Reference(attention, summed, value.shape[-1], everything.mixed, everything.weighted[0], smallest, largest)
+    smallest, largest = summed[..., d_head:-1].amin(dim=1).flatten(), theory.largest_sums(attention)
+    return Reference(attention, summed, d_head, everything.mixed, everything.weighted[0], smallest, largest)
 
 
 def isolated(
