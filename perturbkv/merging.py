@@ -79,6 +79,14 @@ def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[st
     return SampleTrace(samples[0].sample_id, arrays | _kept(samples, order))
 
 
+def as_it_is(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace | None:
+    """The only part, where it holds all of `labels` in this order and no kept position too many: nothing to copy."""
+    (sample, held), *others = parts
+    kept = (sample.arrays[name] for name in ("kept_offset", "kept_count"))
+    whole = not others and list(held) == list(labels) and kept_entries(*kept) == len(sample.arrays["kept_position"])
+    return sample if whole else None
+
+
 def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
     """Raise TraceError where the parts' full-cache runs differ in their prompt or in the tokens that they decoded."""
     for name in FULL_RUN:

@@ -123,6 +123,8 @@ def _create(
         options = {"chunks": (1, *shape[1:]), "compression": "gzip", "compression_opts": 1, "shuffle": True}
     if isinstance(dtype, str):
         options["fillvalue"] = np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
+    if axes[-1] == _KEPT:
+        options["fill_time"] = "never"  # every place is written once; filling first would write them twice
     variable = file.create_dataset(name, shape=shape, dtype=dtype, **options)
     variable.attrs["units"], variable.attrs["long_name"] = units, long_name
     for place, axis in enumerate(axes):

@@ -10,7 +10,7 @@ from perturbkv.errors import TraceError
 from perturbkv.files import clear_leftovers, written_whole
 from perturbkv.finished import FinishedSample, FinishedTrace
 from perturbkv.journal import Entry, Journal, journal_path
-from perturbkv.merging import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes
+from perturbkv.merging import FULL_RUN, Shapes, as_it_is, check_same_run, disjoint, join, joined_shapes
 from perturbkv.store import describe_whole, read_run, write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -208,7 +208,7 @@ class TraceWriter:
         if self._missing_of(name):
             return FailedSample(name, str(self._reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
-        return join(parts, list(self._configs))
+        return as_it_is(parts, list(self._configs)) or join(parts, list(self._configs))
 
 
 def obstacles(run: RunConfig, held: RunConfig) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.errors import TraceError
-from perturbkv.merging import join, joined_shapes, kept_entries
+from perturbkv.merging import as_it_is, join, joined_shapes, kept_entries
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, sample_trace
 
@@ -82,6 +82,15 @@ def test_equal_offsets_stay_equal_whatever_heads_share_them() -> None:
             start, length = offsets[config][where], lengths[place][where]
             kept = found.arrays["kept_position"][start : start + length]
             assert kept.tolist() == list(range(places[place][where], places[place][where] + length))
+
+
+def test_a_sample_in_one_part_is_not_copied_unless_it_has_to_be() -> None:
+    whole = ragged(sample_trace(configs=3, steps=1, layers=2, heads=4), 1, 2)
+    assert as_it_is([(whole, ["a", "b", "c"])], ["a", "b", "c"]) is whole
+    assert as_it_is([(whole, ["a", "b", "c"])], ["b", "a", "c"]) is None
+    assert as_it_is([(cut(whole, [0]), ["a"]), (cut(whole, [1, 2]), ["b", "c"])], ["a", "b", "c"]) is None
+    position = np.append(whole.arrays["kept_position"], [7, 7])
+    assert as_it_is([(with_arrays(whole, kept_position=position), ["a", "b", "c"])], ["a", "b", "c"]) is None
 
 
 def test_positions_that_no_head_keeps_are_left_behind_and_not_counted() -> None:
