@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from perturbkv.devices import on_device
 from perturbkv.entries import KeptEntries
 from perturbkv.errors import ConfigError
 from perturbkv.ragged import SLACK, build
@@ -101,7 +102,7 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         """True where a tail entry is later than the query, or already went into the row's block."""
         newest = torch.arange(self.length - queries, self.length, device=device)
         place = torch.arange(self.length, device=device)
-        compressed = torch.tensor(self.tail_from, device=device).view(-1, 1, 1, 1)
+        compressed = on_device(self.tail_from, device).view(-1, 1, 1, 1)
         return (place > newest.unsqueeze(-1)) | (place < compressed)
 
     def get_seq_length(self) -> int:

@@ -26,7 +26,9 @@ class RandomVotes:
     def __call__(self, seen: LayerAttention) -> Float[Tensor, "head prefix"]:
         """The same on every device."""
         prefix = max(0, seen.key.shape[1] - self.window)
-        return seeded(seen.query.shape[0], prefix, self.seed, seen.sample, seen.layer).to(seen.key.device)
+        return seeded(seen.query.shape[0], prefix, self.seed, seen.sample, seen.layer).to(
+            seen.key.device, non_blocking=True
+        )
 
 
 class Random(Policy):
