@@ -18,7 +18,8 @@ from transformers.cache_utils import CacheLayerMixin
 from perturbkv.devices import on_device
 from perturbkv.entries import KeptEntries
 from perturbkv.errors import ConfigError
-from perturbkv.ragged import SLACK, build
+from perturbkv.ragged import build
+from perturbkv.resources import SLACK
 
 _FIRST_TAIL = 8
 

@@ -21,8 +21,6 @@ from perturbkv.devices import on_device
 from perturbkv.entries import KeptEntries, Pile, pile
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
-SLACK = 1 / 8
-"""Most padding of a block, as a share of the entries in it."""
 
 
 @dataclass(frozen=True)

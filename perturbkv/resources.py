@@ -12,8 +12,8 @@ from perturbkv.errors import ConfigError
 from perturbkv.eviction import EvictionConfig
 
 CHUNK_BYTES = 256 * 2**20
-_PADDING = 1 / 8
-"""Most that a ragged cache is padded by (`ragged.SLACK`)."""
+SLACK = 1 / 8
+"""Most padding of a ragged cache, as a share of the entries in it."""
 _UNITS = {"": 2**20, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -80,7 +80,7 @@ class Shape:
 
     def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int) -> int:
         """Bytes that a configuration adds to a batch: its cache with its padding, its tail, what is recorded of it."""
-        cache = int(self.kept_bytes(config, tokens) * (1 + _PADDING)) + self._entries_bytes(self.kv_heads * decoded)
+        cache = int(self.kept_bytes(config, tokens) * (1 + SLACK)) + self._entries_bytes(self.kv_heads * decoded)
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
         return cache + recorded * decoded + logits

@@ -84,7 +84,7 @@ def test_decoding_steps_from_both_caches() -> None:
     assert {name: len(spent) for name, spent in found.items()} == {"full": 2, "evicted": 2}
 
 
-def test_the_evicted_cache_of_the_decoding_row_equals_a_masked_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_kept() -> None:
     """Both rows decode the same tokens: with everything kept they give the same logits."""
     adapter, made = tiny_adapter(), []
     cache = work._random_cache(adapter, 2, 30)
