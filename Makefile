@@ -64,7 +64,7 @@ tables: develop
 	$(BIN) ablation $(NEWS) --output runs/news/ablation --overwrite
 	$(BIN) horizon $(NEWS) --output runs/news/horizon --overwrite
 	cp runs/news/horizon/horizon.png docs/figures/
-	$(PY) docs/tables.py $(foreach run,/heads / /window32 /budgets /ablation /horizon,runs/news$(run)/summary.json)
+	$(PY) docs/tables.py $(foreach run,heads . window32 budgets ablation horizon,runs/news/$(run)/summary.json)
 	$(PY) docs/readings.py runs/news/heads/trace.h5 $(LONGBENCH)
 	$(PY) docs/readings.py runs/news/trace.h5
 	$(PY) docs/coverage.py runs/news/heads/trace.h5
