@@ -115,7 +115,7 @@ def _floors(
 
 def _norms(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
     """L1 and L2 norm of what was compared with."""
-    return {name: torch.linalg.vector_norm(full, ord=1, dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
+    return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
 
 
 def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
@@ -130,17 +130,18 @@ def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[
     """
     device, inputs = evicted.logits.device, adapter.dtype
     layers = [
-        _heads(adapter, layer, full.head_output[layer], evicted.head_output[layer])
-        | _norms("hidden_norm", full.hidden[layer][0].to(WORK))
-        | _drift("hidden", full.hidden[layer][0], evicted.hidden[layer], inputs)
-        for layer in range(len(adapter.layers))
+        _heads(adapter, layer, *outputs)
+        for layer, outputs in enumerate(zip(full.head_output, evicted.head_output, strict=True))
     ]
-    stacked = {
+    heads = {
         name: stack_on(device, [layer[name] for layer in layers], dim=int("config" in VARIABLES[name].dims))
         for name in layers[0]
     }
+    states = stack_on(device, [layer[0] for layer in full.hidden])
+    hidden = _drift("hidden", states, stack_on(device, evicted.hidden, dim=1), inputs)
     final = _drift("final", full.final[0], evicted.final, inputs)
-    return stacked | final | {"final_norm": full.final[0].to(WORK).abs().sum()} | _logits(full, evicted, inputs)
+    norms = _norms("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
+    return heads | hidden | final | norms | _logits(full, evicted, inputs)
 
 
 def _heads(
@@ -149,9 +150,10 @@ def _heads(
     full: Float[Tensor, "1 head d_head"],
     evicted: Float[Tensor, "row head d_head"],
 ) -> dict[str, Tensor]:
-    slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
-    output = theory.projected(full[0], slices)
-    moved = theory.distances(output, theory.projected(evicted.to(WORK) - full.to(WORK), slices))
+    """One layer's perturbation; the full output goes through the same product as the differences from it."""
+    slices, vectors = theory.head_slices(adapter.output_projection(layer), adapter.heads), full.to(WORK)
+    both = theory.projected(torch.cat([vectors, evicted.to(WORK) - vectors]), slices)
+    output, moved = both[0], theory.distances(both[0], both[1:])
     return (
         _floors("noise_floor", moved, output, adapter.dtype)
         | _configurations("perturbation_propagated", moved)
@@ -160,7 +162,10 @@ def _heads(
 
 
 def _drift(
-    name: str, full: Float[Tensor, " d_model"], evicted: Float[Tensor, "row d_model"], inputs: torch.dtype
+    name: str,
+    full: Float[Tensor, "*layer d_model"],
+    evicted: Float[Tensor, "row *layer d_model"],
+    inputs: torch.dtype,
 ) -> dict[str, Tensor]:
     found = theory.drift(full, evicted)
     floors = _floors(f"{name}_noise_floor", found, full.to(WORK), inputs)

@@ -114,7 +114,7 @@ def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*bat
     """
     length = torch.linalg.vector_norm(full, dim=-1)
     safe = length.where(length > 0, 1)
-    along = torch.einsum("...d,...d->...", moved, full) / safe
+    along = (moved * full).sum(dim=-1) / safe
     across = torch.linalg.vector_norm(torch.addcmul(moved, (along / safe).unsqueeze(-1), full, value=-1), dim=-1)
     toward = length + along
     other = torch.hypot(toward, across)
@@ -122,7 +122,7 @@ def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*bat
     apart = torch.where(toward > 0, near, 1 - toward / other)
     nowhere = (length > 0).to(apart.dtype).expand_as(apart)
     return Distances(
-        l1=torch.linalg.vector_norm(moved, ord=1, dim=-1),
+        l1=moved.abs().sum(dim=-1),
         l2=torch.hypot(along, across),
         cosine=torch.where(other > 4 * torch.finfo(WORK).eps * length, apart, nowhere),
     )
@@ -137,7 +137,7 @@ def noise_floors(measured: Distances, full: Float[Tensor, "*batch d_model"], inp
     """
     epsilon = torch.finfo(inputs).eps
     return Distances(
-        l1=at_least(measured.l1, epsilon * torch.linalg.vector_norm(full, ord=1, dim=-1)),
+        l1=at_least(measured.l1, epsilon * full.abs().sum(dim=-1)),
         l2=at_least(measured.l2, epsilon * torch.linalg.vector_norm(full, dim=-1)),
         cosine=at_least(measured.cosine, torch.full_like(measured.cosine, epsilon**2 / 2)),
     )
@@ -209,8 +209,8 @@ def bounds(
     )
 
 
-def drift(full: Float[Tensor, " d_model"], evicted: Float[Tensor, "row d_model"]) -> Distances:
-    """Distances of each evicted hidden state from the full run's (METHOD: Layer drift), each (row,)."""
+def drift(full: Float[Tensor, "*layer d_model"], evicted: Float[Tensor, "row *layer d_model"]) -> Distances:
+    """Distances of each evicted hidden state from the full run's (METHOD: Layer drift), each (row, *layer)."""
     return distances(full.to(WORK), evicted.to(WORK) - full.to(WORK))
 
 
