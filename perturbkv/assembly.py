@@ -56,7 +56,7 @@ def sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Tensor, batches
 
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """(config, step, layer, head) from per layer, per step (config, head); the noise floor without config."""
+    """(config, step, layer, head) from per layer, per step (config, head); noise floors without config."""
     back = _inverse(order(layers[0].families))
     arrays = {}
     for name in layers[0].isolated[0]:

@@ -160,15 +160,14 @@ class _RowView:
         attention = _aligned(rows, self.longest)
         value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         value = value.transpose(1, 2)
-        w_o, mask = self.adapter.output_projection(self.layer), kept.repeat_interleave(self.group, dim=0).unsqueeze(0)
+        slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
+        mask = kept.repeat_interleave(self.group, dim=0).unsqueeze(0)
         weights = attention.unsqueeze(0)
         whole, mixed = (theory.weighted_sums(kind, value) for kind in (weights, weights * mask))
         mass = (weights * mask).sum(dim=-1)
-        return (
-            theory.isolated_perturbation(whole, mixed, mass, w_o)[0],
-            theory.projected_l1(whole, w_o)[0],
-            mass[0],
-        )
+        output = theory.projected(whole[0], slices)
+        moved = theory.isolated_perturbation(whole, mixed, mass, slices, output)
+        return moved.l1[0], output.abs().sum(dim=-1), mass[0]
 
     def _heads(self, part: slice) -> slice:
         return slice(part.start * self.group, part.stop * self.group)

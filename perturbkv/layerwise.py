@@ -32,7 +32,7 @@ class LayerResult:
 
     Attributes:
         families: what every configuration keeps.
-        isolated: per step, name -> (config, head), or (head,) for the noise floor; configurations in `families`' order.
+        isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `families`' order.
         attention: reference attention per step (head, key), where the run saves outputs.
     """
 
@@ -58,6 +58,7 @@ def look(
     """Select for every configuration in one layer, and measure what that alone changes at every step."""
     keys, values = before.cache.layers[layer].keys[0], before.cache.layers[layer].values[0]
     n, w_o = before.statistics.tokens, adapter.output_projection(layer)
+    slices = theory.head_slices(w_o, adapter.heads)
     seen = [keys.shape[1] - len(full) + step + 1 for step in range(len(full))]
     attention = [
         theory.decode_attention(record.query[layer][0], keys[:, :count], adapter.scale(layer))
@@ -67,14 +68,12 @@ def look(
         found = families(configs, before.statistics.scores(layer, attention[0]), n)
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summed = theory.quantities(values, norms)
-    steps = [
-        measure.reference(step, summed[:, :count], adapter.d_head) for step, count in zip(attention, seen, strict=True)
-    ]
+    steps = [measure.reference(step, summed[:, :count], slices) for step, count in zip(attention, seen, strict=True)]
     parts = []
     for family, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
         masks = _per_query_head(family.kept_sets(rows), adapter.heads)
         alphas = on_device([configs[place].alpha for place in family.places[rows]], keys.device, theory.WORK)
-        parts.append([measure.isolated(step, w_o, masks, alphas) for step in steps])
+        parts.append([measure.isolated(step, masks, alphas) for step in steps])
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     return LayerResult(found, isolated, attention if keep_attention else [])
 
@@ -91,7 +90,7 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One dictionary of all configurations; the noise floor, which all parts measured, from the first."""
+    """One dictionary of all configurations; noise floors, which all parts measured, from the first."""
     return {
         name: torch.cat([part[name] for part in parts]) if first.ndim == 2 else first
         for name, first in parts[0].items()

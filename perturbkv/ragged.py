@@ -72,25 +72,31 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Segments one behind the other, no padding, for CUDA's variable-length attention: keys (entry, 1, d_head)."""
+    """Segments one behind the other, no padding, for CUDA's variable-length attention: keys (entry, 1, d_head).
+
+    `begins` says where each segment begins, and where the last ends. `lengths` is there where the entries between two
+    segments are not theirs: how many of those from its beginning on each segment has.
+    """
 
     segments: list[Segment]
     keys: Tensor
     values: Tensor
+    begins: list[int]
     starts: Int[Tensor, " segment_and_end"]
+    lengths: Int[Tensor, " segment"] | None
     places: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
     kernel: Kernel
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; there is no padding."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of the segments' entries; there is no padding."""
+        entries = sum(segment.length for segment in self.segments)
+        return entries * self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def entries(self, place: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one segment, as views."""
-        start = sum(segment.length for segment in self.segments[:place])
-        end = start + self.segments[place].length
-        return self.keys[start:end, 0], self.values[start:end, 0]
+        own = slice(self.begins[place], self.begins[place] + self.segments[place].length)
+        return self.keys[own, 0], self.values[own, 0]
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
         """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
@@ -98,23 +104,28 @@ class Packed:
         segments, queries, group, d_head = asked.shape
         asked_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
         longest = max(segment.length for segment in self.segments)
-        output, total = self.kernel(
-            asked.reshape(-1, group, d_head), self.keys, self.values, asked_starts, self.starts, queries, longest, scale
-        )
+        rows, places = asked.reshape(-1, group, d_head), (asked_starts, self.starts, queries, longest)
+        output, total = self.kernel(rows, self.keys, self.values, *places, scale, self.lengths)
         totals = total.view(group, segments, queries).transpose(0, 1)
         return output.view(segments, queries, group, d_head).transpose(1, 2), totals
 
 
 def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block | Packed]:
-    """Blocks of all rows of one layer; `heads` query heads. `slack` bounds the padding, 0 allows none."""
+    """Blocks of all rows of one layer; `heads` query heads. `slack` bounds the padding, 0 allows none.
+
+    Rows that borrow go through the kernel of the others, so that what they show is rounding of these (METHOD,
+    protocol 4).
+    """
+    kernel = kernel_for(rows[0].keys)
     blocks: list[Block | Packed] = [
-        _borrowed(row, entries, heads) for row, entries in enumerate(rows) if entries.rectangle is not None
+        _borrowed(row, entries.rectangle, heads, kernel)
+        for row, entries in enumerate(rows)
+        if entries.rectangle is not None
     ]
     found = sorted(_segments(rows, heads), key=lambda s: (s.group, -s.length, s.row, s.head))
     if not found:
         return blocks
     kept = pile([entries for entries in rows if entries.rectangle is None])
-    kernel = kernel_for(kept.keys)
     if kernel is None:
         return blocks + [_padded(kept, segments) for segments in _buckets(found, slack)]
     groups = [list(alike) for _, alike in groupby(found, key=lambda s: s.group)]
@@ -160,12 +171,23 @@ def _padded(kept: Pile, segments: list[Segment]) -> Block:
     return Block(segments, keys, values, padding, _places(segments, device))
 
 
-def _borrowed(row: int, entries: KeptEntries, heads: int) -> Block:
-    assert entries.rectangle is not None
-    keys, values = entries.rectangle
-    group = heads // len(keys)
-    segments = [Segment(row, head, group, keys.shape[1]) for head in range(len(keys))]
-    return Block(segments, keys, values, None, _places(segments, keys.device))
+def _borrowed(row: int, rectangle: tuple[Tensor, Tensor], heads: int, kernel: Kernel | None) -> Block | Packed:
+    """A row that keeps everything, its entries read where they lie."""
+    keys, values = rectangle
+    kv_heads, length = keys.shape[:2]
+    segments = [Segment(row, head, heads // kv_heads, length) for head in range(kv_heads)]
+    places = _places(segments, keys.device)
+    if kernel is None:
+        return Block(segments, keys, values, None, places)
+    if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[-1], 1):
+        keys, values = keys.contiguous(), values.contiguous()  # no cache of transformers lies so
+    apart = keys.stride(0) // keys.shape[-1]
+    begins = [*(head * apart for head in range(kv_heads)), (kv_heads - 1) * apart + length]
+    flat_keys, flat_values = (
+        kind.as_strided((begins[-1], 1, kind.shape[-1]), (kind.shape[-1], kind.shape[-1], 1)) for kind in (keys, values)
+    )
+    starts, lengths = (on_device(numbers, keys.device, torch.int32) for numbers in (begins, [length] * kv_heads))
+    return Packed(segments, flat_keys, flat_values, begins, starts, lengths, places, kernel)
 
 
 def _places(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -176,14 +198,15 @@ def _places(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tens
 
 
 def _packed(kept: Pile, segments: list[Segment], kernel: Kernel) -> Packed:
-    device, total = kept.keys.device, sum(segment.length for segment in segments)
-    ends = on_device(list(accumulate([segment.length for segment in segments], initial=0)), device)
-    shift = on_device([segment.start for segment in segments], device) - ends[:-1]
-    shifts = shift.repeat_interleave(ends.diff(), output_size=total)
-    keys, values = kept.take(shifts + torch.arange(total, device=device))
+    device, begins = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
+    starts = on_device(begins, device)
+    shift = on_device([segment.start for segment in segments], device) - starts[:-1]
+    shifts = shift.repeat_interleave(starts.diff(), output_size=begins[-1])
+    keys, values = kept.take(shifts + torch.arange(begins[-1], device=device))
     return Packed(
-        segments, keys.unsqueeze(1), values.unsqueeze(1), ends.to(torch.int32), _places(segments, device), kernel
-    )
+        segments, keys.unsqueeze(1), values.unsqueeze(1), begins, starts.to(torch.int32), None,
+        _places(segments, device), kernel,
+    )  # fmt: skip
 
 
 def kernel_for(like: Tensor) -> Kernel | None:
@@ -194,19 +217,20 @@ def kernel_for(like: Tensor) -> Kernel | None:
 
 @functools.cache
 def variable_length_attention() -> Kernel | None:
-    """Torch's own variable-length attention with log-sum-exps; None where its version has none that groups queries."""
+    """Torch's own variable-length attention with log-sum-exps; None where its version lacks what we need of it."""
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:
         return None
-    if not {"return_aux", "scale", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters):
+    if not {"return_aux", "scale", "enable_gqa", "seqused_k"} <= set(inspect.signature(varlen_attn).parameters):
         return None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
-        *places, scale = sizes
+        *places, scale, lengths = sizes
         found = varlen_attn(
-            query, key, value, *places, return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=query.shape[1] > 1
-        )
+            query, key, value, *places, return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=query.shape[1] > 1,
+            seqused_k=lengths,
+        )  # fmt: skip
         return found[0], found[1]
 
     return attend

@@ -2,7 +2,7 @@
 
 Axes: `config` are eviction configurations, `head` query heads, `key` the n+t+1 entries that the decoding query sees
 (prompt, tokens decoded before it, itself). Masks are True where an entry is kept. Everything is computed in `WORK`
-precision whatever the model's dtype; units are the L1 norm of a head's contribution to the attention output.
+precision whatever the model's dtype; bounds have the unit of the L1 norm of a head's contribution to the output.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ def weighted_sums(
     return sums.view(kv_heads, configs, heads // kv_heads, -1).transpose(0, 1).flatten(1, 2)
 
 
-def projected_l1(
-    head_output: Float[Tensor, "*batch head d_head"], w_o: Float[Tensor, "d_model head_d_head"]
-) -> Float[Tensor, "*batch head"]:
-    """‖x_h W_O^h‖₁ of each head's vector x_h, with `w_o` as `o_proj.weight` holds it."""
-    heads, d_head = head_output.shape[-2:]
-    per_head = w_o.to(head_output.dtype).view(-1, heads, d_head)
-    return torch.einsum("...hk,dhk->...hd", head_output, per_head).abs().sum(dim=-1)
+def head_slices(w_o: Float[Tensor, "d_model head_d_head"], heads: int) -> Float[Tensor, "head d_head d_model"]:
+    """W_O^h of every head in `WORK`, with `w_o` as `o_proj.weight` holds it; made once for all that is projected."""
+    return w_o.to(WORK).view(len(w_o), heads, -1).permute(1, 2, 0)
+
+
+def projected(
+    head_output: Float[Tensor, "*batch head d_head"], slices: Float[Tensor, "head d_head d_model"]
+) -> Float[Tensor, "*batch head d_model"]:
+    """x_h W_O^h: what each head's vector x_h contributes to the attention output (METHOD: o_h)."""
+    return torch.einsum("...hk,hkd->...hd", head_output.to(WORK), slices)
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,77 @@ def kept_sums(
     return KeptSums(mass=sums[..., -1], weighted=weighted, mixed=sums[..., :d_head])
 
 
+@dataclass(frozen=True)
+class Distances:
+    """How far vectors moved (METHOD: L1 and the measures beside it).
+
+    Attributes:
+        l1, l2: ‖v − u‖₁ and ‖v − u‖₂.
+        cosine: 1 − cos(u, v), in [0, 2].
+    """
+
+    l1: Float[Tensor, "*batch"]
+    l2: Float[Tensor, "*batch"]
+    cosine: Float[Tensor, "*batch"]
+
+
+def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*batch d_model"]) -> Distances:
+    """Distances of u = `full` from v = u + δ, where δ is `moved`.
+
+    1 − cos is not computed by subtracting cos from 1, which leaves nothing below 1e-16: δ is split into its part along
+    u and the rest p, so that v = (t, p) beside u and 1 − cos = p² / (‖v‖ (‖v‖ + t)), exact to about ε ‖δ‖ / ‖p‖. Two
+    vectors of no length are at distance 0; one of no length, or of one that is rounding beside the other's, is at
+    distance 1 from any other, as it has no direction.
+    """
+    length = torch.linalg.vector_norm(full, dim=-1)
+    safe = length.where(length > 0, 1)
+    along = (moved * full).sum(dim=-1) / safe
+    across = torch.linalg.vector_norm(torch.addcmul(moved, (along / safe).unsqueeze(-1), full, value=-1), dim=-1)
+    toward = length + along
+    other = torch.hypot(toward, across)
+    near = across / other * (across / (other + toward))
+    apart = torch.where(toward > 0, near, 1 - toward / other)
+    nowhere = (length > 0).to(apart.dtype).expand_as(apart)
+    return Distances(
+        l1=moved.abs().sum(dim=-1),
+        l2=torch.hypot(along, across),
+        cosine=torch.where(other > 4 * torch.finfo(WORK).eps * length, apart, nowhere),
+    )
+
+
+def noise_floors(measured: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype) -> Distances:
+    """What rounding alone shows of u = `full`: what was `measured` with everything kept, never below one rounding.
+
+    `inputs` is the type in which both sides were computed, ε its machine epsilon. Rounding moves a vector by ε of its
+    length, in L1 as in L2; as 1 − cos that is ε²/2, the distance between vectors at an angle of ε, which `distances`
+    tells from 0.
+    """
+    epsilon = torch.finfo(inputs).eps
+    return Distances(
+        l1=at_least(measured.l1, epsilon * full.abs().sum(dim=-1)),
+        l2=at_least(measured.l2, epsilon * torch.linalg.vector_norm(full, dim=-1)),
+        cosine=at_least(measured.cosine, torch.full_like(measured.cosine, epsilon**2 / 2)),
+    )
+
+
+def at_least(measured: Float[Tensor, "*batch"], rounding: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """A noise floor: the larger of both, never 0, not even of a vector of no length (METHOD, protocol 4)."""
+    return torch.maximum(measured, rounding).clamp(min=torch.finfo(WORK).tiny)
+
+
 def isolated_perturbation(
     whole: Float[Tensor, "*config head d_head"],
     mixed: Float[Tensor, "config head d_head"],
     mass: Float[Tensor, "config head"],
-    w_o: Float[Tensor, "d_model head_d_head"],
-) -> Float[Tensor, "config head"]:
-    """L_h = ‖Σ_i (A_i − A'_i) V_i W_O^h‖₁ with A' = N⊙A / ΣNA (paper, eq. 5 and Theorem 1).
+    slices: Float[Tensor, "head d_head d_model"],
+    output: Float[Tensor, "head d_model"],
+) -> Distances:
+    """Distances of o_h = Σ_i A_i V_i W_O^h from Σ_i A'_i V_i W_O^h with A' = N⊙A / ΣNA, each (config, head).
 
-    `whole` is Σ A V over all entries; `mixed` Σ N A V and `mass` Σ N A over the kept ones.
+    L1's is L_h (paper, eq. 5 and Theorem 1). `whole` is Σ A V over all entries and `output` what `projected` makes of
+    it; `mixed` Σ N A V and `mass` Σ N A over the kept ones.
     """
-    return projected_l1(whole - mixed / mass.unsqueeze(-1), w_o)
+    return distances(output, projected(mixed / mass.unsqueeze(-1) - whole, slices))
 
 
 def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:
@@ -146,24 +209,9 @@ def bounds(
     )
 
 
-@dataclass(frozen=True)
-class Drift:
-    """How far a hidden state moved, per row."""
-
-    l1: Float[Tensor, " row"]
-    l2: Float[Tensor, " row"]
-    cosine: Float[Tensor, " row"]
-
-
-def drift(full: Float[Tensor, " d_model"], evicted: Float[Tensor, "row d_model"]) -> Drift:
-    """L1, L2 and cosine distance of each evicted hidden state from the full run's (METHOD: Layer drift)."""
-    full, evicted = full.to(WORK), evicted.to(WORK)
-    difference = evicted - full
-    return Drift(
-        l1=difference.abs().sum(dim=-1),
-        l2=difference.square().sum(dim=-1).sqrt(),
-        cosine=1 - torch.cosine_similarity(evicted, full.unsqueeze(0), dim=-1, eps=1e-300),
-    )
+def drift(full: Float[Tensor, "*layer d_model"], evicted: Float[Tensor, "row *layer d_model"]) -> Distances:
+    """Distances of each evicted hidden state from the full run's (METHOD: Layer drift), each (row, *layer)."""
+    return distances(full.to(WORK), evicted.to(WORK) - full.to(WORK))
 
 
 def logit_divergence(

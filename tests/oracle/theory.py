@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal, localcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,12 +67,22 @@ def decode_attention(query: Array, key: Array, scale: float) -> Array:
 
 def perturbation(attention: list[float], kept: list[bool], values: Array, projection: Array) -> float:
     """Paper, eq. 9, for one head: the d-vector is summed entry by entry."""
+    full, evicted = head_output(attention, values, projection), evicted_output(attention, kept, values, projection)
+    return l1(full - evicted)
+
+
+def head_output(attention: list[float], values: Array, projection: Array) -> Array:
+    """o_h: the d-vector, summed entry by entry."""
+    output = np.zeros(projection.shape[1])
+    for a, value in zip(attention, values, strict=True):
+        output += a * (value @ projection)
+    return output
+
+
+def evicted_output(attention: list[float], kept: list[bool], values: Array, projection: Array) -> Array:
+    """ô_h of this layer alone: the same with A' = N⊙A / ΣNA."""
     mass = math.fsum(a for a, n in zip(attention, kept, strict=True) if n)
-    moved = np.zeros(projection.shape[1])
-    for a, n, value in zip(attention, kept, values, strict=True):
-        evicted = a / mass if n else 0.0
-        moved += (a - evicted) * (value @ projection)
-    return math.fsum(abs(component) for component in moved)
+    return head_output([a / mass if n else 0.0 for a, n in zip(attention, kept, strict=True)], values, projection)
 
 
 def theta(attention: list[float], norms: list[float], kept: list[bool]) -> float:
@@ -118,5 +129,35 @@ def kl(full: Array, evicted: Array) -> float:
     return math.fsum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True) if a > 0)
 
 
+def l2(vector: Array) -> float:
+    return math.sqrt(math.fsum(component * component for component in vector))
+
+
 def cosine_distance(first: Array, second: Array) -> float:
-    return 1 - math.fsum(first * second) / math.sqrt(math.fsum(first**2) * math.fsum(second**2))
+    """1 − cos to the last digit, from the numbers as they are: 120 decimal digits leave nothing to cancel."""
+    return _cosine_distance(_decimals(first), _decimals(second))
+
+
+def cosine_of_sum(full: Array, moved: Array) -> float:
+    """1 − cos of u and u + δ, whose sum a float need not hold."""
+    with localcontext() as context:
+        context.prec = 120
+        u = _decimals(full)
+        return _cosine_distance(u, [a + b for a, b in zip(u, _decimals(moved), strict=True)])
+
+
+def _decimals(vector: Array) -> list[Decimal]:
+    return [Decimal(float(component)) for component in vector]
+
+
+def _cosine_distance(u: list[Decimal], v: list[Decimal]) -> float:
+    with localcontext() as context:
+        context.prec = 120
+        inner = sum((a * b for a, b in zip(u, v, strict=True)), Decimal(0))
+        lengths = sum((a * a for a in u), Decimal(0)).sqrt() * sum((b * b for b in v), Decimal(0)).sqrt()
+        return float(1 - inner / lengths)
+
+
+def floor(measured: float, scale: float, epsilon: float) -> float:
+    """METHOD, protocol 4: at least machine epsilon times the quantity's scale."""
+    return max(measured, epsilon * scale)

@@ -128,7 +128,7 @@ def test_working_memory_of_a_byte_takes_configurations_one_by_one(monkeypatch: p
     original = layerwise.measure.isolated
 
     def counted(*given: Any) -> Any:
-        calls.append(len(given[2].kept))
+        calls.append(len(given[1].kept))
         return original(*given)
 
     monkeypatch.setattr(layerwise.measure, "isolated", counted)

@@ -139,8 +139,13 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                     )
                     a, v = list(attention[head]), list(norms[head])
                     projection = theory.head_slice(held["w_o"], head, reference.decoder.d_head)
+                    values = held["value"][head // group]
+                    full = theory.head_output(a, values, projection)
+                    evicted = theory.evicted_output(a, kept, values, projection)
                     expected = {
-                        "perturbation_isolated": theory.perturbation(a, kept, held["value"][head // group], projection),
+                        "perturbation_isolated": theory.perturbation(a, kept, values, projection),
+                        "perturbation_isolated_l2": theory.l2(full - evicted),
+                        "perturbation_isolated_cosine": theory.cosine_distance(full, evicted),
                         "theta": theory.theta(a, v, kept),
                         "theta_hat": theory.theta_hat(a, v, kept, stage1),
                         "theta_hat_relax": theory.theta_hat_relax(a, v, kept, stage1),
@@ -150,7 +155,18 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                     }
                     for name, number in expected.items():
                         found = float(sample.arrays[name][index, step, layer, head])
-                        assert found == pytest.approx(number, rel=RELATIVE), (name, index, layer, step, head)
+                        least = 1e-24 if name.endswith("cosine") else 1e-12
+                        assert found == pytest.approx(number, rel=RELATIVE, abs=least), (name, index, layer, step, head)
+
+
+def heads(reference: Reference, step: Step, layer: int) -> list[np.ndarray]:
+    """o_h of every head: its contribution to the attention output."""
+    w_o, d_head = reference.layer(layer, 0)["w_o"], reference.decoder.d_head
+    return [vector @ theory.head_slice(w_o, head, d_head) for head, vector in enumerate(step.head_output[layer])]
+
+
+def same(found: np.generic, expected: float) -> None:
+    assert float(found) == pytest.approx(expected, rel=RELATIVE, abs=1e-30)
 
 
 def test_propagated_quantities(case: tuple[SampleTrace, Reference]) -> None:
@@ -159,29 +175,49 @@ def test_propagated_quantities(case: tuple[SampleTrace, Reference]) -> None:
     for index, config in enumerate(reference.run.configs):
         for step, (full, evicted) in enumerate(zip(reference.full, reference.evicted(config), strict=True)):
             for layer in range(reference.decoder.layers):
-                w_o = reference.layer(layer, 0)["w_o"]
-                moved = full.head_output[layer] - evicted.head_output[layer]
-                for head in range(reference.decoder.heads):
-                    projection = theory.head_slice(w_o, head, reference.decoder.d_head)
-                    found = float(arrays["perturbation_propagated"][index, step, layer, head])
-                    assert found == pytest.approx(theory.l1(moved[head] @ projection), rel=RELATIVE)
-                    norm = float(arrays["output_norm"][step, layer, head])
-                    assert norm == pytest.approx(theory.l1(full.head_output[layer][head] @ projection), rel=RELATIVE)
-                difference = full.hidden[layer] - evicted.hidden[layer]
-                found = float(arrays["hidden_drift_l1"][index, step, layer])
-                assert found == pytest.approx(theory.l1(difference), rel=RELATIVE)
-                found = float(arrays["hidden_drift_l2"][index, step, layer])
-                assert found == pytest.approx(np.linalg.norm(difference), rel=RELATIVE)
-                cosine = theory.cosine_distance(full.hidden[layer], evicted.hidden[layer])
-                assert float(arrays["hidden_drift_cosine"][index, step, layer]) == pytest.approx(cosine, rel=1e-4)
-            assert float(arrays["final_drift_l1"][index, step]) == pytest.approx(
-                theory.l1(full.final - evicted.final), rel=RELATIVE
-            )
+                where = (index, step, layer)
+                outputs = zip(heads(reference, full, layer), heads(reference, evicted, layer), strict=True)
+                for head, (u, v) in enumerate(outputs):
+                    same(arrays["perturbation_propagated"][*where, head], theory.l1(u - v))
+                    same(arrays["perturbation_propagated_l2"][*where, head], theory.l2(u - v))
+                    same(arrays["perturbation_propagated_cosine"][*where, head], theory.cosine_distance(u, v))
+                u, v = full.hidden[layer], evicted.hidden[layer]
+                same(arrays["hidden_drift_l1"][where], theory.l1(u - v))
+                same(arrays["hidden_drift_l2"][where], theory.l2(u - v))
+                same(arrays["hidden_drift_cosine"][where], theory.cosine_distance(u, v))
+            same(arrays["final_drift_l1"][index, step], theory.l1(full.final - evicted.final))
+            same(arrays["final_drift_l2"][index, step], theory.l2(full.final - evicted.final))
+            same(arrays["final_drift_cosine"][index, step], theory.cosine_distance(full.final, evicted.final))
             assert float(arrays["logit_kl"][index, step]) == pytest.approx(
                 theory.kl(full.logits, evicted.logits), rel=1e-4
             )
-            same = int(np.argmax(full.logits)) == int(np.argmax(evicted.logits))
-            assert bool(arrays["top1_agreement"][index, step]) == same
+            alike = int(np.argmax(full.logits)) == int(np.argmax(evicted.logits))
+            assert bool(arrays["top1_agreement"][index, step]) == alike
+
+
+def test_what_is_compared_with_and_the_floors(case: tuple[SampleTrace, Reference]) -> None:
+    """In float64 a floor is one rounding, or the few that were measured: never 0, and far below what is measured."""
+    sample, reference = case
+    arrays, epsilon = sample.arrays, 2.0**-52
+
+    def floors(name: str, u: np.ndarray, *where: int) -> None:
+        for kind, scale in (("", epsilon * theory.l1(u)), ("_l2", epsilon * theory.l2(u)), ("_cosine", epsilon**2 / 2)):
+            found = float(arrays[name + kind][where])
+            assert scale * (1 - RELATIVE) <= found < 1e4 * (scale if kind != "_cosine" else 1e4 * scale), name + kind
+
+    for step, full in enumerate(reference.full):
+        for layer in range(reference.decoder.layers):
+            for head, u in enumerate(heads(reference, full, layer)):
+                same(arrays["output_norm"][step, layer, head], theory.l1(u))
+                same(arrays["output_norm_l2"][step, layer, head], theory.l2(u))
+                floors("noise_floor", u, step, layer, head)
+                floors("noise_floor_isolated", u, step, layer, head)
+            same(arrays["hidden_norm"][step, layer], theory.l1(full.hidden[layer]))
+            same(arrays["hidden_norm_l2"][step, layer], theory.l2(full.hidden[layer]))
+            floors("hidden_noise_floor", full.hidden[layer], step, layer)
+        same(arrays["final_norm"][step], theory.l1(full.final))
+        floors("final_noise_floor", full.final, step)
+        assert epsilon <= float(arrays["logit_kl_noise_floor"][step]) < 1e-12
 
 
 def test_saved_outputs(case: tuple[SampleTrace, Reference]) -> None:

@@ -90,11 +90,15 @@ def counts_of(adapter: Adapter, granularity: str) -> list[tuple[int, ...]]:
     return [(row * adapter.kv_heads)[: adapter.kv_heads] for row in RAGGED["kv"]]
 
 
-def fake_varlen(query, key, value, query_starts, key_starts, longest_query, longest, scale):  # type: ignore[no-untyped-def]
-    """What torch's kernel is documented to do, segment by segment."""
+def fake_varlen(query, key, value, query_starts, key_starts, longest_query, longest, scale, lengths):  # type: ignore[no-untyped-def]
+    """What torch's kernel is documented to do, segment by segment; of each only its first entries where told so."""
     output, totals = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
-    bounds = zip(query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], strict=True)
-    for first, last, start, end in bounds:
+    ends = key_starts[1:] if lengths is None else key_starts[:-1] + lengths
+    assert all(starts.dtype == torch.int32 for starts in (query_starts, key_starts, ends))
+    assert int((ends - key_starts[:-1]).max()) == longest
+    assert key.is_contiguous()
+    assert len(key) == key_starts[-1]
+    for first, last, start, end in zip(query_starts[:-1], query_starts[1:], key_starts[:-1], ends, strict=True):
         logits = torch.einsum("qhd,kd->hqk", query[first:last], key[start:end, 0]) * scale
         output[first:last] = torch.einsum("hqk,kd->qhd", logits.softmax(dim=-1), value[start:end, 0])
         totals[:, first:last] = logits.logsumexp(dim=-1)
@@ -129,13 +133,14 @@ def test_torchs_own_kernel_takes_what_we_give_it() -> None:
 
     attend = ragged.variable_length_attention()
     if attend is None:
-        assert not {"return_aux", "scale", "enable_gqa"} <= set(varlen_attn.__kwdefaults__)
+        assert not {"return_aux", "scale", "enable_gqa", "seqused_k"} <= set(varlen_attn.__kwdefaults__)
         return
     starts = torch.tensor([0, 1], dtype=torch.int32)
     shape = torch.empty(1, 2, 8, device="meta"), torch.empty(1, 1, 8, device="meta")
-    output, totals = attend(shape[0], shape[1], shape[1], starts, starts, 1, 1, 0.5)
-    assert output.shape == (1, 2, 8)
-    assert totals.shape == (2, 1)
+    for lengths in (None, torch.tensor([1], dtype=torch.int32)):
+        output, totals = attend(shape[0], shape[1], shape[1], starts, starts, 1, 1, 0.5, lengths)
+        assert output.shape == (1, 2, 8)
+        assert totals.shape == (2, 1)
 
 
 def test_a_rectangular_cache_has_no_padding_and_refuses_ragged_heads() -> None:
@@ -194,6 +199,75 @@ def test_a_run_that_keeps_everything_borrows_the_full_cache() -> None:
     layer = full_cache(tiny_adapter()).layers[0]
     held = CompactLayer([borrow(layer.keys[0], layer.values[0])], 4, N).blocks[0]
     assert held.keys.data_ptr() == layer.keys.data_ptr()
+
+
+def mixed_cache(adapter: Adapter, full: DynamicCache, copied: bool = False) -> tuple[CompactCache, list[list[int]]]:
+    """Rows 0 and 2 keep everything, rows 1 and 3 sets of uneven length; full caches that hold decoded tokens too."""
+    counts = [(), (9, 3, 7, 25), (), (6, 12, 6, 30)[: adapter.kv_heads]]
+    layers = []
+    for layer in full.layers:
+        keys, values = (kind[0, :, :N] for kind in (layer.keys, layer.values))
+        if copied:
+            values = values.transpose(0, 1).contiguous().transpose(0, 1)
+        rows = [
+            gather(keys, values, kept_positions(row, seed=place)) if row else borrow(keys, values)
+            for place, row in enumerate(counts)
+        ]
+        layers.append(CompactLayer(rows, adapter.heads, N))
+    return CompactCache(layers), [list(row) for row in counts]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("heads", [HEADS["GQA"], HEADS["MHA"]], ids=["GQA", "MHA"])
+def test_rows_that_keep_everything_go_through_the_kernel_of_the_evicted_ones(
+    heads: tuple[int, int], copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a kernel it sees every row, and answers for the full rows what the plain model does."""
+    adapter, seen = tiny_adapter("llama", *heads), []
+
+    def kernel(query, *more):  # type: ignore[no-untyped-def]
+        seen.append(len(query) * query.shape[1])
+        return fake_varlen(query, *more)
+
+    monkeypatch.setattr(ragged, "kernel_for", lambda like: kernel)
+    full, tokens = full_cache(adapter), list(token_ids(5, seed=5))
+    with torch.inference_mode():
+        plain = [adapter.model(torch.tensor([[token]]), past_key_values=full).logits[0, -1] for token in tokens]
+    cache, _ = mixed_cache(adapter, full, copied)
+    assert {type(block).__name__ for layer in cache.layers for block in layer.blocks} == {"Packed"}
+    found = decode(adapter, cache, tokens, 4)
+    assert sum(seen) == len(tokens) * len(adapter.layers) * 4 * adapter.heads
+    for row in (0, 2):
+        assert far(found[row], torch.stack(plain)) < 1e-5
+    for row in (1, 3):
+        assert far(found[row], torch.stack(plain)) > 1e-3
+
+
+@pytest.mark.parametrize("path", ["padded", "packed"])
+def test_what_is_borrowed_is_read_where_it_lies_and_counted_as_borrowed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "packed":
+        monkeypatch.setattr(ragged, "kernel_for", lambda like: fake_varlen)
+    adapter = tiny_adapter()
+    full = full_cache(adapter)
+    with torch.inference_mode():
+        adapter.model(torch.tensor([[1, 2, 3]]), past_key_values=full)
+    cache, counts = mixed_cache(adapter, full)
+    entry = 2 * adapter.d_head * 4
+    for layer, original in zip(cache.layers, full.layers, strict=True):
+        blocks = [block for block in layer.blocks if block.segments[0].row in (0, 2)]
+        assert [block.keys.data_ptr() for block in blocks] == [original.keys.data_ptr()] * 2
+        assert [block.values.data_ptr() for block in blocks] == [original.values.data_ptr()] * 2
+        assert layer.borrowed_nbytes == 2 * N * adapter.kv_heads * entry
+        assert layer.kept_nbytes == layer.borrowed_nbytes + sum(map(sum, counts)) * entry
+        for block in blocks:
+            for place, segment in enumerate(block.segments):
+                keys, values = block.entries(place)
+                assert torch.equal(keys, original.keys[0, segment.head, :N])
+                assert torch.equal(values, original.values[0, segment.head, :N])
+    assert cache.padding_nbytes == cache.nbytes - sum(layer.kept_nbytes for layer in cache.layers)
+    assert (cache.padding_nbytes == 0) == (path == "packed")
 
 
 def test_a_compact_cache_cannot_be_used_by_mistake() -> None:

@@ -15,4 +15,6 @@ def quantities(
     stays, first = (theory.kept_sums(attention, summed, mask) for mask in (kept, stage1))
     whole = theory.weighted_sums(attention.unsqueeze(0), value)
     limits = theory.bounds((attention * norms).sum(dim=-1), norms.amin(dim=-1), stays, first)
-    return limits, theory.isolated_perturbation(whole, stays.mixed, stays.mass, w_o)
+    slices = theory.head_slices(w_o, len(attention))
+    output = theory.projected(whole[0], slices)
+    return limits, theory.isolated_perturbation(whole, stays.mixed, stays.mass, slices, output).l1
