@@ -18,7 +18,7 @@ _SHOWN = 400
 
 
 def metrics_of(prompts: Sequence[EncodedPrompt]) -> dict[str, Metric]:
-    """The metric of each data set that prompts with answers come from, tried on those answers.
+    """The metric of each data set that prompts with answers come from, tried on each of them.
 
     Raises DatasetError where a metric is not installed or cannot read the answers.
     """

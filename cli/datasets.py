@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -11,6 +11,9 @@ from perturbkv.cli import console, prompts
 from perturbkv.cli.options import JsonOption, RunOptions
 from perturbkv.cli.planning import encode_prompts
 from perturbkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perturbkv.datasets.wording import Wording
 
 
 def datasets(
@@ -78,13 +81,23 @@ def _describe(name: str, as_json: bool) -> None:
         raise ConfigError(msg)
     info = next(info for info in registry.known() if info.name == name)
     document: dict[str, Any] = {"name": name, "kind": info.kind, "summary": info.summary, "needs": info.needs}
-    if registry.in_longbench(name):
-        document |= wording.read(name).record()
+    worded = wording.read(name) if registry.in_longbench(name) else None
     if as_json:
-        console.print_json(document)
+        console.print_json(document | (worded.record() if worded else {}))
         return
-    rows = [(key.replace("_", " "), str(value)) for key, value in document.items() if key != "name"]
-    console.table(name, ["", ""], rows)
+    rows = [(key, value) for key, value in document.items() if key != "name"]
+    console.table(name, ["", ""], [*rows, *(_asked(worded) if worded else [])])
+
+
+def _asked(worded: Wording) -> list[tuple[str, str]]:
+    record = worded.record()
+    ends = f", up to the first {' or '.join(map(repr, worded.until))}" if worded.until else ""
+    return [
+        ("prompt", f"from {record['from']}:\n{worded.template}"),
+        ("answer", f"at most {worded.generation_length} tokens{ends}"),
+        ("metric", f"{worded.metric}, 0 to 1"),
+        ("chat template", "where the tokenizer has one" if record["chat_template"] else "none"),
+    ]
 
 
 def _show(run: RunOptions, first: int, tokens: int, as_json: bool) -> None:

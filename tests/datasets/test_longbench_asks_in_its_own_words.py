@@ -187,7 +187,7 @@ def test_answers_that_a_metric_cannot_read_are_told_before_anything_runs() -> No
     metrics.check(trec, ["one"], ["one", "two"], "s")
     with pytest.raises(DatasetError, match="sample 's': the metric classification needs the field 'all_classes'"):
         metrics.check(trec, ["one"], (), "s")
-    with pytest.raises(DatasetError, match="needs answers as LongBench writes them; got the answer 'third'"):
+    with pytest.raises(DatasetError, match="needs answers as LongBench writes them; got the answers 'third'"):
         metrics.check(retrieval, ["third"], (), "s")
 
 
