@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\s+{_NUMBER}(?:,\s+{_NUMBER})*\s+\]")
@@ -21,7 +22,10 @@ err = Console(stderr=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; columns whose heading begins with '#' hold numbers and are set to the right."""
+    """Print a table; columns whose heading begins with '#' hold numbers and are set to the right.
+
+    Nothing in a cell is read as markup: a model's answer may hold "[/INST]".
+    """
     drawn = Table(box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for place, heading in enumerate(columns):
         justify: JustifyMethod = "right" if heading.startswith("#") else "left"
@@ -29,7 +33,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
             heading.removeprefix("#"), justify=justify, overflow="fold", no_wrap=place == 0 and len(columns) > 2
         )
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(Text, row))
     if title:
         say(title, bold=True)
     out.print(drawn)
@@ -38,7 +42,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 def say(text: str, bold: bool = False) -> None:
     """A line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
-    out.print(text, highlight=False, markup=False, style="bold" if bold else None)
+    out.print(text, highlight=False, markup=False, emoji=False, style="bold" if bold else None)
 
 
 def as_json(document: Any) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from perturbkv.analyses.naming import counted, short
-from perturbkv.cli import console
+from perturbkv.analyses.naming import counted
+from perturbkv.cli import answers, console
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.spreading import with_options
@@ -20,8 +20,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
-    from perturbkv.datasets.encode import EncodedPrompt
-    from perturbkv.generation import Answers
+    from perturbkv.datasets.metrics import Metric
 
 _FILE = "generation.jsonl"
 
@@ -33,7 +32,9 @@ def generate(
         list[str] | None,
         Option(help="How entries are selected; repeatable. Default: attention and two-stage.", show_default=False),
     ] = None,
-    max_new_tokens: Annotated[int, Option(help="Tokens of an answer at most.")] = 64,
+    max_new_tokens: Annotated[
+        int | None, Option(help="Tokens of an answer at most. Default: the dataset's own, else 64.", show_default=False)
+    ] = None,
     compress_every: Annotated[
         int | None,
         Option(help="Compress to the budget again whenever a cache holds more entries than this.", show_default=False),
@@ -41,8 +42,10 @@ def generate(
 ) -> None:
     """Generate greedily from the full cache and from every evicted one, all in one batch, and compare the answers.
 
-    generation.jsonl holds the run, then one line per sample: token ids and text of every answer, and with
-    --compress-every the perturbation that each compression caused. A killed run goes on with the next sample.
+    The accepted answers stand beside them, and how good each answer is where the dataset has a metric: LongBench's own
+    for its data sets, 0 to 1. generation.jsonl holds the run, then one line per sample: token ids, text and score of
+    every answer, and with --compress-every the perturbation that each compression caused. A killed run goes on with
+    the next sample.
     """
     configs = run.configs(selection or ["attention", "two-stage"])
     _check(configs, max_new_tokens, compress_every)
@@ -58,22 +61,23 @@ def generate(
 
         dry_run.show(planned, run.as_json)
         return
+    metrics = answers.metrics_of(planned.encoded.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
     done = _open(path, header, provenance(planned), run.overwrite)
-    rows = [*done, *_generate(run, planned, path, done, compress_every)]
+    rows = [*done, *_generate(planned, path, done, compress_every, metrics)]
     if run.as_json:
         console.print_json({**header, "file": str(path), "samples": rows})
         return
     for row in rows:
-        _print(row)
-    console.say(f"written to {path}")
+        answers.show(row)
+    console.say(f"written to {path}, every answer whole")
 
 
-def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int, compress_every: int | None) -> None:
+def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int | None, compress_every: int | None) -> None:
     from perturbkv.policies import registry
 
-    if max_new_tokens < 1:
+    if max_new_tokens is not None and max_new_tokens < 1:
         msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
         raise ConfigError(msg)
     for config in configs:
@@ -124,7 +128,11 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 def _generate(
-    run: RunOptions, planned: Plan, path: Path, done: list[dict[str, Any]], compress_every: int | None
+    planned: Plan,
+    path: Path,
+    done: list[dict[str, Any]],
+    compress_every: int | None,
+    metrics: dict[str, Metric],
 ) -> list[dict[str, Any]]:
     """Answer the prompts that are missing, one line each as soon as it is there."""
     from perturbkv.generation import answer
@@ -137,60 +145,13 @@ def _generate(
     labels, config = planned.run.labels(), planned.run
     with console.progress("samples", len(todo) + len(done), len(done)) as bar, path.open("a", encoding="utf-8") as file:
         for prompt in todo:
-            answers = answer(
+            made = answer(
                 adapter, prompt, config.configs, config.generate, scenario=config.scenario, layout=config.cache,
                 head_scores=config.head_scores, compress_every=compress_every, resources=planned.resources,
             )  # fmt: skip
-            rows.append(_row(prompt, answers, labels, adapter.tokenizer.decode))
+            rows.append(answers.row(prompt, made, labels, adapter.tokenizer.decode, metrics))
             file.write(_line(rows[-1]))
             file.flush()
             os.fsync(file.fileno())
             bar.advance(bar.task_ids[0])
     return rows
-
-
-def _row(prompt: EncodedPrompt, answers: Answers, labels: list[str], decode: Any) -> dict[str, Any]:
-    def said(tokens: list[int]) -> dict[str, Any]:
-        return {"tokens": tokens, "text": decode(tokens)}
-
-    compressions = [
-        {
-            "config": labels[one.config],
-            "generated": one.generated,
-            "entries_before": one.before,
-            "entries_after": one.after,
-            "relative": float(one.perturbation.sum() / one.output_norm.sum()),
-            "perturbation": one.perturbation.tolist(),
-            "output_norm": one.output_norm.tolist(),
-            "retained_mass": one.retained_mass.tolist(),
-        }
-        for one in answers.compressions
-    ]
-    return {
-        "sample": prompt.sample_id,
-        "prompt_tokens": len(prompt.token_ids),
-        "full": said(answers.full),
-        "evicted": {label: said(tokens) for label, tokens in zip(labels, answers.evicted, strict=True)},
-        "compressions": compressions,
-    }
-
-
-def _print(row: dict[str, Any]) -> None:
-    """One sample: every answer, and how far each compression moved the attention output."""
-    console.say(f"\n{row['sample']} · {row['prompt_tokens']:,} tokens", bold=True)
-    full = row["full"]
-    rows = [("full cache", "", _shown(full["text"]))]
-    names = dict(zip(row["evicted"], short(list(row["evicted"])), strict=True))
-    for label, made in row["evicted"].items():
-        same = sum(1 for pair in zip(made["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
-        rows.append((names[label] or "evicted", f"{same} of {len(full['tokens'])}", _shown(made["text"])))
-    console.table("", ["cache", "#same\ntokens", "answer"], rows)
-    for label in row["evicted"]:
-        moved = [one["relative"] for one in row["compressions"] if one["config"] == label]
-        if moved:
-            listed = ", ".join(f"{value:.2f}" for value in moved)
-            console.say(f"{names[label] or 'evicted'}: {counted(len(moved), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
-
-
-def _shown(text: str) -> str:
-    return " ".join(text.split()) or "(nothing)"

@@ -1,4 +1,4 @@
-"""`perturbkv models`, `datasets`, `policies`: what there is to choose from."""
+"""`perturbkv models` and `policies`: what there is to choose from."""
 
 from __future__ import annotations
 
@@ -26,17 +26,6 @@ def models(as_json: JsonOption = False) -> None:
     cells = [[str(value) for value in row.values()] for row in rows]
     console.table("models", ["alias", "hub id", "#layers", "#heads", "#kv"], cells)
     console.say("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
-
-
-def datasets(as_json: JsonOption = False) -> None:
-    """List the datasets; any .jsonl file with `prompt`, or with LongBench's fields, works too."""
-    from perturbkv.datasets.registry import known
-
-    if as_json:
-        console.print_json([{"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs}
-                            for row in known()])  # fmt: skip
-        return
-    console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
 
 
 def policies(as_json: JsonOption = False) -> None:

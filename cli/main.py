@@ -12,6 +12,7 @@ from perturbkv.cli.ablation import ablation
 from perturbkv.cli.assumption import assumption
 from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
+from perturbkv.cli.datasets import datasets
 from perturbkv.cli.doctor import doctor
 from perturbkv.cli.export import export
 from perturbkv.cli.generate import generate
@@ -20,7 +21,7 @@ from perturbkv.cli.heads import heads
 from perturbkv.cli.horizon import horizon
 from perturbkv.cli.info import info
 from perturbkv.cli.layers import layers
-from perturbkv.cli.listings import datasets, models, policies
+from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError

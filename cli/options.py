@@ -52,7 +52,9 @@ class RunOptions:
     dataset: Annotated[
         str, _data("--dataset", "-d", help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).")
     ] = "needle"
-    samples: Annotated[int | None, _data(help="How many samples. Default: 4.", show_default=False)] = None
+    samples: Annotated[
+        int | None, _data(help="How many samples. Default: 8, or all where there are fewer.", show_default=False)
+    ] = None
     seed: Annotated[int, _data(help="Seed of the data, of random weights and of the random selection.")] = 0
     data_dir: Annotated[
         Path | None, _data(help="Folder with LongBench's jsonl files.", envvar="PERTURBKV_DATA_DIR")
@@ -70,8 +72,10 @@ class RunOptions:
     haystack: Annotated[str, _data(help="needle: prose or noise.")] = "prose"
     max_tokens: Annotated[int | None, _data(help="Cut longer prompts in the middle.")] = None
     chat_template: Annotated[
-        bool | None, _data("--chat-template/--no-chat-template", help="Default: on where the tokenizer has one.")
-    ] = None
+        bool | None,
+        _data("--chat-template/--no-chat-template", help="Default: on where the tokenizer has one, but off for "
+              "LongBench's few-shot and code sets.", show_default=False),
+    ] = None  # fmt: skip
     policy: Annotated[str, _evict(help="Eviction system (`perturbkv policies`).")] = "snapkv"
     budget: Annotated[
         list[str] | None,
@@ -162,8 +166,8 @@ class RunOptions:
 
     @property
     def sample_count(self) -> int:
-        """How many samples; 4 where the user did not say."""
-        return 4 if self.samples is None else self.samples
+        """How many samples; 8 at most where the user did not say."""
+        return 8 if self.samples is None else self.samples
 
     @property
     def step_count(self) -> int:

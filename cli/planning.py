@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The prompts of a run as token ids, and what the dataset wants recorded."""
+    """The prompts of a run as token ids, and what came with their dataset.
+
+    Attributes:
+        prompts: at least one.
+        options: what the dataset wants recorded.
+        chat_template: whether the prompts went through one.
+        generation_length: tokens of an answer at most, where the user does not say.
+    """
 
     prompts: tuple[EncodedPrompt, ...]
     options: dict[str, Any]
     chat_template: bool
+    generation_length: int
 
     @property
     def cut(self) -> int:
@@ -33,33 +41,38 @@ class Encoded:
         return sum(prompt.cut_tokens > 0 for prompt in self.prompts)
 
 
-def encode_prompts(options: RunOptions, model_config: Any, tokenizer: Any, after: int) -> Encoded:
-    """Load the dataset and encode it; every error of data and length comes here, before anything runs.
-
-    `after` tokens are decoded after a prompt.
-    """
+def encode_prompts(options: RunOptions, tokenizer: Any) -> Encoded:
+    """Load the dataset and encode it. Raises DatasetError and ConfigError for all that is wrong with the data."""
     from perturbkv.datasets import registry as datasets
-    from perturbkv.datasets.encode import check_length, encode
-    from perturbkv.models import check_sliding_window
+    from perturbkv.datasets.encode import encode
 
     asked = datasets.DatasetOptions(
-        samples=options.sample_count, seed=options.seed, data_dir=options.data_dir, haystack=options.haystack
-    )
+        samples=options.sample_count, seed=options.seed, data_dir=options.data_dir, haystack=options.haystack,
+        at_most=options.samples is None,
+    )  # fmt: skip
     if options.lengths:
         asked = replace(asked, lengths=options.lengths)
     if options.depths:
         asked = replace(asked, depths=options.depths)
     loaded = datasets.load(options.dataset, asked, tokenizer)
-    template = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
+    template = options.chat_template
+    if template is None:
+        template = bool(tokenizer.chat_template) and loaded.chat_template
     prompts = tuple(
         encode(sample, tokenizer, chat_template=template, max_tokens=options.max_tokens) for sample in loaded.samples
     )
+    return Encoded(prompts, loaded.options, template, loaded.generation_length)
+
+
+def _check_prompts(prompts: Sequence[EncodedPrompt], options: RunOptions, model_config: Any, after: int) -> None:
+    """Raise DatasetError where a prompt and the `after` tokens decoded behind it are more than the model can take."""
+    from perturbkv.datasets.encode import check_length
+    from perturbkv.models import check_sliding_window
+
     for prompt in prompts:
         prompt.parts(options.scenario)
         check_length(prompt, int(model_config.max_position_embeddings), after)
-        total = len(prompt.token_ids) + after
-        check_sliding_window(model_config, total, prompt.sample_id, options.model)
-    return Encoded(prompts, loaded.options, template)
+        check_sliding_window(model_config, len(prompt.token_ids) + after, prompt.sample_id, options.model)
 
 
 @dataclass(frozen=True)
@@ -101,12 +114,12 @@ def fitting(
 
 
 def plan(
-    options: RunOptions, configs: Sequence[EvictionConfig], leave_out_unfit: bool = False, generate: int = 0
+    options: RunOptions, configs: Sequence[EvictionConfig], leave_out_unfit: bool = False, generate: int | None = 0
 ) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors.
 
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
-    `generate`: tokens generated from every cache and scored.
+    `generate`: tokens generated from every cache and scored; None: as many as the dataset says.
     """
     from perturbkv import head_scores, norms
     from perturbkv.datasets import registry as datasets
@@ -120,7 +133,9 @@ def plan(
     files = open_model(options.model, options.seed)
     needed = [config.policy for config in configs if policies.info(config.policy).needs_scores]
     scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, policies.works())
-    encoded = encode_prompts(options, files.config, files.tokenizer, max(options.step_count, generate))
+    encoded = encode_prompts(options, files.tokenizer)
+    generate = encoded.generation_length if generate is None else generate
+    _check_prompts(encoded.prompts, options, files.config, max(options.step_count, generate))
     run = RunConfig(
         model=options.model,
         dataset=options.dataset,
@@ -128,7 +143,7 @@ def plan(
         revision=files.revision,
         random_weights=files.random_weights,
         dataset_options=encoded.options,
-        samples=options.sample_count,
+        samples=len(encoded.prompts),
         seed=options.seed,
         steps=options.step_count,
         max_tokens=options.max_tokens,

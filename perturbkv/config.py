@@ -49,8 +49,8 @@ class RunConfig:
         revision: what pins the weights: a commit, or a digest of the files.
         random_weights: True where the model has the alias' shapes and random weights.
         dataset: dataset name or file, as the user gave it.
-        dataset_options: what the dataset was made with (lengths, depths, wording, …).
-        samples: how many samples the run asks for.
+        dataset_options: what the dataset was made with (lengths, depths, wording with its template and metric, …).
+        samples: how many samples the run has.
         seed: of the data and the random weights.
         steps: decode steps measured; step 0 is the first decoding token.
         max_tokens: prompts longer than this are cut in the middle; None: never.
@@ -70,7 +70,7 @@ class RunConfig:
     revision: str = ""
     random_weights: bool = False
     dataset_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    samples: int = 4
+    samples: int = 8
     seed: int = 0
     steps: int = 1
     max_tokens: int | None = None

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import ConfigError, DatasetError
 
+_MARK = "\ue000prompt\ue000"
+"""A turn that stands in no chat template, and shows where a template puts turns."""
+
 
 class Tokenizer(Protocol):
     """What is used of a transformers tokenizer."""
@@ -29,6 +32,8 @@ class EncodedPrompt:
         cut_tokens: how many tokens its middle lost.
         question_tokens: how many of `token_ids`, the last ones, come after the context: question, template, prefix.
         answers: accepted answers, for scoring.
+        task: whose metric scores an answer; empty where none does.
+        classes: what an answer is chosen from, where it is.
     """
 
     sample_id: str
@@ -36,11 +41,18 @@ class EncodedPrompt:
     cut_tokens: int
     question_tokens: int = 0
     answers: tuple[str, ...] = ()
+    task: str = ""
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             msg = f"sample '{self.sample_id}' has no tokens; give it a prompt"
             raise DatasetError(msg)
+
+    @property
+    def cut_place(self) -> int | None:
+        """How many of `token_ids` stand before the cut; None where there is none."""
+        return first_half(len(self.token_ids)) if self.cut_tokens else None
 
     def parts(self, scenario: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What is prefilled and compressed, and what is run over the compressed cache.
@@ -65,35 +77,63 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     The cut is made on the final ids (first half and last half stay), so that what the chat template puts around the
     prompt survives. Raises ConfigError where a chat template is asked for that the tokenizer lacks.
     """
-    text = _chat_text(sample, tokenizer) if chat_template else _plain_text(sample)
+    text, start = _chat_text(sample, tokenizer) if chat_template else (_plain_text(sample), 0)
     more = {"add_special_tokens": False} if chat_template else {}
     ids = tuple(tokenizer(text, **more)["input_ids"])
-    question = _question_tokens(sample, tokenizer, text, ids, more)
+    context = _context_tokens(sample, tokenizer, text, start, ids, more)
     kept = cut_middle(ids, max_tokens)
-    if len(kept) < len(ids):
-        question = min(question, len(kept) // 2)
-    return EncodedPrompt(sample.id, kept, len(ids) - len(kept), question, sample.answers)
+    question = _behind(context, len(ids), len(kept))
+    return EncodedPrompt(sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes)
 
 
-def _question_tokens(sample: Sample, tokenizer: Tokenizer, text: str, ids: tuple[int, ...], more: Any) -> int:
-    """Tokens behind the context, counted on the prompt's own ids: one that reaches over the border is the question's.
+def _context_tokens(
+    sample: Sample, tokenizer: Tokenizer, text: str, start: int, ids: tuple[int, ...], more: Any
+) -> int:
+    """Tokens up to the end of the context, counted on the prompt's own ids: one that reaches over is the question's.
 
-    0 for a sample without a question, 1 token at least for one with.
+    `start` is where the prompt begins in `text`. All tokens for a sample without a question, one less at most for one
+    with.
     """
-    place = text.rfind(sample.question.rstrip()) if sample.question.strip() and sample.context else -1
+    if not sample.question.strip() or not sample.context:
+        return len(ids)
+    place = _border(sample, text, start)
     if place < 0:
-        return 0
+        return len(ids)
     before = tokenizer(text[:place], **more)["input_ids"]
     alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
-    return len(ids) - min(alike, len(ids) - 1)
+    return min(alike, len(ids) - 1)
+
+
+def _border(sample: Sample, text: str, start: int) -> int:
+    """Where the context ends in the text, which holds the prompt from `start` on, its outer whitespace lost or not.
+
+    −1 where a chat template changed the prompt otherwise: its context and question cannot be told apart.
+    """
+    bare = sample.prompt.strip()
+    found = text.find(bare, start)
+    lead = len(sample.prompt) - len(sample.prompt.lstrip())
+    return found if found < 0 else found + min(max(len(sample.context) - lead, 0), len(bare))
+
+
+def _behind(context: int, whole: int, kept: int) -> int:
+    """How many of the kept ids stood behind the first `context` of the whole prompt's."""
+    if kept == whole:
+        return whole - context
+    first = first_half(kept)
+    return max(first - context, 0) + min(whole - context, kept - first)
+
+
+def first_half(length: int) -> int:
+    """⌈length/2⌉: how many ids of a cut prompt come from its beginning."""
+    return length - length // 2
 
 
 def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
     """The first ⌈max/2⌉ and the last ⌊max/2⌋ ids where there are more than `max_tokens`."""
     if max_tokens is None or len(ids) <= max_tokens:
         return ids
-    last = max_tokens // 2
-    return ids[: max_tokens - last] + ids[len(ids) - last :]
+    first = first_half(max_tokens)
+    return ids[:first] + ids[len(ids) - (max_tokens - first) :]
 
 
 def check_length(prompt: EncodedPrompt, positions: int, steps: int) -> None:
@@ -107,12 +147,17 @@ def check_length(prompt: EncodedPrompt, positions: int, steps: int) -> None:
         raise DatasetError(msg)
 
 
-def _chat_text(sample: Sample, tokenizer: Any) -> str:
+def _chat_text(sample: Sample, tokenizer: Any) -> tuple[str, int]:
+    """The whole turn and its answer's beginning, and where in it the prompt begins."""
     if not tokenizer.chat_template:
         msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
         raise ConfigError(msg)
-    turn = [{"role": "user", "content": sample.prompt}]
-    return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)) + sample.answer_prefix
+    return _turn(sample.prompt, tokenizer) + sample.answer_prefix, max(_turn(_MARK, tokenizer).find(_MARK), 0)
+
+
+def _turn(prompt: str, tokenizer: Any) -> str:
+    turn = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
 
 def _plain_text(sample: Sample) -> str:

@@ -3,105 +3,89 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from perturbkv.datasets import wording
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset
+from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, in_longbench
+from perturbkv.datasets.rows import Row, check_identities, read_rows, read_text
 from perturbkv.datasets.sample import Sample
+from perturbkv.datasets.wording import Wording
 from perturbkv.errors import DatasetError
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
     """The first samples of a file. Raises DatasetError naming file and line for what cannot be read."""
     path = Path(name)
-    rows = read_rows(read_text(path), str(path), options.samples)
-    samples = tuple(_sample(row, f"{path}, line {line}", place) for place, (line, row) in enumerate(rows))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    kinds = {wording.kind_of(row["dataset"]) for _, row in rows if "prompt" not in row and "dataset" in row}
-    return LoadedDataset(samples, {"file_sha256": digest, "wording": wording.record(kinds)})
+    text = read_text(path)
+    rows = read_rows(text, str(path), options.samples)
+    wordings = _wordings(rows)
+    samples = tuple(_sample(row, wordings) for row in rows)
+    check_identities(samples, rows)
+    recorded = {dataset: worded.record() for dataset, worded in wordings.items()}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return LoadedDataset(samples, {"file_sha256": digest, "wording": recorded}, tuple(wordings.values()))
 
 
-def read_text(path: Path) -> str:
-    """The file's text. Raises DatasetError where it is missing or no UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        msg = f"expected a jsonl file at {path}, which does not exist"
-        raise DatasetError(msg) from None
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"expected a UTF-8 jsonl file at {path}, got one that cannot be read: {error}"
-        raise DatasetError(msg) from None
-
-
-def read_rows(text: str, where: str, most: int) -> list[tuple[int, dict[str, Any]]]:
-    """At most `most` (line number, object) of a jsonl text. Raises DatasetError for a line that is no JSON object."""
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for line, content in _lines(text):
-        if len(rows) == most:
-            break
-        rows.append((line, _parse(content, f"{where}, line {line}")))
-    if not rows:
-        msg = f"expected at least one sample in {where}, got none"
-        raise DatasetError(msg)
-    return rows
-
-
-def longbench_sample(row: dict[str, Any], dataset: str, where: str, place: int) -> Sample:
-    """A row with LongBench's fields, in the wording of its task kind."""
-    before, after = wording.around(dataset)
-    question = str(row.get("input") or "")
-    return _make(
-        where,
-        id=f"{place}-{row['_id']}" if row.get("_id") else str(place),
-        context=before + str(row.get("context") or ""),
-        question=after.format(input=question) if question or "{input}" not in after else "",
-        answers=tuple(map(str, row.get("answers") or ())),
+def longbench_sample(row: Row, worded: Wording) -> Sample:
+    """A row with LongBench's fields, in its data set's wording."""
+    for name in ("context", "input") if worded.asks else ("context",):
+        if name not in row.fields:
+            msg = f"expected the field `{name}`, which {worded.dataset}'s prompt has; got {[*row.fields]}"
+            raise row.refusal(msg)
+    context = row.text("context")
+    if not context.strip():
+        msg = "the context is empty; give `context` some text"
+        raise row.refusal(msg)
+    before, after = worded.around(row.text("input"))
+    return row.sample(
+        id=f"{row.place}-{row.identity('_id')}" if row.fields.get("_id") else str(row.place),
+        context=before + context,
+        question=after,
+        answers=row.texts("answers"),
+        task=worded.dataset,
+        classes=row.texts("all_classes") if row.fields.get("all_classes") is not None else (),
     )
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    for number, content in enumerate(text.split("\n"), start=1):
-        if content.strip():
-            yield number, content
+def _wordings(rows: list[Row]) -> dict[str, Wording]:
+    """The wording of each of LongBench's data sets that a row names."""
+    found: dict[str, Wording] = {}
+    for row in rows:
+        name = row.fields.get("dataset")
+        if "prompt" in row.fields or not isinstance(name, str) or not in_longbench(name) or name in found:
+            continue
+        try:
+            found[name] = wording.read(name)
+        except DatasetError as error:
+            raise row.refusal(error) from None
+    return found
 
 
-def _parse(content: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(content)
-    except json.JSONDecodeError as error:
-        msg = f"{where}: expected a JSON object, got text that is no JSON ({error.msg})"
-        raise DatasetError(msg) from None
-    if not isinstance(row, dict):
-        msg = f"{where}: expected a JSON object, got {type(row).__name__}"
-        raise DatasetError(msg)
-    return row
-
-
-def _sample(row: dict[str, Any], where: str, place: int) -> Sample:
-    if "prompt" in row:
-        return _make(
-            where,
-            id=str(row.get("id", place)),
-            context=str(row["prompt"]),
-            answers=tuple(map(str, row.get("answers") or ())),
-            answer_prefix=str(row.get("answer_prefix") or ""),
+def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
+    if "prompt" in row.fields:
+        return row.sample(
+            id=row.identity("id"),
+            context=row.text("prompt"),
+            answers=row.texts("answers"),
+            answer_prefix=row.text("answer_prefix"),
         )
-    if "context" not in row and "input" not in row:
-        msg = f"{where}: expected the field `prompt`, or LongBench's `context` and `input`; got {list(row)}"
-        raise DatasetError(msg)
-    if not str(row.get("context") or row.get("input") or "").strip():
-        msg = f"{where}: the prompt is empty; give `context` or `input` some text"
-        raise DatasetError(msg)
-    return longbench_sample(row, str(row.get("dataset", "")), where, place)
+    if "context" not in row.fields and "input" not in row.fields:
+        msg = f"expected the field `prompt`, or `context` and `input`; got {[*row.fields]}"
+        raise row.refusal(msg)
+    worded = wordings.get(str(row.fields.get("dataset")))
+    return longbench_sample(row, worded) if worded else _plain(row)
 
 
-def _make(where: str, **fields: Any) -> Sample:
-    try:
-        return Sample(**fields)
-    except DatasetError as error:
-        msg = f"{where}: {error}"
-        raise DatasetError(msg) from None
+def _plain(row: Row) -> Sample:
+    """Context and question with an empty line between them, and nothing else."""
+    context, question = row.text("context"), row.text("input")
+    if not (context + question).strip():
+        msg = "the prompt is empty; give `context` or `input` some text"
+        raise row.refusal(msg)
+    return row.sample(
+        id=f"{row.place}-{row.identity('_id')}" if row.fields.get("_id") else str(row.place),
+        context=context,
+        question=f"\n\n{question}" if context and question else question,
+        answers=row.texts("answers"),
+    )

@@ -12,8 +12,9 @@ from pathlib import Path
 from perturbkv import hub
 from perturbkv.datasets import wording
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.jsonl import longbench_sample, read_rows, read_text
+from perturbkv.datasets.jsonl import longbench_sample
 from perturbkv.datasets.registry import DATA_DIR_VARIABLE, DatasetOptions, LoadedDataset
+from perturbkv.datasets.rows import read_rows, read_text
 from perturbkv.errors import DatasetError
 
 HUB_ID = "zai-org/LongBench"
@@ -21,18 +22,17 @@ ARCHIVE = "data.zip"
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """The first samples of a LongBench dataset. Raises DatasetError where its file is nowhere to be had."""
+    """The first samples of a LongBench dataset. Raises DatasetError where its file or wording is nowhere to be had."""
+    worded = wording.read(name)
     local = _local_file(name, options.data_dir)
     text, where = (read_text(local), str(local)) if local else (_from_hub(name), f"{HUB_ID}/{ARCHIVE}")
-    rows = read_rows(text, where, options.samples)
-    samples = tuple(
-        longbench_sample(row, name, f"{where}, line {line}", place) for place, (line, row) in enumerate(rows)
-    )
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    recorded = wording.record([wording.kind_of(name)])
-    return LoadedDataset(
-        samples, {"source": where if not local else "file", "file_sha256": digest, "wording": recorded}
-    )
+    samples = tuple(longbench_sample(row, worded) for row in read_rows(text, where, options.samples))
+    recorded = {
+        "source": "file" if local else where,
+        "file_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "wording": {name: worded.record()},
+    }
+    return LoadedDataset(samples, recorded, (worded,))
 
 
 def _local_file(name: str, data_dir: Path | None) -> Path | None:

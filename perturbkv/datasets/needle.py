@@ -72,6 +72,7 @@ def _sample(place: int, length: int, depth: float, options: DatasetOptions, toke
         question=question,
         answers=(number,),
         answer_prefix=PREFIX.format(city=city),
+        task="needle",
     )
 
 

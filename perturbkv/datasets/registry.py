@@ -10,10 +10,13 @@ from typing import Any, cast
 
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.sample import Sample
+from perturbkv.datasets.wording import WITHOUT_CHAT, Wording
 from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
 
 DATA_DIR_VARIABLE = "PERTURBKV_DATA_DIR"
 SHORTEST = 128
+GENERATION_LENGTH = 64
+"""Tokens of an answer at most, for data that names no length of its own."""
 
 
 def _data_dir() -> Path | None:
@@ -27,6 +30,7 @@ class DatasetOptions:
 
     Attributes:
         samples: how many.
+        at_most: whether fewer will do, where the dataset has no more.
         seed: of everything random.
         data_dir: folder with LongBench's files; default: the environment's PERTURBKV_DATA_DIR.
         lengths: tokens of a prompt, before the chat template.
@@ -42,6 +46,7 @@ class DatasetOptions:
     lengths: tuple[int, ...] = (1000,)
     depths: tuple[float, ...] = (0.1, 0.35, 0.6, 0.85)
     haystack: str = "prose"
+    at_most: bool = False
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -60,10 +65,37 @@ class DatasetOptions:
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """Samples, and what has to be known to make them again (JSON-able, stored in the trace)."""
+    """Samples, and what came with them.
+
+    Attributes:
+        samples: at least one.
+        options: what has to be known to make them again (JSON-able, stored in the trace).
+        wordings: LongBench's that were used.
+    """
 
     samples: tuple[Sample, ...]
     options: dict[str, Any]
+    wordings: tuple[Wording, ...] = ()
+
+    @property
+    def generation_length(self) -> int:
+        """Tokens of an answer at most, where the user does not say: the longest that a wording gives."""
+        return max((worded.generation_length for worded in self.wordings), default=GENERATION_LENGTH)
+
+    @property
+    def chat_template(self) -> bool:
+        """Whether a chat template is used where the tokenizer has one and the user does not say.
+
+        Raises ConfigError for samples that go with one and samples that go without.
+        """
+        without = [sample.task for sample in self.samples if sample.task in WITHOUT_CHAT]
+        if without and len(without) < len(self.samples):
+            msg = (
+                f"LongBench's {without[0]} goes without a chat template, other samples of this file with one; "
+                "choose for all with --chat-template or --no-chat-template"
+            )
+            raise ConfigError(msg)
+        return not without
 
 
 @dataclass(frozen=True)
@@ -93,6 +125,11 @@ def known() -> list[DatasetInfo]:
     return list(_REGISTRY.values())
 
 
+def in_longbench(name: str) -> bool:
+    """Whether it is one of LongBench's 21 data sets."""
+    return any(name in names for names in _LONGBENCH.values())
+
+
 def is_file(name: str) -> bool:
     """Whether a dataset is named by its path."""
     return name.endswith((".jsonl", ".json")) or Path(name).is_file()
@@ -105,11 +142,14 @@ def check_name(name: str) -> None:
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """The first `options.samples` samples of a dataset. Raises UnknownNameError or DatasetError."""
+    """The first `options.samples` samples of a dataset. Raises UnknownNameError or DatasetError.
+
+    Fewer are an error, unless `options.at_most`.
+    """
     check_name(name)
     module = "perturbkv.datasets.jsonl" if is_file(name) else _REGISTRY[name].module
     loaded = cast("LoadedDataset", importlib.import_module(module).load(name, options, tokenizer))
-    if len(loaded.samples) < options.samples:
+    if len(loaded.samples) < options.samples and not options.at_most:
         msg = f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
         raise DatasetError(msg)
     return loaded
@@ -132,6 +172,7 @@ _LONGBENCH = {
     "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
     "code": ("lcc", "repobench-p"),
 }
+_LONGBENCH_NEEDS = "--data-dir or the hub; perturbkv[longbench]"
 for _kind, _names in _LONGBENCH.items():
     for _name in _names:
-        register(DatasetInfo(_name, "LongBench", _kind, "--data-dir or the hub", "perturbkv.datasets.longbench"))
+        register(DatasetInfo(_name, "LongBench", _kind, _LONGBENCH_NEEDS, "perturbkv.datasets.longbench"))

@@ -17,6 +17,8 @@ class Sample:
         question: what follows the context.
         answers: accepted answers, for scoring.
         answer_prefix: the beginning of the assistant's turn, which the model has to complete.
+        task: LongBench's data set, or needle, whose metric grades an answer; empty where none does.
+        classes: what an answer is chosen from, where it is.
 
     Raises DatasetError where context and question are both empty.
     """
@@ -26,6 +28,8 @@ class Sample:
     question: str = ""
     answers: tuple[str, ...] = ()
     answer_prefix: str = ""
+    task: str = ""
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():

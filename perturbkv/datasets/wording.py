@@ -1,41 +1,120 @@
-"""How a LongBench row becomes a prompt: our own words per kind of task, recorded in every trace."""
+"""LongBench's wording: prompt, generation length and metric of each data set, read from the installed lm-eval.
+
+lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) keeps them in `tasks/longbench/*.yaml`. They are read as
+files: importing that package would take a second and import what nothing here needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from perturbkv.datasets.registry import known
+from perturbkv.errors import DatasetError
 
-_PLAIN = ("", "\n\n{input}")
-_WORDING = {
-    "single-document QA": (
-        "Below is a document. A question about it follows.\n\n",
-        "\n\nQuestion: {input}\nGive the answer in a few words, taken from the document.\nAnswer:",
-    ),
-    "multi-document QA": (
-        "Below are several passages. A question that they answer together follows.\n\n",
-        "\n\nQuestion: {input}\nGive the answer in a few words and nothing else.\nAnswer:",
-    ),
-    "summarisation": (
-        "Read the following text, then sum it up.\n\n",
-        "\n\n{input}\nSum up the text above in one page.\nSummary:",
-    ),
-    "few-shot": ("Here are examples of a task. Do the last one in the same manner.\n\n", "\n\n{input}"),
-    "synthetic": ("Read the paragraphs carefully; a question on all of them follows.\n\n", "\n\n{input}\nAnswer:"),
-    "code": ("Continue this code with its next line.\n\n", "{input}"),
-}
+INSTALL = 'pip install "perturbkv[longbench]"'
+CONTEXT = "{{context}}"
+WITHOUT_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
+"""Few-shot and code sets, whose prompts LongBench's own `pred.py` leaves without a chat template."""
 
 
-def kind_of(dataset: str) -> str:
-    """LongBench's kind of task; empty for a name that is not LongBench's."""
-    return next((info.kind for info in known() if info.name == dataset), "")
+@dataclass(frozen=True)
+class Wording:
+    """How LongBench asks and grades.
+
+    Attributes:
+        dataset: its LongBench name.
+        template: the prompt, in Jinja: `{{context}}` once, and mostly `{{question}}`.
+        generation_length: tokens of an answer at most.
+        function: of lm-eval's `metrics.py`, which grades an answer.
+        until: texts before which an answer ends.
+        version: of lm-eval.
+    """
+
+    dataset: str
+    template: str
+    generation_length: int
+    function: str
+    until: tuple[str, ...]
+    version: str
+
+    @property
+    def metric(self) -> str:
+        """The metric's own name: `qa_f1` of `get_qa_f1_with_score`."""
+        return self.function.removeprefix("get_").removesuffix("_with_score")
+
+    @property
+    def asks(self) -> bool:
+        """Whether a row's own question is a part of the prompt."""
+        return "question" in self.template
+
+    def around(self, question: str) -> tuple[str, str]:
+        """What stands before the context and after it; what a question holds is never read as a template."""
+        before, after = self.template.split(CONTEXT)
+        return _rendered(before, question), _rendered(after, question)
+
+    def record(self) -> dict[str, Any]:
+        """What was used, for the trace."""
+        return {
+            "from": f"lm-eval {self.version}",
+            "template": self.template,
+            "generation_length": self.generation_length,
+            "metric": self.function,
+            "until": list(self.until),
+            "chat_template": self.dataset not in WITHOUT_CHAT,
+        }
 
 
-def around(dataset: str) -> tuple[str, str]:
-    """What stands before the context, and after it with `{input}` for the question."""
-    return _WORDING.get(kind_of(dataset), _PLAIN)
+def read(dataset: str) -> Wording:
+    """One of LongBench's data sets' wording. Raises DatasetError where lm-eval is missing, or is another than ours."""
+    folder = lm_eval_folder(f"dataset '{dataset}' takes its wording from lm-eval")
+    version = importlib.metadata.version("lm_eval")
+    try:
+        found = _parsed(folder / f"{dataset}.yaml")
+        made = Wording(
+            dataset,
+            str(found["doc_to_text"]),
+            int(found["generation_kwargs"]["max_gen_toks"]),
+            str(found["process_results"]).removeprefix("metrics."),
+            tuple(found["generation_kwargs"]["until"]),
+            version,
+        )
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        msg = f"expected {dataset}.yaml as lm-eval 0.4.13 has it, got that of lm-eval {version} ({error}); {INSTALL}"
+        raise DatasetError(msg) from None
+    if made.template.count(CONTEXT) != 1:
+        msg = f"expected {CONTEXT} once in {dataset}.yaml of lm-eval {version}, got '{made.template}'; {INSTALL}"
+        raise DatasetError(msg)
+    return made
 
 
-def record(kinds: Iterable[str]) -> dict[str, list[str]]:
-    """The wording that was used, for the trace."""
-    return {kind: list(_WORDING[kind]) for kind in sorted(kinds) if kind in _WORDING}
+def lm_eval_folder(who: str) -> Path:
+    """lm-eval's folder of LongBench, found without importing it. Raises DatasetError, which begins with `who`."""
+    found = importlib.util.find_spec("lm_eval")
+    if found is None or not found.submodule_search_locations:
+        msg = f"{who}, which is not installed; {INSTALL}"
+        raise DatasetError(msg)
+    return Path(found.submodule_search_locations[0]) / "tasks" / "longbench"
+
+
+def _parsed(path: Path) -> Any:
+    """A YAML file of lm-eval's; its `!function` tags stay names."""
+    import yaml
+
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor("!function", lambda made, node: made.construct_scalar(node))  # type: ignore[attr-defined]
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        msg = f"{path} is no YAML"
+        raise ValueError(msg) from error
+
+
+def _rendered(template: str, question: str) -> str:
+    """As lm-eval renders: nothing undefined, and a newline at the end stays."""
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(template).render(question=question)

@@ -88,7 +88,7 @@ def test_longbench_rows_keep_context_and_question_apart(tmp_path: Path) -> None:
         assert data.samples[1].context.endswith("A story 1.")
         assert "Who {is} it?" in data.samples[1].question
         assert data.samples[1].answers == ("he",)
-        assert data.options["wording"]["single-document QA"]
+        assert list(data.options["wording"]) == ["qasper"]
         assert len(data.options["file_sha256"]) == 64
         path.unlink()
 
@@ -120,21 +120,41 @@ def test_a_prompt_field_is_used_verbatim(tmp_path: Path) -> None:
 
 
 def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "d.jsonl", {"context": "c", "input": "q", "dataset": "multi_news"}, {"input": "plain"})
-    data = loaded(path, 2)
-    assert "Summary:" in data.samples[0].question
-    assert data.samples[1].prompt.strip() == "plain"
-    assert list(data.options["wording"]) == ["summarisation"]
+    rows = [
+        {"context": "c", "input": "", "dataset": "multi_news"},
+        {"context": "c", "input": "q", "dataset": "mine"},
+        {"context": "c"},
+        {"input": "q"},
+    ]
+    data = loaded(jsonl(tmp_path / "d.jsonl", *rows), 4)
+    assert data.samples[0].question == "\n\nNow, write a one-page summary of all the news.\n\nSummary:"
+    assert [sample.prompt for sample in data.samples[1:]] == ["c\n\nq", "c", "q"]
+    assert list(data.options["wording"]) == ["multi_news"]
 
 
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
         (['{"prompt": "a"}', "{no json"], "line 2: expected a JSON object, got text that is no JSON"),
-        (["[1, 2]"], "line 1: expected a JSON object, got list"),
+        (["[1, 2]"], "line 1: expected a JSON object, got a list"),
         (['{"text": "a"}'], r"line 1: expected the field `prompt`.*got \['text'\]"),
         (['{"prompt": "  "}'], "line 1: sample '0' has an empty prompt"),
         (['{"context": "", "input": ""}'], "line 1: the prompt is empty"),
+        (['{"prompt": null}'], "line 1: expected `prompt` to be text, got null"),
+        (['{"prompt": 7}'], "line 1: expected `prompt` to be text, got a number"),
+        (['{"prompt": "a"}', '{"prompt": ["b"]}'], "line 2: expected `prompt` to be text, got a list"),
+        (['{"prompt": "\\ud800"}'], "line 1: expected `prompt` to be text, got half of a surrogate pair"),
+        (['{"prompt": "a", "answer_prefix": {}}'], "line 1: expected `answer_prefix` to be text, got an object"),
+        (['{"prompt": "a", "id": null}'], "line 1: expected `id` to be text or a whole number, got null"),
+        (['{"prompt": "a", "id": 0}', '{"prompt": "b", "id": "0"}'], "line 2: expected every id once, got '0' again"),
+        (['{"prompt": "a", "answers": "b"}'], "line 1: expected `answers` to be a list of texts, got text"),
+        (['{"prompt": "a", "answers": null}'], "line 1: expected `answers` to be a list of texts, got null"),
+        (['{"prompt": "a", "answers": ["b", 3]}'], "line 1: expected `answers` to be a list of texts, got a number"),
+        (['{"context": null, "input": "a"}'], "line 1: expected `context` to be text, got null"),
+        (['{"context": "a", "input": true}'], "line 1: expected `input` to be text, got true or false"),
+        (['{"context": "a", "dataset": "qasper"}'], "line 1: expected the field `input`, which qasper's prompt has"),
+        (['{"input": "a", "dataset": "lcc"}'], "line 1: expected the field `context`, which lcc's prompt has"),
+        (['{"context": " ", "dataset": "lcc"}'], "line 1: the context is empty"),
         ([""], "expected at least one sample"),
         (['{"prompt": "a"}'], "has 1 samples, fewer than --samples 2"),
     ],
@@ -142,6 +162,14 @@ def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_is_told_with_its_line(tmp_path: Path, rows: list[str], told: str) -> None:
     with pytest.raises(DatasetError, match=told):
         loaded(jsonl(tmp_path / "d.jsonl", *rows), 2)
+
+
+def test_fewer_samples_will_do_where_nobody_asked_for_more(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", *[{"prompt": str(i)} for i in range(3)])
+    assert len(loaded(path, 8, at_most=True).samples) == 3
+    assert len(loaded(path, 2, at_most=True).samples) == 2
+    with pytest.raises(DatasetError, match="fewer than --samples 8"):
+        loaded(path, 8)
 
 
 def test_a_missing_or_binary_file_is_told(tmp_path: Path) -> None:
@@ -234,6 +262,47 @@ def test_a_question_is_told_apart_from_its_context_on_the_prompts_own_tokens() -
     assert chat.parts("context-only")[1] == chat.token_ids[-chat.question_tokens :]
     assert chat.question_tokens >= 2
     assert encode(Sample("s", "aa bbb"), Words(), chat_template=False, max_tokens=None).question_tokens == 0
+
+
+class Trimming:
+    """One token per character; a chat template that strips the turn, as Llama's does."""
+
+    chat_template = "yes"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": list(map(ord, text))}
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **more: Any) -> str:
+        return f"<user: ask is>{turns[0]['content'].strip()}</user><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("context", "question", "prefix", "found"),
+    [
+        ("A story.\n", "\n\nNow sum it up.", "", "\n\nNow sum it up.</user><assistant>"),
+        (" \nA story.", "\nsum it up \n\n", "", "\nsum it up</user><assistant>"),
+        ("It is", " is", "is", " is</user><assistant>is"),
+        ("a", "s", "", "s</user><assistant>"),
+        ("a", "user: ask", "as", "user: ask</user><assistant>as"),
+        ("What is it? What is it?", "What is it?", "What is it?", "What is it?</user><assistant>What is it?"),
+        (" ", "question", "", "question</user><assistant>"),
+        ("a story", " \n", "", ""),
+    ],
+)
+def test_the_question_is_found_where_a_template_strips_and_where_its_text_stands_elsewhere_too(
+    context: str, question: str, prefix: str, found: str
+) -> None:
+    prompt = encode(Sample("s", context, question, (), prefix), Trimming(), chat_template=True, max_tokens=None)
+    text = "".join(map(chr, prompt.token_ids))
+    assert text[len(text) - prompt.question_tokens :] == found
+    assert text.startswith("<user: ask is>")
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(2, 40))
+def test_a_cut_counts_the_questions_tokens_that_stay(context: int, question: int, most: int) -> None:
+    cut = encode(Sample("s", "c" * context, "q" * question), Trimming(), chat_template=False, max_tokens=most)
+    assert cut.question_tokens == sum(token == ord("q") for token in cut.token_ids)
+    assert cut.cut_place == (None if context + question <= most else (most + 1) // 2)
 
 
 def test_a_cut_leaves_the_question_whole_where_it_fits_the_last_half() -> None:

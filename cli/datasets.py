@@ -1,0 +1,131 @@
+"""`perturbkv datasets`: what there is to choose from, how a dataset asks, and its prompts as the model sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from perturbkv.cli import console, prompts
+from perturbkv.cli.options import JsonOption, RunOptions
+from perturbkv.cli.planning import encode_prompts
+from perturbkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perturbkv.datasets.wording import Wording
+
+
+def datasets(
+    name: Annotated[
+        str | None, Argument(help="A dataset or .jsonl file to look at; without it all are listed.", show_default=False)
+    ] = None,
+    show: Annotated[
+        bool, Option("--show", help="Print the encoded prompt's beginning and end, and where it splits.")
+    ] = False,
+    tokens: Annotated[int, Option(help="How many tokens of the beginning and of the end.")] = 100,
+    sample: Annotated[int | None, Option(help="Which sample, from 0.", show_default=False)] = None,
+    samples: Annotated[int, Option(help="How many samples, the first ones.")] = 1,
+    model: Annotated[str, Option("--model", "-m", help="Whose tokenizer; no weights are loaded.")] = "smollm2-135m",
+    data_dir: Annotated[
+        Path | None, Option(help="Folder with LongBench's jsonl files.", envvar="PERTURBKV_DATA_DIR")
+    ] = None,
+    max_tokens: Annotated[int | None, Option(help="Cut longer prompts in the middle.")] = None,
+    chat_template: Annotated[
+        bool | None,
+        Option("--chat-template/--no-chat-template", help="Default: as in a run.", show_default=False),
+    ] = None,
+    length: Annotated[list[str] | None, Option("--length", "--lengths", help="needle: tokens of a prompt.")] = None,
+    depth: Annotated[list[str] | None, Option("--depth", "--depths", help="needle: where the fact lies.")] = None,
+    haystack: Annotated[str, Option(help="needle: prose or noise.")] = "prose",
+    seed: Annotated[int, Option(help="Seed of the data.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """List the datasets; any .jsonl file with `prompt`, or with LongBench's fields, works too.
+
+    With a name, say how that dataset asks and grades. With --show, print prompts as the model sees them, special
+    tokens included: what --model, --max-tokens, --chat-template and the others make of them, as in a run.
+    """
+    if name is None:
+        if show:
+            msg = "--show needs a dataset to look at, such as `perturbkv datasets needle --show`"
+            raise ConfigError(msg)
+        _list(as_json)
+    elif show:
+        run = RunOptions(
+            model=model, dataset=name, samples=samples if sample is None else sample + 1, seed=seed, data_dir=data_dir,
+            length=length, depth=depth, haystack=haystack, max_tokens=max_tokens, chat_template=chat_template,
+        )  # fmt: skip
+        _show(run, sample or 0, tokens, as_json)
+    else:
+        _describe(name, as_json)
+
+
+def _list(as_json: bool) -> None:
+    from perturbkv.datasets.registry import known
+
+    if as_json:
+        console.print_json([{"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs}
+                            for row in known()])  # fmt: skip
+        return
+    console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
+
+
+def _describe(name: str, as_json: bool) -> None:
+    """What the registry and LongBench's wording say of a dataset. Raises PerturbkvErrors."""
+    from perturbkv.datasets import registry, wording
+
+    registry.check_name(name)
+    if registry.is_file(name):
+        msg = f"'{name}' is a file; --show prints its prompts"
+        raise ConfigError(msg)
+    info = next(info for info in registry.known() if info.name == name)
+    document: dict[str, Any] = {"name": name, "kind": info.kind, "summary": info.summary, "needs": info.needs}
+    worded = wording.read(name) if registry.in_longbench(name) else None
+    if as_json:
+        console.print_json(document | (worded.record() if worded else {}))
+        return
+    rows = [(key, value) for key, value in document.items() if key != "name"]
+    console.table(name, ["", ""], [*rows, *(_asked(worded) if worded else [])])
+
+
+def _asked(worded: Wording) -> list[tuple[str, str]]:
+    record = worded.record()
+    ends = f", up to the first {' or '.join(map(repr, worded.until))}" if worded.until else ""
+    return [
+        ("prompt", f"from {record['from']}:\n{worded.template}"),
+        ("answer", f"at most {worded.generation_length} tokens{ends}"),
+        ("metric", f"{worded.metric}, 0 to 1"),
+        ("chat template", "where the tokenizer has one" if record["chat_template"] else "none"),
+    ]
+
+
+def _show(run: RunOptions, first: int, tokens: int, as_json: bool) -> None:
+    """Samples from `first` on as the model of the run would get them. Raises PerturbkvErrors."""
+    from perturbkv.datasets import registry
+    from perturbkv.loading import open_model
+
+    if tokens < 1 or first < 0:
+        option, least, got = ("--tokens", 1, tokens) if tokens < 1 else ("--sample", 0, first)
+        msg = f"{option} must be at least {least}, got {got}"
+        raise ConfigError(msg)
+    if run.max_tokens is not None and run.max_tokens < 2:
+        msg = f"--max-tokens must be at least 2, got {run.max_tokens}"
+        raise ConfigError(msg)
+    registry.check_name(run.dataset)
+    tokenizer = open_model(run.model, run.seed).tokenizer
+    encoded = encode_prompts(run, tokenizer)
+    found = [prompts.describe(prompt, tokenizer.decode, tokens) for prompt in encoded.prompts[first:]]
+    about = {
+        "dataset": run.dataset,
+        "model": run.model,
+        "chat_template": encoded.chat_template,
+        "generation_length": encoded.generation_length,
+    }
+    if as_json:
+        console.print_json({**about, "dataset_options": encoded.options, "samples": found})
+        return
+    template = "chat template" if encoded.chat_template else "no chat template"
+    console.say(f"{run.dataset} · as {run.model} sees it · {template}", bold=True)
+    for document in found:
+        prompts.show(document)

@@ -1,0 +1,214 @@
+"""What the model sees, what was expected, and how good the answers are; and the defaults that the data bring."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from transformers import AutoTokenizer
+
+from perturbkv.store import read_run
+from tests.support.folders import model_folder
+
+Run = Callable[..., Any]
+TRIM = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</{{ m['role'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+INSTRUCTION = "\n\nNow, write a one-page summary of all the news.\n\nSummary:"
+
+
+def narrow(text: str) -> bool:
+    return all(cell_len(line) <= 80 for line in text.splitlines())
+
+
+def rows(path: Path, *given: dict[str, Any]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in given))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer has a chat template that strips the prompt."""
+    folder = model_folder(tmp_path_factory.mktemp("models") / "chatty", positions=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TRIM
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def news(tmp_path: Path) -> Path:
+    row = {"input": "", "context": " [bold]Old[/INST] :smile: news. " * 40, "answers": ["It is old."], "_id": "x"}
+    rows(tmp_path / "multi_news.jsonl", row, row)
+    return tmp_path
+
+
+def test_a_prompt_is_shown_as_the_model_sees_it(perturbkv: Run, chatty: Path, news: Path) -> None:
+    options = ["multi_news", "--model", chatty, "--data-dir", news, "--max-tokens", 600, "--show"]
+    ran = perturbkv("datasets", *options, "--tokens", 200)
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    assert "<user>You are given several news passages." in ran.out
+    assert "Now, write a one-page summary of all the news.\n\nSummary:</user><assistant>" in ran.out
+    assert "[bold]Old[/INST] :smile: news." in " ".join(ran.out.split())
+    assert "context above, question below" in ran.out
+    assert "It is old." in ran.out
+    (shown,) = perturbkv("datasets", *options, "--tokens", 80, "--json").json()["samples"]
+    whole = f"<user>{'You are given several news passages. Write a one-page summary of all news. '}\n\nNews:\n"
+    assert shown["pieces"][0]["text"] == whole[:80]
+    assert shown["question_tokens"] == len(f"{INSTRUCTION}</user><assistant>")
+    marks = [piece["mark"] for piece in shown["pieces"] if "mark" in piece]
+    assert marks == ["hidden", "cut", "hidden", "question"]
+    assert shown["cut_after"] == 300
+    seen = sum(piece.get("end", 0) - piece.get("first", 0) for piece in shown["pieces"])
+    hidden = sum(piece["tokens"] for piece in shown["pieces"] if piece.get("mark") == "hidden")
+    assert seen + hidden == shown["tokens"] == 600
+    texts = "".join(piece.get("text", "") for piece in shown["pieces"])
+    assert texts.endswith(f"{INSTRUCTION}</user><assistant>")
+
+
+def test_the_sample_can_be_chosen_and_short_prompts_are_shown_whole(perturbkv: Run, model: Path, data: Path) -> None:
+    ran = perturbkv("datasets", data, "--show", "--model", model, "--sample", 2, "--tokens", 500, "--json")
+    (shown,) = ran.json()["samples"]
+    (piece,) = shown["pieces"]
+    assert (shown["sample"], shown["cut_after"], shown["question_tokens"]) == ("p2", None, 0)
+    assert piece["text"] == json.loads(data.read_text().splitlines()[2])["prompt"]
+    ran = perturbkv("datasets", "needle", "--show", "--model", model, "--samples", 3, "--length", 300)
+    assert narrow(ran.out), ran.out
+    assert ran.out.count("What is the magic number of") == 3
+
+
+def test_a_dataset_says_how_it_asks(perturbkv: Run) -> None:
+    ran = perturbkv("datasets", "trec")
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    told = perturbkv("datasets", "trec", "--json").json()
+    assert (told["generation_length"], told["metric"]) == (64, "get_classification_with_score")
+    assert told["template"].endswith("{{context}}\n{{question}}")
+    assert perturbkv("datasets", "needle").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--show"], "--show needs a dataset"),
+        (["nedle", "--show"], "unknown dataset 'nedle'; known: needle"),
+        (["some.jsonl"], "--show prints its prompts"),
+        (["needle", "--show", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["needle", "--show", "--sample", "-1"], "--sample must be at least 0, got -1"),
+        (["needle", "--show", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
+    ],
+)
+def test_what_cannot_be_shown_is_told(perturbkv: Run, options: list[str], told: str) -> None:
+    ran = perturbkv("datasets", *options)
+    assert ran.code == 2
+    assert told in ran.err
+
+
+def test_a_default_that_was_never_typed_fails_nobody(perturbkv: Run, model: Path, tmp_path: Path) -> None:
+    three = rows(tmp_path / "three.jsonl", *({"prompt": f"{i} " + "so on and on " * 8} for i in range(3)))
+    options = ["--model", model, "--dataset", three, "--budget", 24, "--window", 8, "-o", "t.h5"]
+    ran = perturbkv("trace", *options)
+    assert ran.code == 0, ran.err
+    assert read_run(Path("t.h5")).samples == 3
+    before = Path("t.h5").read_bytes()
+    again = perturbkv("trace", *options)
+    assert again.code == 0, again.err
+    assert Path("t.h5").read_bytes() == before
+    assert "has 3 samples, fewer than --samples 8" in perturbkv("trace", *options, "--samples", 8).err
+
+
+def test_eight_samples_are_the_default(perturbkv: Run, model: Path, tmp_path: Path) -> None:
+    ten = rows(tmp_path / "ten.jsonl", *({"prompt": f"{i} " + "so on and on " * 8} for i in range(10)))
+    dry = perturbkv("trace", "--model", model, "--dataset", ten, "--budget", 40, "--dry-run", "--json")
+    assert dry.json()["samples"] == 8
+
+
+@pytest.mark.parametrize(
+    ("dataset", "typed", "used"),
+    [
+        ("trec", [], False),
+        ("trec", ["--chat-template"], True),
+        ("hotpotqa", [], True),
+        ("hotpotqa", ["--no-chat-template"], False),
+    ],
+)
+def test_few_shot_sets_go_without_a_chat_template_unless_it_is_typed(
+    perturbkv: Run, chatty: Path, tmp_path: Path, dataset: str, typed: list[str], used: bool
+) -> None:
+    rows(tmp_path / f"{dataset}.jsonl", {"context": "Fish swim. " * 9, "input": "Who?", "answers": ["fish"]})
+    options = ["--model", chatty, "--dataset", dataset, "--data-dir", tmp_path, "--budget", 24, "--window", 8]
+    ran = perturbkv("trace", *options, *typed, "-o", "t.h5")
+    assert ran.code == 0, ran.err
+    run = read_run(Path("t.h5"))
+    assert run.chat_template is used
+    assert run.dataset_options["wording"][dataset]["template"].count("{{context}}") == 1
+
+
+def test_generate_shows_and_grades_what_was_expected(perturbkv: Run, chatty: Path, tmp_path: Path) -> None:
+    long = "Fish and [/INST] so on. " * 60
+    row = {"context": "Fish swim. " * 9, "input": "Who?", "answers": [long, "fish"], "dataset": "hotpotqa"}
+    path = rows(tmp_path / "d.jsonl", row, {"prompt": "and on and on " * 9}, {"context": "on " * 40, "answers": ["x"]})
+    options = ["--model", chatty, "--dataset", path, "--budget", 24, "--window", 8, "-o", "out"]
+    ran = perturbkv("generate", *options)
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    assert "expected" in ran.out
+    assert "[/INST]" in ran.out
+    assert "more characters" in ran.out
+    assert "qa_f1" in ran.out
+    header, graded, bare, ungraded = map(json.loads, Path("out/generation.jsonl").read_text().split("\n")[:-1])
+    assert header["run"]["generate"] == 32
+    assert (graded["answers"], graded["metric"]) == ([long, "fish"], "qa_f1")
+    assert all(0 <= made["score"] <= 1 for made in (graded["full"], *graded["evicted"].values()))
+    assert (bare["answers"], bare["metric"], bare["full"]["score"]) == ([], None, None)
+    assert (ungraded["answers"], ungraded["metric"], ungraded["full"]["score"]) == (["x"], None, None)
+    whole = Path("out/generation.jsonl").read_text()
+    again = perturbkv("generate", *options)
+    assert "3 samples of 3 there already" in again.err
+    assert Path("out/generation.jsonl").read_text() == whole
+
+
+def test_a_score_is_the_metrics_of_the_answers_text(
+    perturbkv: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perturbkv import generation
+
+    def answers(adapter, prompt, configs, *more, **options):  # type: ignore[no-untyped-def]
+        said = [adapter.tokenizer(text)["input_ids"] for text in ("the cat sat", "dog")]
+        return generation.Answers(said[0], [said[1] for _ in configs], [])
+
+    monkeypatch.setattr(generation, "answer", answers)
+    row = {"context": "Fish swim.", "input": "Who?", "answers": ["a cat"], "dataset": "hotpotqa"}
+    path = rows(tmp_path / "d.jsonl", row)
+    ran = perturbkv("generate", "--model", model, "--dataset", path, "-o", "out", "--json")
+    (sample,) = ran.json()["samples"]
+    assert sample["full"]["score"] == pytest.approx(2 / 3)
+    assert {made["score"] for made in sample["evicted"].values()} == {0.0}
+
+
+def test_the_data_is_refused_before_anything_is_written(
+    perturbkv: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rows(tmp_path / "null.jsonl", {"prompt": "a"}, {"prompt": None})
+    for command in (["trace"], ["generate"], ["heads"], ["datasets"]):
+        named = [path, "--show", "--samples", 2] if command == ["datasets"] else ["--dataset", path, "-o", "out"]
+        ran = perturbkv(*command, *named, "--model", model)
+        assert ran.code == 2
+        assert ran.err.strip() == f"error: {path}, line 2: expected `prompt` to be text, got null"
+    trec = rows(tmp_path / "trec.jsonl", {"context": "c " * 99, "input": "q", "answers": ["a"]})
+    ran = perturbkv("generate", "--dataset", "trec", "--data-dir", tmp_path, "--model", model, "-o", "out")
+    assert ran.code == 2
+    assert "sample '0': the metric classification needs the field 'all_classes'" in ran.err
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    ran = perturbkv("heads", "--dataset", "trec", "--data-dir", tmp_path, "--model", model, "-o", "out")
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
+    assert 'pip install "perturbkv[longbench]"' in ran.err
+    assert sorted(tmp_path.iterdir()) == [path, trec]
