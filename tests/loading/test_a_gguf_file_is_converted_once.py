@@ -187,10 +187,9 @@ def test_what_a_living_process_is_filling_stays(cache: Path) -> None:
 
 
 def test_a_failure_leaves_nothing(cache: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.gguf"
-    text.write_text("no GGUF file at all")
-    with pytest.raises(ModelError, match="text.gguf"):
-        load_model(str(text), device="cpu")
+    broken = gguf_file(tmp_path / "broken.gguf", without="blk.1.attn_q.weight")
+    with pytest.raises(ModelError, match="broken.gguf"):
+        load_model(str(broken), device="cpu")
     assert list(cache.iterdir()) == []
 
 

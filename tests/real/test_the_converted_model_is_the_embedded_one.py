@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from perturbkv import gguf_cache
-from perturbkv.loading import embedded_gguf, load_model, open_model
+from perturbkv.loading import load_model, open_model
+from perturbkv.sources import embedded_gguf
 
 pytestmark = pytest.mark.real_model
 LONG = 40
@@ -41,7 +42,7 @@ def direct() -> tuple[Any, Any]:
 @pytest.mark.parametrize("language", TEXTS)
 def test_long_texts_get_the_same_ids(direct: tuple[Any, Any], language: str) -> None:
     text = "".join(f"{TEXTS[language]}{number} " for number in range(LONG))
-    theirs, ours = direct[1], open_model("smollm2-135m").tokenizer
+    theirs, ours = direct[1], open_model("smollm2-135m-q4_1").tokenizer
     ids = theirs(text)["input_ids"]
     assert len(ids) > 1000
     assert ours(text)["input_ids"] == ids
@@ -52,7 +53,7 @@ def test_long_texts_get_the_same_ids(direct: tuple[Any, Any], language: str) -> 
 
 def test_a_chat_becomes_the_same_prompt(direct: tuple[Any, Any]) -> None:
     chat = [{"role": "user", "content": text} for text in TEXTS.values()]
-    ours = open_model("smollm2-135m").tokenizer
+    ours = open_model("smollm2-135m-q4_1").tokenizer
     prompts = [
         tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         for tokenizer in (ours, direct[1])
@@ -63,7 +64,7 @@ def test_a_chat_becomes_the_same_prompt(direct: tuple[Any, Any]) -> None:
 
 
 def test_weights_and_logits_are_the_same_bit_for_bit(direct: tuple[Any, Any]) -> None:
-    ours, theirs = load_model("smollm2-135m", "float32", "cpu").model, direct[0]
+    ours, theirs = load_model("smollm2-135m-q4_1", "float32", "cpu").model, direct[0]
     state = theirs.state_dict()
     assert list(ours.state_dict()) == list(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
@@ -76,7 +77,7 @@ def test_weights_and_logits_are_the_same_bit_for_bit(direct: tuple[Any, Any]) ->
 
 
 def test_a_decode_step_is_the_same_bit_for_bit(direct: tuple[Any, Any]) -> None:
-    ours = load_model("smollm2-135m", "float32", "cpu").model
+    ours = load_model("smollm2-135m-q4_1", "float32", "cpu").model
     ids = torch.tensor([direct[1](TEXTS["English"])["input_ids"]])
     made = [model.generate(ids, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
             for model in (ours, direct[0])]  # fmt: skip

@@ -16,11 +16,18 @@ TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for 
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 
 
-def gguf_file(path: Path, seed: int = 0, without: str = "", poisoned: str = "") -> Path:
-    """Write the model: Q4_1 matrices, Q8_0 embeddings, F32 norms; one tensor left out, or holding a NaN."""
+def gguf_file(
+    path: Path, seed: int = 0, without: str = "", poisoned: str = "", extra: str = "", layers: int = LAYERS
+) -> Path:
+    """Write the model: Q4_1 matrices, Q8_0 embeddings, F32 norms.
+
+    One tensor may be left out, hold a NaN, or be one too many; `layers` is what the file says of itself.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "llama")
-    _describe(writer)
+    _describe(writer, layers)
+    if extra:
+        writer.add_tensor(extra, np.ones(D_MODEL, np.float32))
     for name, shape, kind in _tensors():
         if name == without:
             continue
@@ -36,11 +43,11 @@ def gguf_file(path: Path, seed: int = 0, without: str = "", poisoned: str = "") 
     return path
 
 
-def _describe(writer: gguf.GGUFWriter) -> None:
+def _describe(writer: gguf.GGUFWriter, layers: int) -> None:
     writer.add_name("tiny")
     writer.add_context_length(512)
     writer.add_embedding_length(D_MODEL)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(D_MLP)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
