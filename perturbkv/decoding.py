@@ -15,7 +15,7 @@ from perturbkv.cache import CompactCache, SharedCache
 from perturbkv.capture import Observer, capture, decode_from, decode_shared
 from perturbkv.devices import on_device
 from perturbkv.models import Adapter
-from perturbkv.prefill import FiniteCheck, Prefill
+from perturbkv.prefill import FINAL_NORM, LOGITS, FiniteCheck, Prefill
 
 
 @dataclass
@@ -97,6 +97,7 @@ def _step(
         record.query.append(query[:, :, -1])
 
     def final(output: Tensor) -> None:
+        check.look(FINAL_NORM, output)
         record.final = output[:, -1]
 
     ids = tokens.to(adapter.device, non_blocking=True).unsqueeze(0).expand(rows, -1)
@@ -104,6 +105,7 @@ def _step(
         record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
             :, -1
         ]
+    check.look(LOGITS, record.logits)
     return record
 
 

@@ -47,13 +47,16 @@ class TraceError(PerturbkvError):
 
 
 class ActivationError(PerturbkvError):
-    """NaN or Inf in a layer's activations; the sample is marked failed and the run goes on."""
+    """NaN or Inf in a model's activations; the sample is marked failed and the run goes on.
+
+    `where` is what held them: the hidden states of a layer, the final norm's output, or the logits.
+    """
 
     exit_code = 1
 
-    def __init__(self, where: str, layer: int, sample: str) -> None:
-        self.layer, self.sample = layer, sample
-        super().__init__(f"{where} of layer {layer} hold NaN or Inf in sample '{sample}'")
+    def __init__(self, where: str, sample: str) -> None:
+        self.where, self.sample = where, sample
+        super().__init__(f"{where} hold NaN or Inf in sample '{sample}'")
 
 
 class BoundError(PerturbkvError):

@@ -18,7 +18,7 @@ from perturbkv.entries import borrow
 from perturbkv.keeping import keep, lengths
 from perturbkv.models import Adapter
 from perturbkv.policies.base import LayerAttention
-from perturbkv.prefill import Statistics, prefill
+from perturbkv.prefill import LOGITS, FiniteCheck, Statistics, prefill
 from perturbkv.resources import Resources
 from perturbkv.selection import families
 
@@ -88,11 +88,14 @@ def generate(
     most: int,
     ends: Collection[int],
     compressor: Compressor | None = None,
+    check: FiniteCheck | None = None,
 ) -> list[list[int]]:
     """At most `most` tokens per row, greedily; a row ends before the first token of `ends`.
 
-    `logits` are those after the context: where there is no question, every row's first token comes from them.
+    `logits` are those after the context: where there is no question, every row's first token comes from them. `check`
+    looks at all others.
     """
+    looked = check or FiniteCheck()
     rows = cache.layers[0].batch
     watch = Observer(attention=None if compressor is None else compressor.watch)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
@@ -101,7 +104,7 @@ def generate(
     open_rows = set(range(rows))
     with decode_from(adapter, cache), capture(adapter, watch):
         if question:
-            following = _next(adapter, cache, ids)
+            following = _next(adapter, cache, ids, looked)
         for count in range(1, most + 1):
             for row, token in enumerate(following.tolist()):
                 if row in open_rows and token not in ends:
@@ -112,12 +115,13 @@ def generate(
                 break
             if compressor is not None:
                 compressor.compress(count)
-            following = _next(adapter, cache, following.unsqueeze(-1))
+            following = _next(adapter, cache, following.unsqueeze(-1), looked)
     return made
 
 
-def _next(adapter: Adapter, cache: CompactCache, ids: Tensor) -> Tensor:
+def _next(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    check.look(LOGITS, logits)
     return logits[:, -1].argmax(dim=-1)
 
 
@@ -142,7 +146,10 @@ def answer(
     compress_every: int | None = None,
     resources: Resources = _DEFAULT,
 ) -> Answers:
-    """Read a prompt and answer it from its full cache and from every configuration's, in one batch."""
+    """Read a prompt and answer it from its full cache and from every configuration's, in one batch.
+
+    Raises ActivationError for NaN or Inf.
+    """
     context, question = prompt.parts(scenario)
     read = read_evicting(
         adapter, context, configs, prompt.sample_id, with_full=True, layout=layout, head_scores=head_scores,
@@ -153,7 +160,9 @@ def answer(
         compressor = Compressor(
             adapter, read.cache, configs, compress_every, read.queries, prompt.sample_id, 1, head_scores
         )
-    full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor)
+    check = FiniteCheck()
+    full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor, check)
+    check.raise_if_not(prompt.sample_id)
     return Answers(full, evicted, compressor.done if compressor else [])
 
 

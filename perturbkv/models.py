@@ -32,6 +32,7 @@ class Adapter:
         tokenizer: its tokenizer.
         name: as the user named it; `revision` pins the weights.
         random_weights: True where the weights were drawn at random.
+        weights: the type that they are stored in → the type that the model computes with.
     """
 
     model: Any
@@ -39,6 +40,7 @@ class Adapter:
     name: str
     revision: str = ""
     random_weights: bool = False
+    weights: str = ""
 
     def __post_init__(self) -> None:
         check_family(self.model.config, self.name)

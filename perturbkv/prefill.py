@@ -78,7 +78,7 @@ class Statistics:
 class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
-    `finite` knows of every layer whether its activations were; nothing was raised yet.
+    `finite` knows of every layer, the final norm and the logits whether they were; nothing was raised yet.
     """
 
     cache: Cache
@@ -87,25 +87,31 @@ class Prefill:
     finite: FiniteCheck
 
 
+FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
+
+
 class FiniteCheck:
-    """Remembers, layer by layer and without waiting for the device, whether activations were finite."""
+    """Remembers, place by place and without waiting for the device, whether activations were finite."""
 
     def __init__(self) -> None:
-        self._finite: list[tuple[int, Tensor]] = []
+        self._finite: list[tuple[str, Tensor]] = []
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
         """Look at one layer's activations."""
-        self._finite.append((layer, torch.isfinite(hidden).all()))
+        self.look(f"the hidden states of layer {layer}", hidden)
+
+    def look(self, where: str, activations: Tensor) -> None:
+        """Look at activations that are called `where`."""
+        self._finite.append((where, torch.isfinite(activations).all()))
 
     def raise_if_not(self, sample: str) -> None:
-        """Raise ActivationError for the first layer that held NaN or Inf; waits for the device once."""
+        """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
         if not self._finite:
             return
-        layers, flags = zip(*self._finite, strict=True)
-        for layer, finite in zip(layers, stack_on(flags[0].device, flags).tolist(), strict=True):
+        places, flags = zip(*self._finite, strict=True)
+        for where, finite in zip(places, stack_on(flags[0].device, flags).tolist(), strict=True):
             if not finite:
-                msg = "the hidden states"
-                raise ActivationError(msg, layer, sample)
+                raise ActivationError(where, sample)
 
 
 def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
@@ -153,9 +159,13 @@ def prefill(
             held = cache.layers[layer]
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
+    def final(output: Tensor) -> None:
+        check.look(FINAL_NORM, output)
+
     ids = torch.tensor([list(token_ids)], device=adapter.device)
-    with phase("prefill"), capture(adapter, Observer(attention=observe, hidden=done)):
+    with phase("prefill"), capture(adapter, Observer(attention=observe, hidden=done, final=final)):
         logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    check.look(LOGITS, logits)
     return Prefill(cache, logits[0, -1], found, check)
 
 

@@ -17,6 +17,7 @@ from perturbkv.capture import Observer, capture
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import DatasetError
 from perturbkv.models import Adapter
+from perturbkv.prefill import FiniteCheck
 from perturbkv.scores import causal_rows
 from perturbkv.theory import WORK
 
@@ -25,7 +26,10 @@ from perturbkv.theory import WORK
 def head_scores(
     adapter: Adapter, prompts: Iterable[EncodedPrompt], finished: Callable[[], None] = lambda: None
 ) -> Float[Tensor, "layer head"]:
-    """Mean score of every head, in [0, 1]. Raises DatasetError for a prompt that does not hold its answer."""
+    """Mean score of every head, in [0, 1].
+
+    Raises DatasetError for a prompt that does not hold its answer, ActivationError for NaN or Inf.
+    """
     found = []
     for prompt in prompts:
         found.append(_of_prompt(adapter, prompt))
@@ -40,9 +44,11 @@ def _of_prompt(adapter: Adapter, prompt: EncodedPrompt) -> Tensor:
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         scores.append(copying(query[0, :, -len(answer) :], key[0], adapter.scale(layer), place).cpu())
 
+    check = FiniteCheck()
     ids = torch.tensor([[*prompt.token_ids, *answer[:-1]]], device=adapter.device)
-    with capture(adapter, Observer(attention=observe)):
+    with capture(adapter, Observer(attention=observe, hidden=check)):
         adapter.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    check.raise_if_not(prompt.sample_id)
     return torch.stack(scores)
 
 

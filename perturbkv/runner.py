@@ -156,4 +156,6 @@ class _Decoding:
             return []
         cache.forget()
         ends = end_tokens(self.adapter)
-        return generate(self.adapter, cache, self.question, self.before.logits, self.run.generate, ends)
+        return generate(
+            self.adapter, cache, self.question, self.before.logits, self.run.generate, ends, check=self.finite
+        )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from perturbkv.aliases import DEFAULT
 from perturbkv.benchmark.process import in_process, machine
 from perturbkv.benchmark.rows import NO_GPU, Report, Row, Target
 from perturbkv.errors import ConfigError, PerturbkvError
@@ -20,7 +21,7 @@ _SEVEN_B = {"d_model": 4096, "heads": 32, "kv_heads": 8}
 class Settings:
     """How the benchmark is asked for; every time is the median over `repeats` turns."""
 
-    model: str = "smollm2-135m"
+    model: str = DEFAULT
     tokens: int = 4096
     repeats: int = 3
     dtype: str = "auto"

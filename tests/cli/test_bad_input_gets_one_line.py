@@ -27,7 +27,7 @@ def refused(ran: Any, *words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model", "smolm2"], ["unknown model 'smolm2'; known: smollm2-135m", "folder"]),
+        (["--model", "smolm2"], ["unknown model 'smolm2'; known: smollm2-135m", "smollm2-135m-q4_1", "folder"]),
         (["--model", "random:smolm2"], ["unknown model", "random:smollm2-135m"]),
         (["--dataset", "nedle"], ["unknown dataset 'nedle'; known: needle", ".jsonl"]),
         (["--policy", "snapvk"], ["unknown policy 'snapvk'; known: snapkv"]),

@@ -16,6 +16,7 @@ import pytest
 from perturbkv.cli import console
 from perturbkv.runner import trace as run_trace
 from perturbkv.store import read_trace
+from tests.support.gguf_files import gguf_file
 
 Run = Callable[..., Any]
 
@@ -117,6 +118,20 @@ def test_random_weights_are_said_everywhere(perturbkv: Run, data: Path, monkeypa
     assert "random weights" in Path("out/heads.svg").read_text()
     with h5py.File("out/trace.h5") as file:
         assert file.attrs["random_weights"] == "true"
+
+
+def test_a_gguf_file_is_converted_once_and_doctor_says_where_it_is(
+    perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERTURBKV_CACHE", str(tmp_path / "cache"))
+    model = gguf_file(tmp_path / "tiny.gguf")
+    command = ("trace", "-m", model, "--samples", 1, "--length", 300, "--budget", 64, "--window", 8, "--dry-run")
+    first, second = perturbkv(*command), perturbkv(*command)
+    assert (first.code, second.code) == (0, 0)
+    assert first.err.count("converting tiny.gguf") == 1
+    assert "converting" not in second.err
+    found = perturbkv("doctor", "--json").json()["converted models"]
+    assert found.startswith(f"{tmp_path / 'cache'} (1 model, ")
 
 
 @pytest.mark.parametrize("command", ["models", "datasets", "policies", "doctor"])

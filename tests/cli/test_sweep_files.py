@@ -60,7 +60,7 @@ def test_the_example_is_three_policies_two_selections_and_four_budgets() -> None
         for selection in ("attention", "two-stage")
     ]
     assert sweep.configs == tuple(expected)
-    assert (sweep.run.model, sweep.run.dataset, sweep.run.samples) == ("smollm2-135m", "needle", 4)
+    assert (sweep.run.model, sweep.run.dataset, sweep.run.samples) == ("smollm2-135m-q4_1", "needle", 4)
     assert (sweep.run.lengths, sweep.run.depths) == ((500, 1000), (0.25, 0.75))
 
 

@@ -7,6 +7,7 @@ import torch
 from perturbkv.config import Budget, EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import ActivationError, BudgetError
+from perturbkv.generation import answer
 from perturbkv.models import Adapter
 from perturbkv.resources import Resources
 from perturbkv.runner import trace, trace_sample
@@ -88,6 +89,40 @@ def test_nan_fails_the_sample_and_names_the_layer() -> None:
     bad = EncodedPrompt("bad", (*token_ids(30), 255, 3), 0)
     with pytest.raises(ActivationError, match="layer 1 hold NaN or Inf in sample 'bad'"):
         trace_sample(adapter, bad, run(config(16)))
+
+
+@pytest.mark.parametrize(
+    ("module", "place"), [("model.norm", "the outputs of the final norm"), ("lm_head", "the logits")]
+)
+def test_nan_after_the_last_layer_fails_the_sample_and_says_where(module: str, place: str) -> None:
+    adapter = tiny_adapter()
+    spoiled = adapter.model.get_submodule(module)
+    spoiled.register_forward_hook(lambda module, args, output: output * torch.nan)
+    with pytest.raises(ActivationError, match=f"^{place} hold NaN or Inf in sample 'bad'$"):
+        trace_sample(adapter, EncodedPrompt("bad", token_ids(40), 0), run(config(16)))
+
+
+@pytest.mark.parametrize("module", ["model.norm", "lm_head"])
+def test_nan_that_only_decoding_makes_fails_the_sample(module: str) -> None:
+    adapter = tiny_adapter()
+
+    def spoil(module, args, output):  # type: ignore[no-untyped-def]
+        return output if output.shape[0] == 1 else output * torch.inf
+
+    adapter.model.get_submodule(module).register_forward_hook(spoil)
+    with pytest.raises(ActivationError, match="hold NaN or Inf in sample 'bad'"):
+        trace_sample(adapter, EncodedPrompt("bad", token_ids(40), 0), run(config(16)))
+
+
+def test_a_generated_answer_is_not_made_of_nan() -> None:
+    adapter = tiny_adapter()
+
+    def spoil(module, args, output):  # type: ignore[no-untyped-def]
+        return output if output.shape[0] == 1 else output * torch.nan
+
+    adapter.model.lm_head.register_forward_hook(spoil)
+    with pytest.raises(ActivationError, match="the logits hold NaN"):
+        answer(adapter, EncodedPrompt("bad", token_ids(40), 0), (config(16),), 4)
 
 
 def test_the_run_goes_on_after_a_failed_sample() -> None:

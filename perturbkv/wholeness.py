@@ -1,0 +1,66 @@
+"""A model that is not whole is refused: transformers would fill its gaps with random weights and say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from perturbkv.errors import ModelError
+
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types that can be added up; quantised ones hold no NaN, and their scales are of these."""
+
+
+def whole_model(name: str, **arguments: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained(**arguments)` in eval mode, every tensor from its files and finite.
+
+    Raises ModelError that names the first tensor which is missing, left over, of another shape, or not finite.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        **arguments, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    _check_tensors(info, name)
+    check_finite(model, name)
+    return model.eval()
+
+
+def _check_tensors(info: Mapping[str, Any], name: str) -> None:
+    """Hold what from_pretrained found against what the model needs; tied weights it has settled already."""
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched:
+        tensor, found, expected = mismatched[0]
+        _refuse(name, f"expected '{tensor}' of shape {tuple(expected)}, got {tuple(found)}", len(mismatched))
+    for key, problem in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
+        if tensors := sorted(info[key]):
+            _refuse(name, f"its files and its configuration disagree: it {problem} '{tensors[0]}'", len(tensors))
+    if info["error_msgs"]:
+        _refuse(name, " ".join(info["error_msgs"][0].split())[:200], len(info["error_msgs"]))
+
+
+def _refuse(name: str, what: str, count: int) -> None:
+    more = f" and {count - 1} more" if count > 1 else ""
+    msg = f"model '{name}' is not whole: {what}{more}; get its files anew, or a configuration that fits them"
+    raise ModelError(msg)
+
+
+def check_finite(model: Any, name: str) -> None:
+    """Raise ModelError for the first weight that holds NaN or Inf; one pass, waiting for the device once."""
+    weights = {key: weight.detach() for key, weight in model.named_parameters() if weight.dtype in _PLAIN}
+    # a sum is finite only where all its terms are; it may overflow where they are, so a bad one is looked at closely
+    sums = torch.stack([weight.sum().to("cpu", torch.float64, non_blocking=True) for weight in weights.values()])
+    suspects = [key for key, fine in zip(weights, torch.isfinite(sums).tolist(), strict=True) if not fine]
+    for key in suspects:
+        if not_finite := _not_finite(weights[key]):
+            msg = (
+                f"model '{name}' is not whole: '{key}' holds {not_finite} values that are NaN or Inf of "
+                f"{weights[key].numel():,}; get its files anew"
+            )
+            raise ModelError(msg)
+
+
+def _not_finite(weight: Tensor) -> int:
+    return int((~torch.isfinite(weight)).sum())
