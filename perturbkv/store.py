@@ -138,6 +138,8 @@ def _write_sample(file: h5py.File, place: int, sample: SampleTrace | FailedSampl
         file["failure"][place] = sample.reason
         return 0
     added = len(sample.arrays["kept_position"])
+    if "steps_measured" in file:
+        file["steps_measured"][place] = sample.sizes()["step"]  # of a version that measured them all, unless it says
     for name, array in sample.arrays.items():
         if name == "kept_position":
             file[name][kept : kept + added] = array

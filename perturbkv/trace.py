@@ -239,12 +239,11 @@ class Trace:
     def measured(self) -> NDArray[np.bool_]:
         """(sample, step) True where a step holds numbers: in a complete sample, before the end of its text.
 
-        A sample that does not say how many steps were measured, as before format version 2, has all of them.
+        A trace that does not say how many steps were measured, as before format version 2, has all of them.
         """
         steps = self.arrays["token_id"].shape[1]
-        counts = np.asarray(self.arrays.get("steps_measured", np.zeros(len(self.sample_ids), dtype=np.int64)))
-        before_end = np.arange(steps) < np.where(counts > 0, counts, steps)[:, np.newaxis]
-        return np.asarray(before_end & self.ok[:, np.newaxis])
+        counts = self.arrays.get("steps_measured", np.full(len(self.sample_ids), steps))
+        return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
 
     def get(self, name: str, analysis: str) -> NDArray[np.generic]:
         """The variable over the complete samples only: (sample, …). Raises TraceError where the trace lacks it.

@@ -219,7 +219,7 @@ def test_a_trace_of_version_1_that_is_extended_tells_which_of_its_samples_are_ol
         writer.append(sample_trace(name, optional=True))
     trace, old = read_trace(writer.finish()), read_trace(GOLDEN)
     assert trace.attrs["format_version"] == str(FORMAT_VERSION)
-    assert trace.arrays["steps_measured"].tolist() == [0, 0, 1, 1]
+    assert trace.arrays["steps_measured"].tolist() == [1, 1, 1, 1]
     assert trace.measured.tolist() == [[True]] * 4
     for name in old.arrays:
         if not name.startswith("kept_"):
