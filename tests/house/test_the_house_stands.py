@@ -25,6 +25,7 @@ NUMPY_SIDE = (
     "merging",
     "journal",
     "later",
+    "coordinates",
     "store",
     "finished",
     "writer",
