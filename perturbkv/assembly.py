@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv.config import RunConfig
@@ -48,6 +50,7 @@ def sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Tensor, batches
         "question_tokens": len(prompt.token_ids) - n,
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens.tolist(),
+        "steps_measured": len(tokens),
         "evicted": [config.tokens(n) < n for config in run.configs],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
@@ -105,6 +108,12 @@ def kept_arrays(
     }  # fmt: skip
 
 
+def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
+    """(config,) entries of all layers and kept sets over those of the full cache (METHOD: a budget is not a share)."""
+    held = [sum(sum(layer[place]) for layer in lengths) for place in range(len(lengths[0]))]
+    return np.array(held, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
+
+
 def answer_arrays(adapter: Adapter, prompt: EncodedPrompt, batches: Sequence[BatchResult], most: int) -> Arrays:
     """What each row generated, the full cache's first, and whether it is right."""
     made = {place: row for batch in batches for place, row in zip(batch.places, batch.generated[1:], strict=False)}
@@ -126,6 +135,20 @@ def attention_array(layers: Sequence[LayerResult]) -> Arrays:
     ]
     stacked = torch.stack([torch.stack(layer) for layer in padded], dim=1)
     return {"attention_full": to_numpy(stacked, VARIABLES["attention_full"].dtype)}
+
+
+def with_all_steps(arrays: Arrays, steps: int) -> Arrays:
+    """The arrays with `steps` places along `step`; past the end of the text NaN, token -1, other integers 0."""
+    return {name: _padded(name, array, steps) for name, array in arrays.items()}
+
+
+def _padded(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
+    dims = VARIABLES[name].dims
+    if "step" not in dims:
+        return array
+    missing = steps - array.shape[dims.index("step")]
+    blank = np.nan if array.dtype.kind == "f" else -1 if name == "token_id" else 0
+    return np.pad(array, [(0, missing if axis == "step" else 0) for axis in dims], constant_values=blank)
 
 
 def _as_arrays(values: dict[str, object]) -> Arrays:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,7 @@ class StepRecord:
         hidden: residual stream after the layer (row, d_model).
         final: after the final norm (row, d_model).
         logits: (row, vocab).
+        entries: those that the query attends to in the full cache, its own included.
     """
 
     query: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
@@ -35,6 +36,7 @@ class StepRecord:
     hidden: list[Float[Tensor, "row d_model"]] = field(default_factory=list)
     final: Float[Tensor, "row d_model"] = field(default_factory=lambda: torch.empty(0, 0))
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
+    entries: int = 0
 
 
 @torch.inference_mode()
@@ -58,6 +60,17 @@ def decode_full(
         records.append(_first_row(record))
         tokens.append(record.logits[0].argmax())
     return records, torch.stack(tokens[:steps])
+
+
+def steps_of_text(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
+    """Decode steps before the one that decodes the first of `ends`, at least 1 (METHOD, protocol 8: the text's end).
+
+    Where there are several, the device is waited for.
+    """
+    if len(tokens) == 1:
+        return 1
+    found = tokens.tolist()
+    return max(1, next((step for step, token in enumerate(found) if token in ends), len(found)))
 
 
 @torch.inference_mode()
@@ -106,6 +119,7 @@ def _step(
             :, -1
         ]
     check.look(LOGITS, record.logits)
+    record.entries = cache.get_seq_length()
     return record
 
 
@@ -117,4 +131,5 @@ def _first_row(record: StepRecord) -> StepRecord:
         hidden=[tensor[:1].clone() for tensor in record.hidden],
         final=record.final[:1].clone(),
         logits=record.logits[:1].clone(),
+        entries=record.entries,
     )

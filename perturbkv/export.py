@@ -2,7 +2,7 @@
 
 Columns: the row's coordinates, every field of its configuration, then every variable that has no other axes, repeated
 along the axes that it lacks. Parquet carries each column's unit and meaning in its field's metadata, and the trace's
-provenance in the file's. Failed samples have no rows.
+provenance in the file's. Failed samples, and steps past the end of a sample's text, have no rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def schema(trace: Trace) -> pa.Schema:
 def rows(trace: Trace, place: int) -> pa.RecordBatch:
     """All rows of one sample, `place` counting along the trace's `sample` axis."""
     shape = tuple(trace.arrays["perturbation_isolated"].shape[1:])
-    index = np.indices(shape).reshape(len(shape), -1)
+    every = np.indices(shape).reshape(len(shape), -1)
+    held = trace.measured[place][every[AXES.index("step")]]
+    index = every[:, held]
     configs = trace.run.configs
     found: dict[str, Any] = {
         "sample": np.repeat(trace.sample_ids[place], index.shape[1]),
@@ -62,7 +64,7 @@ def rows(trace: Trace, place: int) -> pa.RecordBatch:
         found[field.name] = np.array(values)[index[0]]
     found |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
     for name, variable in columns(trace).items():
-        found[name] = _spread(trace.arrays[name][place], variable.dims, shape)
+        found[name] = _spread(trace.arrays[name][place], variable.dims, shape)[held]
     return pa.RecordBatch.from_pydict(found, schema=schema(trace))
 
 

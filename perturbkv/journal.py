@@ -169,7 +169,8 @@ def _read_entry(path: Path, labels: Sequence[str]) -> Entry | None:
                 return Entry(path, head["id"], (), head["reason"])
             entry = Entry(path, head["id"], tuple(head.get("configs", labels)), named="configs" in head)
             whole = {f"{name}.npy" for name in VARIABLES if not VARIABLES[name].optional} <= set(held.namelist())
-            return entry if whole and _shape(held, "kept_count")[0] == len(entry.labels) else None
+            each_once = len(set(entry.labels)) == len(entry.labels) == _shape(held, "kept_count")[0]
+            return entry if whole and each_once else None
     except (OSError, *_DAMAGE):
         return None
 

@@ -59,16 +59,15 @@ def look(
     keys, values = before.cache.layers[layer].keys[0], before.cache.layers[layer].values[0]
     n, w_o = before.statistics.tokens, adapter.output_projection(layer)
     slices = theory.head_slices(w_o, adapter.heads)
-    seen = [keys.shape[1] - len(full) + step + 1 for step in range(len(full))]
     attention = [
-        theory.decode_attention(record.query[layer][0], keys[:, :count], adapter.scale(layer))
-        for record, count in zip(full, seen, strict=True)
+        theory.decode_attention(record.query[layer][0], keys[:, : record.entries], adapter.scale(layer))
+        for record in full
     ]
     with phase("select"):
         found = families(configs, before.statistics.scores(layer, attention[0]), n)
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summed = theory.quantities(values, norms)
-    steps = [measure.reference(step, summed[:, :count], slices) for step, count in zip(attention, seen, strict=True)]
+    steps = [measure.reference(step, summed[:, : step.shape[-1]], slices) for step in attention]
     parts = []
     for family, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
         masks = _per_query_head(family.kept_sets(rows), adapter.heads)

@@ -18,7 +18,7 @@ from perturbkv.trace import VARIABLES, SampleTrace
 Arrays = Mapping[str, NDArray[Any]]
 Shapes = dict[str, tuple[int, ...]]
 
-FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id")
+FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps_measured")
 """What tells one full-cache run from another: alike in all parts of a sample, or their numbers are not comparable."""
 
 _SUMS = ("cache_bytes", "cache_padding_bytes")
@@ -94,7 +94,7 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
         if any(not np.array_equal(value, values[0]) for value in values):
             msg = (
                 f"expected the full-cache run of '{sample_id}' to be the one measured before, got another {name}, as "
-                "from another machine or library; use another --output to measure all anew"
+                "from another machine, library or version of perturbkv; use another --output to measure all anew"
             )
             raise TraceError(msg)
 

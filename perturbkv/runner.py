@@ -14,15 +14,17 @@ from perturbkv.assembly import (
     BatchResult,
     answer_arrays,
     attention_array,
+    held_share,
     isolated_arrays,
     kept_arrays,
     sample_arrays,
     step_arrays,
+    with_all_steps,
 )
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.config import EvictionConfig, RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.decoding import StepRecord, decode_evicted, decode_full
+from perturbkv.decoding import StepRecord, decode_evicted, decode_full, steps_of_text
 from perturbkv.entries import borrow
 from perturbkv.errors import ActivationError
 from perturbkv.generation import end_tokens, generate
@@ -68,7 +70,7 @@ def trace_sample(
     """Measure every configuration of `run` on one prompt (METHOD: the protocol).
 
     The prompt is read once; all configurations share its scores, norms and reference. The device is waited for when
-    the lengths of the evicted caches are needed, and when the numbers are.
+    the lengths of the evicted caches are needed, when the numbers are, and for the end of a text of several steps.
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
     for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`.
@@ -80,6 +82,8 @@ def trace_sample(
     before = prefill(adapter, context, run.configs, resources, sample, run.head_scores)
     with phase("reference"):
         full, tokens = decode_full(adapter, before, question, run.steps, planned.rows)
+        measured = steps_of_text(tokens, end_tokens(adapter))
+        full, tokens = full[:measured], tokens[:measured]
     with phase("layers"):
         saves = "outputs" in run.save
         layers = [
@@ -91,13 +95,14 @@ def trace_sample(
     batches = [decode.batch(places) for places in planned.places]
     with phase("assembly"):
         arrays = sample_arrays(prompt, run, tokens, batches) | isolated_arrays(layers, adapter.device)
+        arrays |= {"held_share": held_share(kept, adapter.kv_heads, len(context))}
         arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
         if run.generate:
             arrays |= answer_arrays(adapter, prompt, batches, run.generate)
         if saves:
             arrays |= attention_array(layers)
     decode.finite.raise_if_not(sample)
-    return SampleTrace(sample, arrays)
+    return SampleTrace(sample, with_all_steps(arrays, run.steps))
 
 
 class _Decoding:

@@ -13,13 +13,14 @@ import h5py
 import numpy as np
 
 from perturbkv.config import RunConfig
+from perturbkv.coordinates import check_configs, check_places, check_samples, check_shapes
 from perturbkv.errors import TraceError
 from perturbkv.journal import Journal, journal_path
 from perturbkv.later import LaterArrays
 from perturbkv.merging import Shapes
 from perturbkv.trace import RAGGED_AXES, VARIABLES, FailedSample, SampleTrace, Trace, axis_lengths
 
-FORMAT, FORMAT_VERSION = "perturbkv-trace", 1
+FORMAT, FORMAT_VERSION = "perturbkv-trace", 2
 _KEPT, _KEY = RAGGED_AXES
 _COORDINATES = {
     "sample": "sample id",
@@ -137,6 +138,8 @@ def _write_sample(file: h5py.File, place: int, sample: SampleTrace | FailedSampl
         file["failure"][place] = sample.reason
         return 0
     added = len(sample.arrays["kept_position"])
+    if "steps_measured" in file:
+        file["steps_measured"][place] = sample.sizes()["step"]  # of a version that measured them all, unless it says
     for name, array in sample.arrays.items():
         if name == "kept_position":
             file[name][kept : kept + added] = array
@@ -151,7 +154,7 @@ def _write_sample(file: h5py.File, place: int, sample: SampleTrace | FailedSampl
 
 
 def read_trace(path: Path) -> Trace:
-    """A finished trace. Raises TraceError for anything that is not one.
+    """A finished trace. Raises TraceError for anything that is not one, and where its labels are not its run's.
 
     Kept positions and saved outputs, which may be larger than memory should hold, are read when they are asked for;
     everything else at once. Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
@@ -159,6 +162,7 @@ def read_trace(path: Path) -> Trace:
     path = Path(path)
     with opened(path) as file:
         run = _run_of(file, path)
+        _check_axes(file, run, path)
         ids, failures = _samples_of(file)
         names = [name for name in VARIABLES if name in file]
         arrays = {name: np.asarray(file[name][()]) for name in names if not _is_large(name)}
@@ -213,6 +217,7 @@ def describe(path: Path) -> Description:
     path = Path(path)
     with opened(path) as file:
         run = _run_of(file, path)
+        _check_axes(file, run, path)
         ids, failures = _samples_of(file)
         names = [name for name in file if name not in _COORDINATES]
         variables = {name: _stored(file[name]) for name in names}
@@ -278,8 +283,24 @@ def _run_of(file: h5py.File, path: Path) -> RunConfig:
     return RunConfig.from_json(str(file.attrs["run"]))
 
 
+def _check_axes(file: h5py.File, run: RunConfig, path: Path) -> None:
+    """Raise TraceError unless the coordinates are the run's and the variables'."""
+    axes = [axis for axis in _COORDINATES if axis in file]
+    check_configs(path, run, _names(file, "config"), own_wording=int(file.attrs["format_version"]) == FORMAT_VERSION)
+    check_samples(path, _names(file, "sample"))
+    for axis in axes:
+        if axis not in ("sample", "config", _KEPT):
+            check_places(path, axis, file[axis][()])
+    variables = [name for name in (*VARIABLES, "complete", "failure") if name in file]
+    check_shapes(path, {axis: len(file[axis]) for axis in axes}, {name: file[name].shape for name in variables})
+
+
+def _names(file: h5py.File, axis: str) -> list[str]:
+    return [str(name) for name in file[axis].asstr()[()]]
+
+
 def _samples_of(file: h5py.File) -> tuple[tuple[str, ...], dict[str, str]]:
-    ids = tuple(str(name) for name in file["sample"].asstr()[()])
+    ids = tuple(_names(file, "sample"))
     reasons, complete = file["failure"].asstr()[()], file["complete"][()]
     failures = {
         name: str(reason) or "incomplete"

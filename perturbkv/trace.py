@@ -216,7 +216,8 @@ class Trace:
         sample_ids: the `sample` coordinate, failed samples included.
         failures: sample id -> reason, for the failed ones.
         arrays: variable name -> array with `sample` as its first axis (except `kept_position`: one long axis of all
-            samples, into which `kept_offset` points). Failed samples hold NaN, integers 0.
+            samples, into which `kept_offset` points). Failed samples hold NaN, integers 0; so do steps past the end
+            of a complete sample's text, whose token is -1: `measured` tells.
         attrs: provenance as stored: format version, versions of libraries, device name, warnings.
         source: where it was read from, for messages and figures; `digest` its SHA-256, shortened.
     """
@@ -233,6 +234,16 @@ class Trace:
     def ok(self) -> NDArray[np.bool_]:
         """(sample,) True where the sample is complete."""
         return np.array([name not in self.failures for name in self.sample_ids], dtype=bool)
+
+    @property
+    def measured(self) -> NDArray[np.bool_]:
+        """(sample, step) True where a step holds numbers: in a complete sample, before the end of its text.
+
+        A trace that does not say how many steps were measured, as before format version 2, has all of them.
+        """
+        steps = self.arrays["token_id"].shape[1]
+        counts = self.arrays.get("steps_measured", np.full(len(self.sample_ids), steps))
+        return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
 
     def get(self, name: str, analysis: str) -> NDArray[np.generic]:
         """The variable over the complete samples only: (sample, …). Raises TraceError where the trace lacks it.

@@ -26,6 +26,7 @@ NUMPY_SIDE = (
     "merging",
     "journal",
     "later",
+    "coordinates",
     "store",
     "finished",
     "writer",

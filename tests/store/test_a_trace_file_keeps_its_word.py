@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import h5py
@@ -19,6 +20,7 @@ from tests.support.traces import KEPT, run_config, sample_trace
 
 FORMAT = (Path(perturbkv.__file__).parent / "FORMAT.md").read_text()
 GOLDEN = Path(__file__).parent / "golden" / "trace-v1.h5"
+GOLDEN_2 = GOLDEN.with_name("measured-v2.h5")
 
 
 def write(path: Path, *samples: SampleTrace | FailedSample, **run: object) -> Path:
@@ -135,7 +137,7 @@ def spoil_format(path: Path) -> None:
         (spoil_half, "truncated"),
         (lambda path: path.write_text("no trace at all"), "no HDF5"),
         (lambda path: path.write_bytes(b""), "no HDF5"),
-        (spoil_version, "got format 2"),
+        (spoil_version, "got format 3"),
         (spoil_format, "another HDF5 file"),
         (lambda path: path.unlink(), "got nothing"),
     ],
@@ -174,6 +176,56 @@ def test_the_golden_file_of_version_1_is_read_for_ever() -> None:
     with h5py.File(GOLDEN) as file:
         assert file["complete"][()].tolist() == [1, 1, 0]
         assert file["theta"].dims[3][0].name == "/layer"
+
+
+def test_the_golden_file_of_version_2_is_read_for_ever() -> None:
+    trace = read_trace(GOLDEN_2)
+    assert trace.sample_ids == ("ends", "goes-on", "broken")
+    assert trace.failures == {"broken": "planted failure"}
+    assert trace.attrs["format_version"] == "2"
+    assert trace.run.labels() == [
+        "snapkv:attention b=16 a=0.25 w=8 max7 kv",
+        "snapkv:two-stage b=16 a=0.25 w=8 max7 query",
+    ]
+    assert trace.arrays["token_id"].tolist() == [[54, 226, -1, -1], [174, 249, 208, 151], [0] * 4]
+    assert trace.arrays["steps_measured"].tolist() == [2, 4, 0]
+    assert trace.measured.tolist() == [[True, True, False, False], [True] * 4, [False] * 4]
+    np.testing.assert_allclose(trace.arrays["held_share"][:2], [[1 / 3, 2 / 3]] * 2)
+    for name, variable in VARIABLES.items():
+        if name in trace.arrays and "step" in variable.dims and variable.dtype == "float64":
+            steps = np.moveaxis(trace.arrays[name], 1 + variable.dims.index("step"), 1)
+            told = np.isfinite(steps).reshape(*trace.measured.shape, -1)
+            assert (told == trace.measured[..., np.newaxis]).all(), name
+    cosine = trace.arrays["perturbation_propagated_cosine"]
+    np.testing.assert_allclose(cosine[0, 0, 1, 0], [0.4909954088546, 0.1381714663649, 0.0678412376854, 0.0236704429297])
+    floors = [trace.arrays[name][:2] for name in VARIABLES if "noise_floor" in name]
+    assert len(floors) == 13
+    assert all(np.nanmin(floor) > 0 for floor in floors)
+    assert np.nanmin(trace.arrays["noise_floor_cosine"]) == 2.0**-47
+    assert np.nanmin(trace.arrays["logit_kl_noise_floor"]) == 2.0**-23
+    assert trace.kept(0, 0, 0, 0).tolist() == [11, *range(22, 29), *range(40, 48)]
+    assert trace.same_kept(0, 1).shape == (2, 2, 4)
+    with xr.open_dataset(GOLDEN_2, engine="h5netcdf") as data:
+        assert int(data["steps_measured"].sel(sample="ends")) == 2
+        assert data["perturbation_isolated_l2"].attrs["units"] == "L2"
+
+
+def test_a_trace_of_version_1_that_is_extended_tells_which_of_its_samples_are_older(tmp_path: Path) -> None:
+    path = Path(shutil.copy(GOLDEN, tmp_path / "grown.h5"))
+    names = ["first", "second", "broken", "third"]
+    writer = TraceWriter(path, run_config(4), names, {"model": "m"})
+    assert set(writer.missing()) == {"broken", "third"}
+    for name in writer.missing():
+        writer.append(sample_trace(name, optional=True))
+    trace, old = read_trace(writer.finish()), read_trace(GOLDEN)
+    assert trace.attrs["format_version"] == str(FORMAT_VERSION)
+    assert trace.arrays["steps_measured"].tolist() == [1, 1, 1, 1]
+    assert trace.measured.tolist() == [[True]] * 4
+    for name in old.arrays:
+        if not name.startswith("kept_"):
+            np.testing.assert_array_equal(trace.arrays[name][:2], old.arrays[name][:2])
+    assert np.isnan(trace.arrays["noise_floor_l2"][:2]).all()
+    assert np.isfinite(trace.arrays["noise_floor_l2"][2:]).all()
 
 
 def test_large_variables_are_read_when_they_are_asked_for(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def sample_trace(
             draw.lognormal(size=shape) if kind.kind == "f" else draw.integers(0, 2, shape)
         ).astype(kind)
     rows = configs * layers * heads
+    if optional:
+        arrays["steps_measured"] = np.asarray(steps)
     arrays["kept_count"] = np.full((configs, layers, heads), KEPT)
     arrays["kept_offset"] = (np.arange(rows) * KEPT).reshape(configs, layers, heads)
     arrays["kept_position"] = np.tile(np.arange(KEPT, dtype=np.int32), rows)

@@ -1,0 +1,112 @@
+"""A trace whose axes are not what its run and its variables say is refused: read, it would turn results around."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from perturbkv.errors import TraceError
+from perturbkv.finished import FinishedTrace
+from perturbkv.journal import Journal, journal_path
+from perturbkv.store import describe, read_trace
+from tests.store.test_a_trace_file_keeps_its_word import GOLDEN, write
+from tests.support.measured import MEASURED
+from tests.support.traces import run_config, sample_trace
+
+FIRST, SECOND = run_config().labels()
+
+
+def relabelled(axis: str, values: list[str]) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        file[axis][...] = values
+
+    return change
+
+
+def turned_run(file: h5py.File) -> None:
+    """The run's configurations in another order, the coordinate as it was."""
+    run = json.loads(file.attrs["run"])
+    run["configs"].reverse()
+    file.attrs["run"] = json.dumps(run)
+
+
+def fewer_in_run(file: h5py.File) -> None:
+    run = json.loads(file.attrs["run"])
+    del run["configs"][1]
+    file.attrs["run"] = json.dumps(run)
+
+
+def shifted(axis: str) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        file[axis][...] = np.asarray(file[axis]) + 1
+
+    return change
+
+
+def cut_variable(file: h5py.File) -> None:
+    attrs, kept = dict(file["theta"].attrs), file["theta"][:, :, :, :1]
+    del file["theta"]
+    file["theta"] = kept
+    file["theta"].attrs["units"], file["theta"].attrs["long_name"] = attrs["units"], attrs["long_name"]
+
+
+SPOILT = [
+    (relabelled("config", [SECOND, FIRST]), f"expected '{FIRST}', as the run says, at place 0 .* got '{SECOND}'"),
+    (relabelled("config", [FIRST, FIRST]), f"expected '{SECOND}', as the run says, at place 1 .* got '{FIRST}'"),
+    (relabelled("config", [FIRST, "other"]), f"expected '{SECOND}', as the run says, at place 1 .* got 'other'"),
+    (turned_run, f"expected '{SECOND}', as the run says, at place 0 .* got '{FIRST}'"),
+    (fewer_in_run, "expected the 1 configurations of the run along 'config' in .*, got 2"),
+    (relabelled("sample", ["s1", "s1"]), "expected every sample id once along 'sample' in .*, got 's1' twice"),
+    (shifted("step"), r"expected the places 0 … 1 along 'step' in .*, got \[1, 2\]"),
+    (shifted("layer"), "expected the places 0 … 2 along 'layer'"),
+    (shifted("head"), "expected the places 0 … 1 along 'head'"),
+    (
+        cut_variable,
+        r"expected theta of the shape \(2, 2, 2, 3, 2\) along sample config step layer head in .*, got \(2, ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), SPOILT)
+@pytest.mark.parametrize("read", [read_trace, describe, FinishedTrace])
+def test_a_file_whose_axes_are_not_its_runs_is_refused(
+    tmp_path: Path, read: Callable[[Path], object], spoil: Callable[[h5py.File], None], words: str
+) -> None:
+    path = write(
+        tmp_path / "t.h5", sample_trace("s0", steps=2, layers=3), sample_trace("s1", steps=2, layers=3), steps=2
+    )
+    read(path)
+    with h5py.File(path, "r+") as file:
+        spoil(file)
+    words = words.replace("[", r"\[") if "snapkv" in words else words
+    with pytest.raises(TraceError, match=words) as told:
+        read(path)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("golden", [GOLDEN, MEASURED], ids=lambda path: path.stem)
+def test_labels_in_an_older_wording_are_read_and_in_another_order_are_not(tmp_path: Path, golden: Path) -> None:
+    path = Path(shutil.copy(golden, tmp_path / "old.h5"))
+    expected = read_trace(path)
+    with h5py.File(path, "r+") as file:
+        labels = list(file["config"].asstr()[()])
+        file["config"][1] = f"{labels[1]} as it was called then"
+    assert read_trace(path).run == expected.run
+    with h5py.File(path, "r+") as file:
+        file["config"][...] = [labels[1], labels[0], *labels[2:]]
+    with pytest.raises(TraceError, match="as the run says, at place 0"):
+        read_trace(path)
+
+
+def test_a_journal_file_that_names_a_configuration_twice_is_damaged(tmp_path: Path) -> None:
+    journal = Journal(journal_path(tmp_path / "t.h5"))
+    journal.begin(run_config())
+    journal.append(sample_trace("whole"), [FIRST, SECOND])
+    journal.append(sample_trace("twice"), [FIRST, FIRST])
+    assert journal.sample_ids() == ["whole"]
