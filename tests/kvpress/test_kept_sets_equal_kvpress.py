@@ -1,7 +1,7 @@
 """Under preset `kvpress`, what seven systems keep is what kvpress 0.5.5 keeps, entry by entry.
 
-Run by `make test-kvpress` in an environment of its own, as kvpress needs an older transformers than the toolkit. Prompts
-have 512 or 1024 tokens, so that a compression ratio is its budget exactly.
+Run by `make test-kvpress` in an environment of its own, as kvpress needs an older transformers than the toolkit.
+Prompts have 512 or 1024 tokens, so that a compression ratio is its budget exactly.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_the_pyramid_falls_back_where_kvpress_does() -> None:
 @pytest.mark.real_model
 def test_the_embedded_model_keeps_what_kvpress_keeps() -> None:
     adapter = load_model("smollm2-135m", device="cpu", dtype="float32")
-    ids = adapter.tokenizer(" ".join(sentences()[:200]), add_special_tokens=False)["input_ids"][:1024]
+    ids = adapter.tokenizer(" ".join(sentences()[:200]), add_special_tokens=False)["input_ids"][:512]
     check(adapter, 384, ids)
 
 
