@@ -38,7 +38,7 @@ def assumption(
 
 def _print(result: Assumption) -> None:
     from perturbkv.analyses.assumption import READINGS
-    from perturbkv.analyses.naming import budgets, setting
+    from perturbkv.analyses.naming import budgets, folded, setting
 
     names = budgets([setting(config.label) for config in result.configs])
     for name, title in READINGS.items():
@@ -46,7 +46,7 @@ def _print(result: Assumption) -> None:
         for budget, config in zip(names, result.configs, strict=True):
             reading = config.readings[name]
             rows.append([
-                numbers.folded(budget),
+                folded(budget),
                 numbers.held(config.held),
                 numbers.percent(reading.share, reading.share_interval),
                 f"{int(reading.failing.sum())} of {reading.failing.size}",

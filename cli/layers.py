@@ -186,12 +186,14 @@ def _print_samples(series: list[LastLayer]) -> None:
 
 
 def _print_budgets(curves: Budgets) -> None:
+    from perturbkv.analyses.naming import folded
+
     rows = []
     for curve in curves.curves:
         for place, budget in enumerate(curve.budgets):
             ends = {name: numbers.at(band, place) for name, band in curve.intervals.items()}
             rows.append([
-                numbers.folded(curve.name) if place == 0 else "",
+                folded(curve.name) if place == 0 else "",
                 budget,
                 numbers.percent(float(curve.kept[place])),
                 numbers.held(float(curve.held[place])),

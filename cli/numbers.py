@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from math import isnan
 from typing import TYPE_CHECKING
@@ -79,11 +78,6 @@ def about_power(decided: Decided) -> str:
     if decided.least_together > 1:
         return f"{said}; {smallest}: it counts only where {decided.least_together} heads reach it together."
     return f"{said}."
-
-
-def folded(name: str, width: int = 16) -> str:
-    """A long name on several lines, broken between its words."""
-    return "\n".join(textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False))
 
 
 def _ends(interval: Scalar, shown: Callable[[float], str], apart: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.assumption import READINGS, Assumption, ConfigAssumption
-from perturbkv.analyses.naming import budgets, setting
+from perturbkv.analyses.naming import budgets, folded, setting
 from perturbkv.figures import heatmaps, style
 
-_WIDE = 5
+_WIDE, _NAME = 5, 20
 
 
 def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
@@ -38,5 +38,5 @@ def _rows(result: Assumption, narrow: bool) -> list[list[heatmaps.Map]]:
 def _map(name: str, config: ConfigAssumption, variable: str) -> heatmaps.Map:
     reading = config.readings[variable]
     share = style.percent(reading.share, reading.share_interval)
-    held = f"held / full {style.number(config.held)}"
-    return heatmaps.Map(f"b={name} · {held}\n{READINGS[variable]}\n{share}", reading.mean, reading.failing)
+    shown = folded(f"b={name}, held / full {style.number(config.held)}", _NAME)
+    return heatmaps.Map(f"{shown}\n{READINGS[variable]}\n{share}", reading.mean, reading.failing)

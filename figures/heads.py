@@ -16,7 +16,7 @@ from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
 
-_HEIGHT_MM = 92
+_HEIGHT_MM = 99
 _FLAG_COLOUR = "#c1272d"
 _DECADES_BELOW = 1000.0
 
@@ -40,7 +40,8 @@ def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
         bar.ax.minorticks_off()
         axes[1].legend(handles=_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
         flips = result.propagated.decided.flips
-        style.foot(figure, result.identity, f"heads: means over samples; tied: within 2 noise floors, or the same "
+        style.foot(figure, result.identity, f"share: mean of samples; counts: by heads' means; "
+                   f"tied: within 2 noise floors, or the same "
                    f"entries kept · beyond chance: {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 % · "
                    f"held / full {_held(result)} · {style.about(result.identity.samples)}")  # fmt: skip
     return figure
@@ -94,7 +95,7 @@ def _title(kind: HeadKind, name: str) -> str:
     share = style.percent(kind.better_share, kind.better_share_interval)
     counts = f"{kind.improved_count} better, {kind.worsened_count} worse, {kind.tied_count} tied"
     beyond = f"beyond chance: {kind.decided.better} better, {kind.decided.worse} worse"
-    return f"{name}: {share} of heads better, mean of samples\n{counts}\n{beyond}"
+    return f"{name}: {share} of heads better\n{counts}\n{beyond}"
 
 
 def _held(result: HeadComparison) -> str:

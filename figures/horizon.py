@@ -14,7 +14,7 @@ from perturbkv.analyses.horizon import ConfigHorizon, Horizon
 from perturbkv.analyses.naming import short
 from perturbkv.figures import heatmaps, style
 
-_HEIGHT_MM = 66
+_HEIGHT_MM, _LEGEND_MM = 62, 3.6
 _STYLES: dict[str, Any] = {"propagated": "-", "isolated": "--"}
 _MOST = 2.0
 
@@ -23,9 +23,11 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     """Relative L1 of all heads per step with its interval, and KL. One colour per configuration."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1) + 6)
-        left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         colours = style.category_colours(len(result.configs))
+        handles = _legend(result, colours)
+        rows = len(handles) if narrow else -(-len(handles) // 2)
+        figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1) + rows * _LEGEND_MM)
+        left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         for config, colour in zip(result.configs, colours, strict=True):
             _curves(left, config, colour)
             right.plot(range(result.steps), config.kl, color=colour, gid="kl")
@@ -34,7 +36,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             axes.set(xlabel="decode step", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_ylim(bottom=0)
-        style.legend_below(left, _legend(result, colours), 2)
+        figure.legend(handles=handles, loc="outside lower left", ncols=1 if narrow else 2)
         style.title(figure, "Perturbation over the decode steps")
         style.foot(figure, result.identity, f"{_samples(result)} · KL: mean over samples, no interval")
     return figure
