@@ -67,7 +67,8 @@ def _print(results: tuple[Ablation, ...]) -> None:
             console.table("\nwhat each ingredient brings: L1 over that without it", columns, _rows(result.brings))
     kind = results[0].rows[0].compared.propagated
     console.say(
-        f"{numbers.about_intervals(results[0].identity.samples)} Isolated and propagated; Σ: of all heads; half of the baseline's lies in "
+        f"{numbers.about_intervals(results[0].identity.samples)} Isol., prop.: isolated and propagated. "
+        f"Σ: of all heads; half of the baseline's lies in "
         f"{numbers.percent(kind.half_share)} of them (propagated), so beside it the median head's ratio. Heads better: "
         f"mean over samples of each sample's share. {numbers.ABOUT_TIES} With one kept set per query head there is no "
         f"group, and no row for its product. {numbers.ABOUT_HELD}"

@@ -36,8 +36,8 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             axes.set(xlabel="decode step", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_ylim(bottom=0)
-        figure.legend(handles=handles, loc="outside lower left", ncols=1 if narrow else 2)
-        style.title(figure, "Perturbation over the decode steps")
+        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2)
+        left.set_title("Perturbation over the decode steps", loc="left")
         style.foot(figure, result.identity, f"{_samples(result)} · KL: mean over samples, no interval")
     return figure
 

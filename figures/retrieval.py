@@ -31,8 +31,7 @@ def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_
             panel.set_axis_off()
         if not result.budgets:
             style.note(axes.flat[0], "no budget of three methods or more: no ranks")
-        figure.legend(handles=_legend(), loc="outside upper right", ncols=2)
-        style.title(figure, "Perturbation and retrieval, within a prompt")
+        figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
         style.foot(figure, identity, f"n prompts decide; {style.about(result.samples)} that the full cache answers")
     return figure
 
@@ -47,7 +46,11 @@ def _panel(axes: Axes, link: BudgetLink) -> None:
     axes.text(0.98, len(MEASURES) - 0.12, "circular: nearly the score", transform=axes.get_yaxis_transform(),
               ha="right", va="top", fontsize=5.5, color="0.35")  # fmt: skip
     axes.set_yticks(list(places.values()), list(names.values()))
-    axes.set(xlim=(-1.05, 1.05), ylim=(max(places.values()) + 0.5, -0.5), xlabel="Spearman’s ρ; left: perturbed, lost")
+    axes.set(
+        xlim=(-1.05, 1.05),
+        ylim=(max(places.values()) + 0.5, -0.5),
+        xlabel="Spearman’s ρ within a prompt; left: perturbed, lost",
+    )
     deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
     title = (
         f"b={link.budget}, {len(link.labels)} methods; n = {deciding['score']} (number), {deciding['digits']} (digits)"
