@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perturbkv.analyses.naming import common, counted, short
+from perturbkv.analyses.reading import measured_steps
 from perturbkv.trace import Trace
 
 MOST_NAMED = 12
@@ -25,6 +26,7 @@ class RunIdentity:
         made_with: versions.
         scenario: what was compressed; said where it is not the whole prompt.
         weights: the type that they are stored in → the run's, where they are quantised.
+        ended: complete samples left out because their text ends before the step shown.
     """
 
     model: str
@@ -37,6 +39,7 @@ class RunIdentity:
     made_with: str
     scenario: str = "regular"
     weights: str = ""
+    ended: int = 0
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
@@ -47,6 +50,7 @@ class RunIdentity:
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
             counted(self.samples, "sample"),
+            f"{self.ended} ended before" if self.ended else "",
             f"{self.failed} failed" if self.failed else "",
             f"trace {self.trace or 'in memory'}",
             self.made_with,
@@ -69,12 +73,13 @@ def _split(label: str) -> tuple[str, str]:
     return side, rest
 
 
-def identity(trace: Trace, labels: Sequence[str]) -> RunIdentity:
-    """The identity of a trace, of which the configurations `labels` are shown."""
+def identity(trace: Trace, labels: Sequence[str], step: int = 0) -> RunIdentity:
+    """The identity of a trace, of which the configurations `labels` are shown at one decode step."""
+    held = int((measured_steps(trace) > step).sum())
     return RunIdentity(
         model=trace.run.model,
         dataset=trace.run.dataset,
-        samples=int(trace.ok.sum()),
+        samples=held,
         failed=len(trace.failures),
         configs=tuple(labels),
         trace=trace.digest,
@@ -82,4 +87,5 @@ def identity(trace: Trace, labels: Sequence[str]) -> RunIdentity:
         made_with=f"perturbkv {trace.attrs.get('perturbkv_version', '')}".strip(),
         scenario=trace.run.scenario,
         weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
+        ended=int(trace.ok.sum()) - held,
     )

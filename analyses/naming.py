@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 
@@ -51,3 +52,8 @@ def short(labels: Sequence[str]) -> list[str]:
 
 def _words(label: str) -> list[str]:
     return label.replace(":", " ", 1).split()
+
+
+def folded(name: str, width: int = 16) -> str:
+    """A long name on several lines, broken between its words."""
+    return "\n".join(textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.naming import short
-from perturbkv.analyses.retrieval import MEASURES
+from perturbkv.analyses.retrieval import CIRCULAR, MEASURES
 from perturbkv.datasets.encode import encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.loading import open_model
@@ -30,53 +30,61 @@ def needle_of(folder: Path) -> dict[str, Any]:
     return told
 
 
+def ends(interval: dict[str, Any] | None, digits: int = 2, scale: float = 1) -> str:
+    """An interval of summary.json in brackets, a range in parentheses."""
+    if not interval:
+        return ""
+    low, high = (f"{scale * interval[end]:.{digits}f}" for end in ("low", "high"))
+    return f" ({low} … {high})" if interval["kind"] == "range" else f" [{low}, {high}]"
+
+
 def percent(method: dict[str, Any], name: str) -> str:
     """A share with its interval."""
-    low, high = method[f"{name}_interval"]
-    return f"{100 * method[name]:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+    return f"{100 * method[name]:.0f} %{ends(method[f'{name}_interval'], 0, 100)}"
 
 
 def methods(folder: Path) -> None:
     """A row per method: found, leading digits, and found by prompt length."""
     told = needle_of(folder)
-    say(f"\n{folder}: {told['scenario']}\n\n| | found | digits | by length: {told['lengths']} |\n|---|---|---|---|")
+    say(f"\n{folder}: {told['scenario']}\n\n| | held / full | found | digits | by length: {told['lengths']} |")
+    say("|---|---|---|---|---|")
     labels = short([method["label"] for method in told["methods"]])
     for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):
         by_length = " / ".join(f"{100 * np.mean(column):.0f}" for column in np.transpose(method["digits_grid"]))
-        say(f"| {name} | {percent(method, 'score')} | {percent(method, 'digits')} | {by_length} |")
+        held = "–" if method["held"] is None else f"{method['held']:.2f}"
+        say(f"| {name} | {held} | {percent(method, 'score')} | {percent(method, 'digits')} | {by_length} |")
     say("by depth, digits: " + ", ".join(f"{depth:g}" for depth in told["depths"]))
     for name, method in zip(labels, told["methods"], strict=True):
         say(f"  {name}: " + ", ".join(f"{100 * np.mean(row):.0f}" for row in method["digits_grid"]))
 
 
 def link(folder: Path) -> None:
-    """A row per measure: rank correlation with the whole number and with its digits."""
+    """A row per budget and measure: rank correlation between the methods of one prompt, with both outcomes."""
     told = needle_of(folder)["correlation"]
-    say(f"\n{told['samples']} prompts\n\n| | whole number | digits | digits, within a prompt |\n|---|---|---|---|")
-    by_outcome = {
-        outcome: [one for one in told["correlations"] if one["outcome"] == outcome] for outcome in ("score", "digits")
-    }
-    for exact, digits in zip(by_outcome["score"], by_outcome["digits"], strict=True):
-        cells = [(exact, "rho", "interval"), (digits, "rho", "interval"), (digits, "within", "within_interval")]
-        row = " | ".join(_rho(one[value], one[interval]) for one, value, interval in cells)
-        say(f"| {MEASURES[exact['measure']]} | {row} |")
+    for budget in told["budgets"]:
+        for kind in ("correlations", "circular"):
+            say(f"\n{kind}, b={budget['budget']}, {told['samples']} prompts\n\n| | whole number | n | digits | n |")
+            say("|---|---|---|---|---|")
+            found = {(one["measure"], one["outcome"]): one for one in budget[kind]}
+            for measure in dict.fromkeys(measure for measure, _ in found):
+                cells = [cell for outcome in ("score", "digits") for cell in _rho(found[measure, outcome])]
+                say(f"| {({**MEASURES, **CIRCULAR})[measure]} | {' | '.join(cells)} |")
 
 
 def levels(folder: Path) -> None:
     """Mean of every measure per configuration, over prompts."""
-    told = needle_of(folder)
-    names = short([method["label"] for method in told["methods"]])
     say(f"\n{folder}: means")
-    for measure, rows in told["correlation"]["perturbation"].items():
-        means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
-        say(f"  {MEASURES[measure]}: {means}")
+    for budget in needle_of(folder)["correlation"]["budgets"]:
+        names = short(budget["labels"])
+        for measure, rows in budget["measured"].items():
+            means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
+            say(f"  b={budget['budget']}, {({**MEASURES, **CIRCULAR})[measure]}: {means}")
 
 
-def _rho(value: float | None, interval: list[float] | None) -> str:
-    if value is None:
-        return "–"
-    ends = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
-    return f"{value:.2f}{ends}".replace("-", "−")
+def _rho(one: dict[str, Any]) -> list[str]:
+    """ρ with its interval, and how many prompts it is of."""
+    shown = "–" if one["rho"] is None else f"{one['rho']:.2f}{ends(one['interval'])}".replace("-", "−")
+    return [shown, str(one["deciding"])]
 
 
 def digits_kept(folder: Path, inside: float) -> None:

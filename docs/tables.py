@@ -10,6 +10,8 @@ from typing import Any
 CONTENDERS = 4
 """Selections that rank by the window's attention; the others are controls."""
 Cells = list[list[str]]
+Ends = dict[str, Any] | None
+"""An interval as summary.json has it: low, high, and whether it is an `interval` or a `range`."""
 
 
 def say(text: str) -> None:
@@ -24,20 +26,29 @@ def table(title: str, heads: list[str], rows: Cells) -> None:
         say(f"| {' | '.join(cells)} |")
 
 
-def number(value: float | None, ends: list[float] | None = None, digits: int = 2) -> str:
-    """'0.71 [0.65, 0.78]'."""
-    if value is None:
-        return "–"
-    interval = f" [{', '.join(f'{end:z.{digits}f}' for end in ends)}]" if ends else ""
-    return f"{value:z.{digits}f}{interval}".replace("-", "−")
+def number(value: float | None, ends: Ends = None, digits: int = 2) -> str:
+    """'0.71 [0.65, 0.78]', or of a range '0.71 (0.65 … 0.78)'."""
+    return "–" if value is None else f"{value:z.{digits}f}{_between(ends, f'z.{digits}f')}".replace("-", "−")
 
 
-def percent(value: float | None, ends: list[float] | None = None) -> str:
-    """'72 % [58, 82]'."""
-    if value is None:
-        return "–"
-    interval = f" [{', '.join(f'{100 * end:z.0f}' for end in ends)}]" if ends else ""
-    return f"{100 * value:z.0f} %{interval}".replace("-", "−")
+def percent(value: float | None, ends: Ends = None) -> str:
+    """'72 % [58, 82]', or of a range '72 % (58 … 82)'."""
+    hundred = ends and {**ends, "low": 100 * ends["low"], "high": 100 * ends["high"]}
+    return "–" if value is None else f"{100 * value:z.0f} %{_between(hundred, 'z.0f')}".replace("-", "−")
+
+
+def _between(ends: Ends, shown: str) -> str:
+    if not ends:
+        return ""
+    low, high = (f"{ends[end]:{shown}}" for end in ("low", "high"))
+    return f" ({low} … {high})" if ends["kind"] == "range" else f" [{low}, {high}]"
+
+
+def at(band: dict[str, Any] | None, place: int) -> Ends:
+    """One interval out of an array of them; None where it has none."""
+    if band is None or band["low"][place] is None:
+        return None
+    return {"low": band["low"][place], "high": band["high"][place], "kind": band["kind"]}
 
 
 def budget(label: str) -> str:
@@ -82,28 +93,28 @@ def assumption(found: dict[str, Any]) -> None:
     rows = []
     for config in found["configurations"]:
         cells = [budget(config["config"])]
-        for name in ("sigma_topk", "sigma_stage1"):
+        for name in ("sigma_topk", "sigma_stage1", "retained_mass"):
             reading = config[name]
             below = [head["layer"] for head in reading["heads_at_most_half"]]
             cells += [percent(reading["share_above_half"], reading["share_above_half_interval"]), str(len(below))]
         by_layer = config["sigma_stage1"]["share_above_half_by_layer"]
         cells.append(f"{percent(by_layer[0])}, {percent(sum(by_layer[1:]) / len(by_layer[1:]))}")
         rows.append(cells)
-    heads = ["budget", "top ⌊αb⌋: > 0.5", "heads below", "stage 1: > 0.5", "heads below", "first layer, others"]
+    heads = ["budget", "top ⌊αb⌋: > 0.5", "heads below", "stage 1: > 0.5", "heads below", "S: > 0.5", "heads below",
+             "first layer, others (stage 1)"]  # fmt: skip
     table("assumption", heads, rows)
 
 
 def layers(found: dict[str, Any]) -> None:
-    """Reduction of drift after some layers; per sample; against the budget."""
+    """Median drift after some layers and the ratio of its means; per sample; against the budget."""
     rows = []
     samples = found.get("per_sample", [None] * len(found["drifts"]))
     for drift, sample in zip(found["drifts"], samples, strict=True):
-        last = len(drift["reduction"]) - 1
+        last = len(drift["ratio"]) - 1
         cells = [f"{drift['treatment'].split()[0].partition(':')[2]}, {budget(drift['baseline'])}"]
         for layer in (0, last // 2, last):
-            ends = [end[layer] for end in drift["reduction_interval"]]
-            sides = f"{drift['baseline_drift'][layer]:,.0f} → {drift['treatment_drift'][layer]:,.0f}"
-            cells.append(f"{sides}, {percent(drift['reduction'][layer], ends)}")
+            sides = f"{drift['baseline_median_drift'][layer]:,.0f} → {drift['treatment_median_drift'][layer]:,.0f}"
+            cells.append(f"{sides}, × {number(drift['ratio'][layer], at(drift['ratio_interval'], layer))}")
         if sample:
             cells.append(percent(sample["improved_share"], sample["improved_share_interval"]))
         rows.append(cells)
@@ -115,12 +126,12 @@ def layers(found: dict[str, Any]) -> None:
         for place, size in enumerate(curves[0]["budgets"]):
             cells = [size]
             for curve in curves:
-                ends = [end[place] for end in curve["intervals"]["kl"]]
-                agreed = [end[place] for end in curve["intervals"]["top1"]]
-                cells += [f"{curve['means']['drift'][place]:,.0f}", number(curve["means"]["kl"][place], ends),
-                          percent(curve["means"]["top1"][place], agreed)]  # fmt: skip
+                ends, agreed = (at(curve["intervals"][name], place) for name in ("kl", "top1"))
+                cells += [number(curve["held"][place]), f"{curve['medians']['drift'][place]:,.0f}",
+                          number(curve["medians"]["kl"][place], ends, 4),
+                          percent(curve["medians"]["top1"][place], agreed)]  # fmt: skip
             rows.append(cells)
-        names = [f"{curve['name']}: {what}" for curve in curves for what in ("drift", "KL, nat", "same token")]
+        names = [f"{curve['name']}: {what}" for curve in curves for what in ("held", "drift", "KL, nat", "same token")]
         table("budgets", ["budget", *names], rows)
 
 
@@ -130,13 +141,20 @@ def ablation(found: dict[str, Any]) -> None:
         for part in ("rows", "brings"):
             rows = []
             for row in setting[part]:
-                cells = [row["name"], "" if row["alpha"] is None else f"{row['alpha']:g}"]
+                cells = [row["name"], "" if row["alpha"] is None else f"{row['alpha']:g}",
+                         number(row["held_over_full_treatment"])]  # fmt: skip
                 for kind in ("isolated", "propagated"):
-                    ends = row[kind]["total_reduction_interval"]
-                    ratio = 1 - row[kind]["total_reduction"]
-                    cells += [number(ratio, ends and [1 - ends[1], 1 - ends[0]]), percent(row[kind]["improved_share"])]
+                    part_of = row[kind]
+                    cells += [number(part_of["sum_ratio"], part_of["sum_ratio_interval"]),
+                              number(part_of["median_ratio"]), percent(part_of["better_share"])]  # fmt: skip
                 rows.append(cells)
-            heads = ["", "α", "isolated L1", "heads better", "propagated L1", "heads better"]
+            sides = ("isolated", "propagated")
+            heads = [
+                "",
+                "α",
+                "held / full",
+                *(f"{side} {what}" for side in sides for what in ("Σ", "median head", "better")),
+            ]
             table(f"ablation, {setting['setting']}: {part}", heads, rows)
 
 

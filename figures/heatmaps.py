@@ -15,7 +15,8 @@ from perturbkv.figures import style
 
 _MARK_COLOUR = "#ffffff"
 _LAYER_MM, _LEAST_MM, _MOST_MM = 0.9, 24.0, 48.0
-_BETWEEN_MM, _AROUND_MM = 10.0, 16.0
+_TITLE_MM, _AROUND_MM = 3.2, 16.0
+"""Of each line of a panel's title; three of them stand above a panel without more."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ def draw(rows: Sequence[Sequence[Map]], width_mm: float, limits: tuple[float, fl
     """The panels in their rows, with one colour bar beside them. Call inside `style.use()`."""
     columns = max(len(row) for row in rows)
     height = np.clip(rows[0][0].values.shape[0] * _LAYER_MM, _LEAST_MM, _MOST_MM)
-    figure = style.figure(width_mm, len(rows) * (height + _BETWEEN_MM) + _AROUND_MM)
+    lines = max(3, *(shown.title.count("\n") + 1 for row in rows for shown in row))
+    figure = style.figure(width_mm, len(rows) * (height + lines * _TITLE_MM) + _AROUND_MM)
     axes = figure.subplots(len(rows), columns, squeeze=False)
     for shown, row in zip(rows, axes, strict=True):
         for place, panel in enumerate(row):

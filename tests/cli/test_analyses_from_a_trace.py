@@ -108,6 +108,25 @@ def test_json_is_the_summary_of_the_analysis(perturbkv: Run, measured: Path) -> 
     assert told["inequalities_checked"]["L ≤ θ"] == 360
 
 
+def test_each_distance_has_its_own_files_and_its_own_key(perturbkv: Run, measured: Path) -> None:
+    for distance in ("l1", "l2"):
+        ran = perturbkv("layers", measured, "--distance", distance, "-o", "out", "--format", "png")
+        assert ran.code == 1, ran.err  # a sample of it failed
+    assert {path.name for path in Path("out").glob("*.png")} == {"layers.png", "layers-l2.png"}
+    assert set(json.loads(Path("out/summary.json").read_text())["analyses"]) == {"layers", "layers-l2"}
+    assert "holds no noise floor of the distance: only equal is tied" in " ".join(ran.out.split())
+    refused = perturbkv("heads", measured, "--compare", "attention,value", "--distance", "cosine")
+    assert "heads needs the variable 'perturbation_isolated_cosine'" in refused.err
+
+
+def test_every_comparison_says_n_and_what_the_caches_hold(perturbkv: Run, measured: Path) -> None:
+    for command in ANALYSES:
+        said = " ".join(perturbkv(command, measured, *OPTIONS.get(command, []), "-o", "out").out.split())
+        assert "n = 3 samples, too few for intervals" in said, command
+        assert "entries that the evicted cache holds over those of the full cache" in said, command
+        assert "held" in said, command
+
+
 @pytest.mark.parametrize(
     ("command", "variable"),
     [

@@ -31,7 +31,7 @@ def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]
         (name, alpha) for name in ("two-stage-uniform", "two-stage", "mean-of-products") for alpha in (0.0, 0.25, 0.5)
     ]
     assert all(not setting["absent"] for setting in settings)
-    assert len(read_run(Path("out/trace.h5")).configs) == (5 + 6) + (5 + 9)
+    assert len(read_run(Path("out/trace.h5")).configs) == (6 + 6) + (6 + 9)
     assert Path("out/ablation.pdf").exists()
 
 
@@ -39,7 +39,7 @@ def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, ti
     told = perturbkv("ablation", *tiny, "--alpha", 0, "--granularity", "query", "-o", "out", "--json").json()
     rows = {row["name"]: row for row in told["settings"][0]["rows"]}
     uniform, unpooled = (rows[name]["isolated"] for name in ("two-stage-uniform", "attention-unpooled"))
-    assert uniform["treatment_mean_l1"] == unpooled["treatment_mean_l1"]
+    assert uniform["treatment_mean"] == unpooled["treatment_mean"]
 
 
 def test_budgets_that_nobody_chose_are_left_out_where_they_do_not_fit(perturbkv: Run, unbudgeted: list[object]) -> None:
@@ -61,7 +61,7 @@ def test_where_no_budget_fits_that_is_an_error(perturbkv: Run, unbudgeted: list[
 
 def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     told = perturbkv("ablation", *tiny, "--dry-run", "--json").json()
-    assert len(told["kept"]) == 25
+    assert len(told["kept"]) == 27
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,4 +72,4 @@ def test_every_command_leaves_trace_figures_and_summary(perturbkv: Run, unbudget
     assert "One sample: no intervals." in " ".join(ran.out.split())
     names = {path.name for path in Path("out").iterdir()}
     assert {"trace.h5", "summary.json", f"{command}.png", f"{command}.svg"} <= names
-    assert 'interval": [' not in json.dumps(json.loads(Path("out/summary.json").read_text())["analyses"])
+    assert '"kind": "interval"' not in json.dumps(json.loads(Path("out/summary.json").read_text())["analyses"])

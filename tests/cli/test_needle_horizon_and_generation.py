@@ -41,7 +41,9 @@ def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(pertu
     told = json.loads(Path("out/summary.json").read_text())["analyses"]["needle"]
     assert [method["label"] for method in told["methods"]] == trace.run.labels()
     assert told["full"]["score"] == trace.arrays["score_full"].mean()
-    assert set(told["correlation"]["perturbation"]) == {"isolated", "theta", "propagated", "drift", "kl", "lost"}
+    (link,) = told["correlation"]["budgets"]
+    assert {one["measure"] for one in link["correlations"]} == {"isolated", "theta", "propagated", "lost"}
+    assert set(link["measured"]) > {"kl", "drift", "kl_all", "drift_all", "propagated_all"}
     again = perturbkv("needle", "out/trace.h5", "-o", "again", "--json")
     assert again.code == 0, again.err
     assert again.json()["methods"] == told["methods"]

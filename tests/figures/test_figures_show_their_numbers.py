@@ -104,10 +104,12 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
     results = [layers.summarise(TRACE, *pair) for pair in PAIRS]
     figure = layers_figure.draw(results, SHOWN, width)
     for result in results:
-        np.testing.assert_allclose(artist(figure, 0, f"baseline {result.baseline}").get_ydata(), result.baseline_mean)
-        np.testing.assert_allclose(artist(figure, 0, f"treatment {result.baseline}").get_ydata(), result.treatment_mean)
+        np.testing.assert_allclose(artist(figure, 0, f"baseline {result.baseline}").get_ydata(), result.baseline_median)
+        np.testing.assert_allclose(
+            artist(figure, 0, f"treatment {result.baseline}").get_ydata(), result.treatment_median
+        )
         drawn = artist(figure, 1, f"reduction {result.baseline}").get_ydata()
-        np.testing.assert_allclose(1 - drawn, result.reduction)
+        np.testing.assert_allclose(drawn, result.ratio)
     assert figure.axes[1].yaxis_inverted()  # above is better
     labels = [figure.axes[1].yaxis.get_major_formatter()(ratio) for ratio in (0.5, 1, 1.5)]
     assert labels == ["+50", "0", "−50"]
@@ -126,11 +128,12 @@ def test_samples_are_pairs_of_drifts(width: int) -> None:
 def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
     result = budgets.summarise(TRACE, ["attention", "random"])
     figure = budgets_figure.draw(result, width)
+    known = not any(np.isnan(curve.held).any() for curve in result.curves)
     for panel, quantity in enumerate(("drift", "kl", "top1")):
         for curve in result.curves:
             x, y = artist(figure, panel, f"{quantity} {curve.name}").get_data()
-            np.testing.assert_allclose(x, 100 * curve.kept)
-            np.testing.assert_allclose(y, curve.means[quantity])
+            np.testing.assert_allclose(x, 100 * (curve.held if known else curve.kept))
+            np.testing.assert_allclose(y, curve.medians[quantity])
 
 
 @WIDTHS
@@ -139,16 +142,19 @@ def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
     figure = ablation_figure.draw(results, identity(TRACE, TRACE.run.labels()), width)
     for panel, result in enumerate(results):
         for kind in ("isolated", "propagated"):
-            ratios = [getattr(row.compared, kind).l1_ratio for row in result.rows]
+            ratios = [getattr(row.compared, kind).sum_ratio for row in result.rows]
             boxes = [box for box in figure.axes[panel].containers if box.lines[0].get_gid() == kind]
             np.testing.assert_allclose([float(box.lines[0].get_xdata()[0]) for box in boxes], ratios)
+            medians = [getattr(row.compared, kind).median_ratio for row in result.rows]
+            drawn = [float(line.get_xdata()[0]) for line in artists(figure, panel, f"median {kind}")]
+            np.testing.assert_allclose(drawn, medians)
     assert "not measured" in words(figure) if width == 174 else "not measured" not in words(figure)
 
 
 DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     "assumption": (
         lambda: assumption_figure.draw(assumption.summarise(TRACE)),
-        ["layer", "head", "σ (attention mass), mean over samples"],
+        ["layer", "head", "σ or S (attention mass), mean over samples", "S: all that is kept", "held /"],
     ),
     "bounds": (
         lambda: bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), rank_agreement.summarise(TRACE)),
@@ -168,7 +174,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     ),
     "budgets": (
         lambda: budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
-        ["kept share of the cache (%)", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
+        ["(%)", "medians over samples", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
     ),
     "ablation": (lambda: ablation_figure.draw(ablation.summarise(TRACE), SHOWN), ["L1 over the baseline's"]),
 }
@@ -182,5 +188,6 @@ def test_axes_name_quantity_and_unit_and_the_foot_its_run(name: str) -> None:
     for label in labels:
         assert label in said
     assert f"trace {TRACE.digest}" in said
+    assert "n = 3 samples" in said  # each says of how many samples its intervals, or its ranges, are
     assert "3 samples · 1 failed" in said
     assert "random weights" in figure.get_suptitle()

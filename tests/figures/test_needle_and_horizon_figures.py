@@ -13,7 +13,8 @@ from perturbkv.figures import horizon as horizon_figure
 from perturbkv.figures import needle as needle_figure
 from perturbkv.figures import retrieval as retrieval_figure
 from perturbkv.trace import Trace
-from tests.analyses.test_needle_and_horizon_by_hand import growing, made
+from tests.analyses.test_needle_and_horizon_by_hand import MOVED, growing, made, ranked
+from tests.analyses.test_needle_and_horizon_by_hand import SCORES as RANKED
 from tests.support.artists import artist, artists, render, words
 
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
@@ -53,21 +54,23 @@ def test_more_methods_than_a_row_holds_flow_on() -> None:
 
 
 @WIDTHS
-def test_levels_count_every_prompt_and_configuration(width: int) -> None:
-    trace = answered()
+def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> None:
+    trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
     result = retrieval.summarise(trace)
     figure = retrieval_figure.draw(result, identity(trace, trace.run.labels()), width)
-    for panel, measured in enumerate(result.perturbation):
-        heights = [bar.get_height() for bar in artists(figure, panel, "counts")] or [
-            bar.get_height() for bar in figure.axes[panel].patches
-        ]
-        assert sum(heights) == measured.size == 10
-    assert f"ρ = {result.correlations[0].rho:.2f}".replace("-", "−") in words(figure)
+    (link,) = result.budgets
+    drawn = {box.lines[0].get_gid(): float(box.lines[0].get_xdata()[0]) for box in figure.axes[0].containers}
+    told = {f"{one.measure} {one.outcome}": one.rho for one in (*link.correlations, *link.circular)}
+    assert drawn == pytest.approx(told)
+    said = words(figure)
+    assert "b=64, 3 methods; n = 2 (number), 2 (digits)" in said
+    assert "circular: nearly the score" in said
+    assert "ranges of single samples over n = 3 samples" in " ".join(said.split())
 
 
 @WIDTHS
 def test_curves_and_maps_of_growth(width: int) -> None:
-    result = horizon.summarise(growing(), ["attention", "two-stage"])
+    result = horizon.summarise(growing(7), ["attention", "two-stage"])
     figure = horizon_figure.draw(result, width)
     for kind in horizon.KINDS:
         for line, config in zip(artists(figure, 0, kind), result.configs, strict=True):
@@ -88,7 +91,10 @@ def test_odd_runs_are_drawn(width: int) -> None:
     nothing = made([[1, 0]], [0], [[0.1, 0.2]])
     shown = identity(nothing, nothing.run.labels())
     figure = retrieval_figure.draw(retrieval.summarise(nothing), shown, width)
-    assert "the full cache answers no prompt" in words(figure)
+    assert "no budget of three methods or more" in words(figure)
+    three = ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])
+    alike = retrieval_figure.draw(retrieval.summarise(three), shown, width)
+    assert "no prompt decides: all outcomes are alike" in words(alike)
     zero = made([[1, 0]], [1], [[0.0, 0.0]])
     for trace in (nothing, zero):
         render(needle_figure.draw(needle.summarise(trace), width))
