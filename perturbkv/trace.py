@@ -256,6 +256,23 @@ class Trace:
         start, count = int(self.arrays["kept_offset"][where]), int(self.arrays["kept_count"][where])
         return np.asarray(self.arrays["kept_position"][start : start + count], dtype=np.int32)
 
+    def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
+        """(sample, layer, head) over the complete samples: True where two configurations keep the same positions.
+
+        Positions are compared once for all heads that share both kept sets, and only where the counts are equal.
+        """
+        counts, offsets = (self.arrays[name][self.ok] for name in ("kept_count", "kept_offset"))
+        same = np.asarray(counts[:, first] == counts[:, second])
+        places = np.stack([offsets[:, first], offsets[:, second], counts[:, first]], axis=-1)[same]
+        distinct, of_head = np.unique(places, axis=0, return_inverse=True)
+        kept = self.arrays["kept_position"]
+        equal = [
+            here == there or np.array_equal(kept[here : here + count], kept[there : there + count])
+            for here, there, count in distinct.tolist()
+        ]
+        same[same] = np.array(equal, dtype=bool)[of_head.reshape(-1)]
+        return same
+
     def config_index(self, label: str) -> int:
         """Place of a configuration along `config`. Raises TraceError with the known labels."""
         labels = self.run.labels()
