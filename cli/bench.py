@@ -11,13 +11,16 @@ from typer import Argument, Option
 
 from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
+from perturbkv.cli.once import OnceCommand, OnceGroup
 from perturbkv.cli.options import JsonOption
+from perturbkv.cli.spreading import typed
+from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.benchmark.comparison import Change
     from perturbkv.benchmark.rows import Report, Row
 
-bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True)
+bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True, cls=OnceGroup)
 
 
 @bench.callback()
@@ -45,6 +48,7 @@ def run(
     files side by side.
     """
     if context.invoked_subcommand is not None:
+        _check_nothing_typed(context)
         return
     from perturbkv.benchmark import suite
     from perturbkv.benchmark.rows import check_names
@@ -64,7 +68,7 @@ def run(
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=OnceCommand)
 def compare(
     old: Annotated[Path, Argument(help="JSON of the earlier run.", show_default=False)],
     new: Annotated[Path, Argument(help="JSON of the later run.", show_default=False)],
@@ -90,6 +94,14 @@ def compare(
     if regressed:
         console.note(f"{counted(len(regressed), 'row')} worse by more than {tolerance:.0%}: {', '.join(regressed)}")
         raise typer.Exit(1)
+
+
+def _check_nothing_typed(context: typer.Context) -> None:
+    """Raise ConfigError for an option that stands before a subcommand, which takes none of them."""
+    for name in sorted(typed(context)):
+        option, command = name.removeprefix("as_"), context.invoked_subcommand
+        msg = f"--{option} has no effect on bench {command}; leave it out, or write it behind {command} if it takes it"
+        raise ConfigError(msg)
 
 
 def _show(report: Report) -> None:
