@@ -13,6 +13,7 @@ from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.once import OnceCommand, OnceGroup
 from perturbkv.cli.options import JsonOption
+from perturbkv.cli.saving import free
 from perturbkv.cli.spreading import typed
 from perturbkv.errors import ConfigError
 
@@ -38,6 +39,7 @@ def run(
         Path | None,
         Option("--output", "-o", help="Where the JSON goes. Default: runs/<time>-bench.json.", show_default=False),
     ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure every row: time, memory, growth, value norms, writing, generating; those of a GPU where there is one.
@@ -55,7 +57,7 @@ def run(
     from perturbkv.files import written_whole
 
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
-    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
+    path = free(output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json", overwrite)
     with written_whole(path) as beside, console.progress("groups", suite.groups(settings)) as bar:
         report = suite.measure(settings, targets, lambda name: bar.advance(bar.task_ids[0]))
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")

@@ -10,7 +10,7 @@ from typer import Option
 
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
-from perturbkv.errors import ConfigError
+from perturbkv.cli.saving import free
 from perturbkv.files import clear_leftovers, written_whole
 
 _SHOWN = 10
@@ -29,10 +29,7 @@ def head_scores(
     as_json: JsonOption = False,
 ) -> None:
     """Score every head by the attention that it gives to the answer of needle prompts, and write headkv's JSON file."""
-    if output.exists() and not overwrite:
-        msg = f"{output} is there already; give --overwrite or another --output"
-        raise ConfigError(msg)
-    clear_leftovers(output)
+    clear_leftovers(free(output, overwrite))
     with written_whole(output) as beside:
         scores = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
         beside.write_text(_text(scores))

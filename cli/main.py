@@ -23,6 +23,7 @@ from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import datasets, models, policies
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import OnceCommand, OnceGroup
+from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
@@ -34,7 +35,7 @@ app = typer.Typer(
     cls=OnceGroup,
 )
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, needle, horizon)
-for command in (*ANALYSES, trace, generate, head_scores, info, export, models, datasets, policies, doctor):
+for command in (*ANALYSES, trace, generate, head_scores, info, export, models, datasets, policies, doctor, selfcheck):
     app.command(cls=OnceCommand)(command)
 app.add_typer(bench, name="bench")
 

@@ -158,8 +158,8 @@ def asked(look: LookOptions) -> dict[str, Any]:
 
 def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[str, Any]) -> None:
     """Put one analysis into summary.json; those of the same trace that stand there already stay."""
-    before = _read_summary(path) if path.exists() else {"trace_digest": ""}
-    others = before["analyses"] if before["trace_digest"] == header["trace_digest"] else {}
+    before: dict[str, Any] = _read_summary(path) if path.exists() else {"trace_digest": ""}
+    others: dict[str, Any] = before["analyses"] if before["trace_digest"] == header["trace_digest"] else {}
     document = {**header, "analyses": {**others, name: numbers}}
     write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
 

@@ -66,7 +66,9 @@ def levels(folder: Path) -> None:
     """Mean of every measure per configuration, over prompts."""
     told = needle_of(folder)
     names = short([method["label"] for method in told["methods"]])
-    say(f"\n{folder}: means")
+    say(f"\n{folder}: means over {told['correlation']['samples']} prompts that the full cache answers")
+    if not told["correlation"]["samples"]:
+        return
     for measure, rows in told["correlation"]["perturbation"].items():
         means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
         say(f"  {MEASURES[measure]}: {means}")
