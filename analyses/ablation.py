@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.analyses import heads
-from perturbkv.analyses.bootstrap import RESAMPLES
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.naming import setting
@@ -27,6 +26,7 @@ INGREDIENTS = {
     MEAN_OF_PRODUCTS: "two stages with ν, a group's mean of products",
     "value": "ν alone",
     "random": "a seeded random set",
+    "hindsight-attention": "realised A: knows the query",
     "hindsight": "realised A·ν: knows the query",
 }
 """Rows of the table, from the baseline to what knowing the query would bring."""
@@ -35,8 +35,11 @@ BRINGS = {
     "the value norms ν": ("two-stage-uniform", "two-stage"),
     "mean of products": ("two-stage", MEAN_OF_PRODUCTS),
     "knowing the query": ("two-stage", "hindsight"),
+    "ν, knowing the query": ("hindsight-attention", "hindsight"),
 }
 """What one ingredient adds to the row before it: name -> (without, with)."""
+CONTROLS = (BASELINE, "random")
+"""What every method of a setting is to be held against: they protect the same first and recent entries."""
 _Members = dict[tuple[str, float | None], str]
 """Ingredient and α (None without stages) -> label."""
 _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
@@ -74,6 +77,7 @@ class Ablation:
         rows: each ingredient, at each α, against the baseline, in the order of `INGREDIENTS`.
         brings: what each ingredient adds, at each α, to the row without it.
         absent: ingredients that the trace does not hold.
+        controls: labels of the setting's `CONTROLS`: of the same budget and the same protection as every row.
         identity: of the run.
     """
 
@@ -83,6 +87,7 @@ class Ablation:
     rows: tuple[Row, ...]
     brings: tuple[Row, ...]
     absent: tuple[str, ...]
+    controls: tuple[str, ...]
     identity: RunIdentity
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,12 +97,13 @@ class Ablation:
             "granularity": self.granularity,
             "baseline": self.baseline,
             "absent": list(self.absent),
+            "controls": list(self.controls),
             "rows": [_row_dict(row) for row in self.rows],
             "brings": [_row_dict(row) for row in self.brings],
         }
 
 
-def summarise(trace: Trace, step: int = 0, resamples: int = RESAMPLES, seed: int = 0) -> tuple[Ablation, ...]:
+def summarise(trace: Trace, step: int = 0) -> tuple[Ablation, ...]:
     """One entry per setting of the trace.
 
     Raises TraceError where no setting holds the baseline and another row, and as `heads.summarise`.
@@ -107,7 +113,7 @@ def summarise(trace: Trace, step: int = 0, resamples: int = RESAMPLES, seed: int
         key = (_ingredient(config), config.alpha if _ingredient(config) in _STAGED else None)
         grouped.setdefault(_shared(config), {}).setdefault(key, config.label())
     found = [
-        _ablation(trace, shared, members, (step, resamples, seed))
+        _ablation(trace, shared, members, step)
         for shared, members in grouped.items()
         if (BASELINE, None) in members and len(members) > 1
     ]
@@ -129,9 +135,9 @@ def _shared(config: EvictionConfig) -> EvictionConfig:
     return dataclasses.replace(config, selection=next(iter(SELECTIONS)), group_product="product-of-means", alpha=0.0)
 
 
-def _ablation(trace: Trace, shared: EvictionConfig, members: _Members, how: tuple[int, int, int]) -> Ablation:
+def _ablation(trace: Trace, shared: EvictionConfig, members: _Members, step: int) -> Ablation:
     def compare(without: str, added: str) -> HeadComparison:
-        return heads.summarise(trace, without, added, *how)
+        return heads.summarise(trace, without, added, step)
 
     places = {name: place for place, name in enumerate(INGREDIENTS)}
     rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: places[key[0]])
@@ -143,16 +149,17 @@ def _ablation(trace: Trace, shared: EvictionConfig, members: _Members, how: tupl
         rows=tuple(Row(*key, compare(members[BASELINE, None], members[key])) for key in rows),
         brings=tuple(Row(what, alpha, compare(*pair)) for what, alpha, pair in _steps(members)),
         absent=tuple(name for name in expected if name not in {name for name, _ in members}),
-        identity=identity(trace, list(members.values())),
+        controls=tuple(label for (name, _), label in members.items() if name in CONTROLS),
+        identity=identity(trace, list(members.values()), step),
     )
 
 
-def _steps(members: _Members) -> list[tuple[str, float, tuple[str, str]]]:
-    """What each ingredient brings at each α: the labels without and with it."""
+def _steps(members: _Members) -> list[tuple[str, float | None, tuple[str, str]]]:
+    """What each ingredient brings, at each α that one of its sides depends on: the labels without and with it."""
     alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
-    found = []
+    found: list[tuple[str, float | None, tuple[str, str]]] = []
     for what, sides in BRINGS.items():
-        for alpha in alphas:
+        for alpha in alphas if set(sides) & set(_STAGED) else [None]:
             labels = [members.get((name, alpha if name in _STAGED else None)) for name in sides]
             if labels[0] and labels[1]:
                 found.append((what, alpha, (labels[0], labels[1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,21 @@ def quantiles(array: NDArray[np.float64], levels: tuple[float, ...], axis: int |
     return found
 
 
+def half_share(parts: NDArray[np.float64]) -> float:
+    """The smallest share of the parts whose sum is at least half of all; NaN where the sum is 0."""
+    largest = np.sort(parts.reshape(-1))[::-1].cumsum()
+    return float((np.argmax(largest >= largest[-1] / 2) + 1) / largest.size) if largest[-1] > 0 else float("nan")
+
+
 def median(array: NDArray[np.float64]) -> float:
     """Median of what is not NaN; NaN where nothing is."""
     return float(quantiles(array, (0.5,))[0])
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: arrays as lists, NaN and infinities as None."""
+    """The value as JSON can hold it: arrays as lists, frozen results as their fields, NaN and infinities as None."""
+    if is_dataclass(value):
+        return plain(vars(value))
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

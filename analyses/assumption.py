@@ -1,4 +1,4 @@
-"""Does Assumption 1 hold? Both readings of σ per layer and head, and where it is at most 0.5 (paper, figure 4)."""
+"""Does Assumption 1 hold? Three readings of σ per layer and head, and where it is at most 0.5 (paper, figure 4)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.intervals import Scalar, rare_share_of
 from perturbkv.analyses.pairing import of_selection
-from perturbkv.analyses.reading import EVIDENCE, Floats, check, values
+from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
 from perturbkv.trace import Trace
 
 ANALYSIS = "assumption"
-READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window"}
-"""Variable -> what σ sums: as the paper states it, and as the selection really holds it (METHOD: Assumption 1)."""
+READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window", "retained_mass": "S: all that is kept"}
+"""Variable -> what is summed: as the paper states σ, as the selection's first stage really holds it, and the whole
+kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Reading:
     below: NDArray[np.int64]
     samples: int
     share: float
-    share_interval: Interval
+    share_interval: Scalar
     layer_share: Floats
 
     @property
@@ -70,11 +72,13 @@ class ConfigAssumption:
     Attributes:
         label: of the configuration.
         alpha: its α.
+        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
         readings: variable -> reading, in the order of `READINGS`.
     """
 
     label: str
     alpha: float
+    held: float
     readings: dict[str, Reading]
 
 
@@ -99,35 +103,41 @@ class Assumption:
         return {
             "selection": self.selection,
             "step": self.step,
+            "samples": self.identity.samples,
+            "readings": READINGS,
             "configurations": [
-                {"config": config.label, **{name: reading.to_dict() for name, reading in config.readings.items()}}
+                {
+                    "config": config.label,
+                    "held_over_full": plain(config.held),
+                    **{name: reading.to_dict() for name, reading in config.readings.items()},
+                }
                 for config in self.configs
             ],
         }
 
 
-def summarise(
-    trace: Trace, selection: str = "two-stage", step: int = 0, resamples: int = RESAMPLES, seed: int = 0
-) -> Assumption:
-    """Both readings of σ for every configuration of a selection.
+def summarise(trace: Trace, selection: str = "two-stage", step: int = 0) -> Assumption:
+    """The three readings of σ for every configuration of a selection.
 
-    Raises TraceError where the trace holds none, and TraceError and ConfigError as `reading.check`.
+    Raises TraceError where the trace holds none, and TraceError and ConfigError as `reading.at_step`.
     """
-    check(trace, ANALYSIS, step)
-    places, labels = of_selection(trace.run, selection), trace.run.labels()
-    sigma = {name: values(trace, name, ANALYSIS, step) for name in READINGS}
+    held = at_step(trace, ANALYSIS, step)
+    places, labels = of_selection(held.run, selection), held.run.labels()
+    sigma = {name: values(held, name, ANALYSIS, step) for name in READINGS}
+    shares = held_shares(held, ANALYSIS)
     configs = tuple(
         ConfigAssumption(
             labels[place],
-            trace.run.configs[place].alpha,
-            {name: _reading(name, array[:, place], resamples, seed) for name, array in sigma.items()},
+            held.run.configs[place].alpha,
+            float(shares[place]),
+            {name: _reading(name, array[:, place]) for name, array in sigma.items()},
         )
         for place in places
     )
-    return Assumption(selection, configs, step, identity(trace, [labels[place] for place in places]))
+    return Assumption(selection, configs, step, identity(trace, [labels[place] for place in places], step))
 
 
-def _reading(variable: str, sigma: Floats, resamples: int, seed: int) -> Reading:
+def _reading(variable: str, sigma: Floats) -> Reading:
     above = sigma > EVIDENCE
     return Reading(
         variable=variable,
@@ -135,6 +145,6 @@ def _reading(variable: str, sigma: Floats, resamples: int, seed: int) -> Reading
         below=(~above).sum(axis=0),
         samples=len(sigma),
         share=float(above.mean()),
-        share_interval=mean_interval(above.mean(axis=(1, 2)), resamples, seed),
+        share_interval=intervals.of_mean(above.mean(axis=(1, 2)), rare_share_of(above[0].size)),
         layer_share=above.mean(axis=(0, 2)),
     )

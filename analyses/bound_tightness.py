@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain, quantiles, ratio
-from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.inequalities import Bounded, bounded, check_inequalities
+from perturbkv.analyses.intervals import Scalar, rare_share_of
 from perturbkv.analyses.pairing import of_selection
-from perturbkv.analyses.reading import EVIDENCE, Floats, check
+from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares
 from perturbkv.config import RunConfig
 from perturbkv.trace import Trace
 
@@ -62,6 +63,7 @@ class Tightness:
 
     Attributes:
         label: of the configuration.
+        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
         evicted_samples: samples in which it evicted anything; only these are looked at.
         spreads: ratio -> its distribution.
         mass: L/θ against S.
@@ -71,12 +73,13 @@ class Tightness:
     """
 
     label: str
+    held: float
     evicted_samples: int
     spreads: dict[str, Spread]
     mass: MassCurve
     retained_mass: float
     flagged_share: float
-    flagged_share_interval: Interval
+    flagged_share_interval: Scalar
     flagged_heads: Floats
 
 
@@ -117,20 +120,20 @@ class BoundTightness:
         }
 
 
-def summarise(trace: Trace, step: int = 0, resamples: int = RESAMPLES, seed: int = 0) -> BoundTightness:
+def summarise(trace: Trace, step: int = 0) -> BoundTightness:
     """Distributions of the bounds' ratios for every configuration of a trace.
 
     Raises BoundError where a bound is violated (METHOD: L ≤ θ ≤ θ̂, and θ̂ ≤ θ̂_relax where σ > 0.5), TraceError and
-    ConfigError as `reading.check`.
+    ConfigError as `reading.at_step`.
     """
-    check(trace, ANALYSIS, step)
-    held = bounded(trace, ANALYSIS, step)
+    there = at_step(trace, ANALYSIS, step)
+    held, shares = bounded(there, ANALYSIS, step), held_shares(there, ANALYSIS)
     checked = check_inequalities(held)
-    configs = tuple(_tightness(label, held.of(place), resamples, seed) for place, label in enumerate(held.labels))
-    return BoundTightness(configs, checked, step, trace.run, identity(trace, held.labels))
+    configs = tuple(_tightness(label, float(shares[place]), held.of(place)) for place, label in enumerate(held.labels))
+    return BoundTightness(configs, checked, step, trace.run, identity(trace, held.labels, step))
 
 
-def _tightness(label: str, held: Bounded, resamples: int, seed: int) -> Tightness:
+def _tightness(label: str, held_share: float, held: Bounded) -> Tightness:
     flagged = held.sigma <= EVIDENCE
     ratios = dict(
         zip(
@@ -146,12 +149,15 @@ def _tightness(label: str, held: Bounded, resamples: int, seed: int) -> Tightnes
     )
     return Tightness(
         label=label,
+        held=held_share,
         evicted_samples=len(flagged),
         spreads={name: _spread(values, flagged) for name, values in ratios.items()},
         mass=_mass_curve(held.mass, ratios[RATIOS[0]]),
         retained_mass=float(held.mass.mean()) if held.mass.size else float("nan"),
         flagged_share=float(flagged.mean()) if flagged.size else float("nan"),
-        flagged_share_interval=mean_interval(flagged.mean(axis=(1, 2)), resamples, seed),
+        flagged_share_interval=intervals.of_mean(
+            flagged.mean(axis=(1, 2)), rare_share_of(int(np.prod(flagged.shape[1:])))
+        ),
         flagged_heads=flagged.mean(axis=0) if len(flagged) else np.full(flagged.shape[1:], np.nan),
     )
 
@@ -181,6 +187,7 @@ def _tightness_dict(config: Tightness) -> dict[str, Any]:
     document: dict[str, Any] = plain(
         {
             "config": config.label,
+            "held_over_full": config.held,
             "evicted_samples": config.evicted_samples,
             "retained_mass": config.retained_mass,
             "sigma_at_most_half_share": config.flagged_share,

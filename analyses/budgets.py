@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain, ratio
-from perturbkv.analyses.bootstrap import RESAMPLES, intervals
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.intervals import POSITIVE, Band, Interval
 from perturbkv.analyses.layers import distances
 from perturbkv.analyses.naming import selection, short, without_budget
 from perturbkv.analyses.pairing import sweeps
-from perturbkv.analyses.reading import Floats, check, kept_share, values
+from perturbkv.analyses.reading import Floats, at_step, held_shares, kept_share, values
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers --budgets"
@@ -27,19 +29,25 @@ class BudgetCurve:
         name: selection, and whatever tells the curve from the others.
         labels: of its configurations; `budgets` as the user gave them.
         kept: (budget,) mean share of the prompt's entries kept, in (0, 1].
-        means: quantity -> (budget,) mean over samples: last-layer drift, KL(full ‖ evicted) in nats, share of
-            samples whose next token is the full run's.
-        intervals: quantity -> (2, budget) over samples; None for one sample.
-        cliff: the neighbouring budgets between which KL rises most per halving of the budget; None where it rises
-            nowhere, or for one budget.
+        medians: quantity -> (budget,) over samples: last-layer drift, KL(full ‖ evicted) in nats; and `top1`, the
+            share of samples whose next token is the full run's.
+        means: the same as means over samples, most of which a single prompt can make.
+        held: (budget,) entries that the cache holds over those of the full cache; NaN where the trace does not tell.
+        intervals: of the medians and of the share, for each budget; None for one sample.
+        mean_intervals: of the means.
+        cliff: the neighbouring budgets between which the median KL rises most per halving of the budget; None where it
+            rises nowhere, or for one budget.
     """
 
     name: str
     labels: tuple[str, ...]
     budgets: tuple[str, ...]
     kept: Floats
+    held: Floats
+    medians: dict[str, Floats]
     means: dict[str, Floats]
-    intervals: dict[str, Floats | None]
+    intervals: dict[str, Band]
+    mean_intervals: dict[str, Band]
     cliff: tuple[str, str] | None
 
 
@@ -50,7 +58,7 @@ class Budgets:
     Attributes:
         curves: one per selection and setting.
         distance: of the drift: l1, l2 or cosine.
-        kl_floor: mean KL with everything kept, in nats: rounding.
+        kl_floor: median KL with everything kept, in nats: rounding.
         step: decode step looked at.
         identity: of the run.
     """
@@ -74,27 +82,23 @@ class Budgets:
         return document
 
 
-def summarise(
-    trace: Trace, sides: list[str], distance: str = "l1", step: int = 0, resamples: int = RESAMPLES, seed: int = 0
-) -> Budgets:
+def summarise(trace: Trace, sides: list[str], distance: str = "l1", step: int = 0) -> Budgets:
     """One curve per side (a selection, a policy, or policy:selection) and setting.
 
     Raises TraceError where the trace holds no configuration of a side, and as `layers.summarise`.
     """
-    check(trace, ANALYSIS, step)
-    found = [places for side in sides for places in sweeps(trace.run, side)]
+    held = at_step(trace, ANALYSIS, step)
+    found = [places for side in sides for places in sweeps(held.run, side)]
     measured = {
-        "drift": distances(trace, distance, ANALYSIS, step)[:, :, -1],
-        "kl": values(trace, "logit_kl", ANALYSIS, step),
-        "top1": values(trace, "top1_agreement", ANALYSIS, step),
+        "drift": distances(held, distance, ANALYSIS, step)[:, :, -1],
+        "kl": values(held, "logit_kl", ANALYSIS, step),
+        "top1": values(held, "top1_agreement", ANALYSIS, step),
     }
-    names = _names(trace, found)
-    curves = tuple(
-        _curve(trace, name, places, measured, resamples, seed) for name, places in zip(names, found, strict=True)
-    )
+    names = _names(held, found)
+    curves = tuple(_curve(held, name, places, measured) for name, places in zip(names, found, strict=True))
     shown = [label for curve in curves for label in curve.labels]
-    floor = float(values(trace, "logit_kl_noise_floor", ANALYSIS, step).mean())
-    return Budgets(curves, distance, floor, step, identity(trace, shown))
+    floor = float(np.median(values(held, "logit_kl_noise_floor", ANALYSIS, step)))
+    return Budgets(curves, distance, floor, step, identity(trace, shown, step))
 
 
 def _names(trace: Trace, found: list[list[int]]) -> list[str]:
@@ -103,27 +107,39 @@ def _names(trace: Trace, found: list[list[int]]) -> list[str]:
     return [name or selection(label) for name, label in zip(short(labels), labels, strict=True)]
 
 
-def _curve(
-    trace: Trace, name: str, places: list[int], measured: dict[str, Floats], resamples: int, seed: int
-) -> BudgetCurve:
-    over = {quantity: array[:, places] for quantity, array in measured.items()}
+def _curve(trace: Trace, name: str, places: list[int], measured: dict[str, Floats]) -> BudgetCurve:
     kept = np.array([kept_share(trace, place, ANALYSIS) for place in places])
     rising = np.argsort(kept, kind="stable")
-    samples = len(over["kl"])
-    budgets = tuple(str(trace.run.configs[places[index]].budget) for index in rising)
-    means = {quantity: array.mean(axis=0)[rising] for quantity, array in over.items()}
+    ordered = [places[index] for index in rising]
+    over = {quantity: array[:, ordered] for quantity, array in measured.items()}
+    budgets = tuple(str(trace.run.configs[place].budget) for place in ordered)
+    means = {quantity: array.mean(axis=0) for quantity, array in over.items()}
+    medians = {quantity: np.median(over[quantity], axis=0) for quantity in ("drift", "kl")} | {"top1": means["top1"]}
+    agreeing = _agreeing(over["top1"] > 0)
     return BudgetCurve(
         name=name,
-        labels=tuple(trace.run.labels()[places[index]] for index in rising),
+        labels=tuple(trace.run.labels()[place] for place in ordered),
         budgets=budgets,
         kept=kept[rising],
+        held=held_shares(trace, ANALYSIS)[ordered],
+        medians=medians,
         means=means,
-        intervals={
-            quantity: intervals(lambda weights, array=array[:, rising]: weights @ array, samples, resamples, seed)  # type: ignore[misc]
-            for quantity, array in over.items()
-        },
-        cliff=_cliff(budgets, kept[rising], means["kl"]),
+        intervals={quantity: intervals.of_medians(over[quantity]) for quantity in ("drift", "kl")} | {"top1": agreeing},
+        mean_intervals={quantity: _of_means(over[quantity]) for quantity in ("drift", "kl")} | {"top1": agreeing},
+        cliff=_cliff(budgets, kept[rising], medians["kl"]),
     )
+
+
+def _of_means(array: Floats) -> Band:
+    return intervals.band(lambda weights: weights @ array, len(array), POSITIVE)
+
+
+def _agreeing(same: NDArray[np.bool_]) -> Band:
+    """The exact interval of each budget's share of samples with the same token."""
+    found = [interval for interval in map(intervals.of_samples, same.T) if interval]
+    if not found:
+        return None
+    return Interval(np.array([one.low for one in found]), np.array([one.high for one in found]))
 
 
 def _cliff(budgets: tuple[str, ...], kept: Floats, kl: Floats) -> tuple[str, str] | None:

@@ -1,7 +1,8 @@
 """Does the error grow while the model decodes on, and in which heads? (An open question of the paper.).
 
 The tokens are the full run's own, so both runs read the same text; what grows is the error that evicted entries leave
-in later tokens' keys and values, and what shrinks is the evicted entries' share of a growing cache.
+in later tokens' keys and values, and what shrinks is the evicted entries' share of a growing cache. Steps end where a
+sample's text ends: each step is of the samples that have it, and growth of each sample's own last and first third.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import intervals, sign_flips
 from perturbkv.analyses.arithmetic import plain, ratio
-from perturbkv.analyses.bootstrap import RESAMPLES, Interval, interval, intervals
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.intervals import RATIO, Band, Interval, Scalar
 from perturbkv.analyses.pairing import of_selection
-from perturbkv.analyses.reading import Floats, check
+from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
+from perturbkv.analyses.sign_flips import Decided
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
@@ -31,28 +34,44 @@ class Curve:
 
     Attributes:
         kind: a key of `KINDS`.
-        relative: (step,) Σ_h L / Σ_h ‖o_h‖₁ over all heads and samples.
-        relative_interval: (2, step) over samples; None for one sample.
-        growth: mean of the last third of the steps over that of the first third.
-        growth_interval: of it.
+        relative: (step,) Σ_h L / Σ_h ‖o_h‖₁ over all heads and the samples that have the step.
+        relative_interval: over these samples; NaN where fewer than two have the step; None for one sample.
+        first, last: the same over each sample's first and last third of its steps.
+        growth: last over first.
+        growth_interval: of it, over the samples of three steps or more.
         head_growth: (layer, head) the same of each head; NaN where the first third is 0.
-        head_verdict: (layer, head) 1 grows, −1 shrinks, 0 where the interval holds 1; without intervals, by the value.
+        decided: which heads grow (1) or shrink (−1) beyond chance, by their samples' log growth.
     """
 
     kind: str
     relative: Floats
-    relative_interval: Floats | None
+    relative_interval: Band
+    first: float
+    last: float
     growth: float
-    growth_interval: Interval
+    growth_interval: Scalar
     head_growth: Floats
-    head_verdict: NDArray[np.int8]
+    decided: Decided
+
+    @property
+    def head_verdict(self) -> NDArray[np.int8]:
+        """(layer, head) 1 grows, −1 shrinks, 0 undecided."""
+        return self.decided.verdict
 
 
 @dataclass(frozen=True)
 class ConfigHorizon:
-    """One configuration: its curves by kind, and per step KL in nat and the share of samples with the same token."""
+    """One configuration.
+
+    Attributes:
+        label: of the configuration.
+        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
+        curves: by kind.
+        kl, top1: (step,) mean KL in nat, and the share of samples with the same token, of the samples with the step.
+    """
 
     label: str
+    held: float
     curves: dict[str, Curve]
     kl: Floats
     top1: Floats
@@ -64,15 +83,18 @@ class Horizon:
 
     Attributes:
         identity: which run this is.
-        steps: T.
-        third: steps that begin and end are the mean of.
+        steps: T, of the longest text.
+        samples_at: (step,) how many samples have the step.
+        grown: samples of at least three steps, of which growth is told; `short`: the others.
         configs: by budget, then selection.
         noise_floor: (step,) the propagated curve of the run that keeps everything.
     """
 
     identity: RunIdentity
     steps: int
-    third: int
+    samples_at: NDArray[np.int64]
+    grown: int
+    short: int
     configs: tuple[ConfigHorizon, ...]
     noise_floor: Floats
 
@@ -81,10 +103,12 @@ class Horizon:
         found: dict[str, Any] = plain(
             {
                 "steps": self.steps,
-                "third": self.third,
+                "samples_at_step": self.samples_at,
+                "samples_with_growth": self.grown,
+                "samples_too_short_for_growth": self.short,
                 "noise_floor": self.noise_floor,
                 "configs": [
-                    {**vars(config), "curves": [vars(curve) for curve in config.curves.values()]}
+                    {**vars(config), "curves": [_curve_dict(curve) for curve in config.curves.values()]}
                     for config in self.configs
                 ],
             }
@@ -92,82 +116,125 @@ class Horizon:
         return found
 
 
-def summarise(trace: Trace, sides: list[str], resamples: int = RESAMPLES, seed: int = 0) -> Horizon:
+def _curve_dict(curve: Curve) -> dict[str, Any]:
+    numbers = {name: value for name, value in vars(curve).items() if name != "decided"}
+    return {**numbers, "head_verdict": curve.head_verdict, "sign_flips": curve.decided.to_dict()}
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Which steps each sample has: `held` (sample, step), and of those of three steps or more the two thirds."""
+
+    held: NDArray[np.bool_]
+
+    @property
+    def long(self) -> NDArray[np.bool_]:
+        """(sample,) True for three steps or more."""
+        return np.asarray(self.held.sum(axis=1) >= LEAST_STEPS)
+
+    def thirds(self) -> tuple[Floats, Floats]:
+        """(sample, step) shares of the first and of the last third of the steps of each long sample."""
+        counts = self.held[self.long].sum(axis=1)
+        step, third = np.arange(self.held.shape[1]), (counts // 3)[:, None]
+        last = (step >= counts[:, None] - third) & (step < counts[:, None])
+        return (step < third) / third, last / third
+
+
+def summarise(trace: Trace, sides: list[str]) -> Horizon:
     """Curves of the configurations of `sides` (selections, policies, or policy:selection).
 
-    Raises ConfigError for fewer than three decode steps, TraceError where a side is not there.
+    Raises ConfigError where no text has three decode steps, TraceError where a side is not there.
     """
-    check(trace, ANALYSIS, 0)
-    if trace.run.steps < LEAST_STEPS:
-        msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {trace.run.steps}; use --steps 32"
+    at_step(trace, ANALYSIS, 0)
+    counts = measured_steps(trace)
+    if counts.max() < LEAST_STEPS:
+        msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
         raise ConfigError(msg)
     places = list(dict.fromkeys(place for side in sides for place in of_selection(trace.run, side)))
-    labels = [trace.run.labels()[place] for place in places]
-    norm = _get(trace, "output_norm")
+    labels, held = [trace.run.labels()[place] for place in places], held_shares(trace, ANALYSIS)
+    steps = _Steps(np.arange(counts.max()) < counts[:, None])
+    norm, floor = (_get(trace, name, steps) for name in ("output_norm", "noise_floor"))
     return Horizon(
         identity=identity(trace, labels),
-        steps=trace.run.steps,
-        third=trace.run.steps // 3,
-        configs=tuple(_config(trace, place, norm, resamples, seed) for place in places),
-        noise_floor=_share(np.ones(len(norm)) / len(norm), _get(trace, "noise_floor"), norm),
+        steps=int(counts.max()),
+        samples_at=steps.held.sum(axis=0),
+        grown=int(steps.long.sum()),
+        short=int((~steps.long).sum()),
+        configs=tuple(_config(trace, place, float(held[place]), norm, steps) for place in places),
+        noise_floor=np.asarray(ratio(*_sums(floor, norm))),
     )
 
 
-def _get(trace: Trace, name: str) -> Floats:
-    return np.asarray(trace.get(name, ANALYSIS), dtype=np.float64)
+def _get(trace: Trace, name: str, steps: _Steps, config: int | None = None) -> Floats:
+    """(sample, step, …) of one configuration, 0 at the steps that a sample has not: sums leave these out."""
+    array = values(trace, name, ANALYSIS)
+    array = (array if config is None else array[:, config])[:, : steps.held.shape[1]]
+    held = steps.held.reshape(*steps.held.shape, *[1] * (array.ndim - 2))
+    return np.where(held, array, 0.0)
 
 
-def _config(trace: Trace, place: int, norm: Floats, resamples: int, seed: int) -> ConfigHorizon:
-    curves = {kind: _curve(kind, _get(trace, name)[:, place], norm, resamples, seed) for kind, name in KINDS.items()}
+def _config(trace: Trace, place: int, held: float, norm: Floats, steps: _Steps) -> ConfigHorizon:
+    counts = steps.held.sum(axis=0)
     return ConfigHorizon(
         label=trace.run.labels()[place],
-        curves=curves,
-        kl=_get(trace, "logit_kl")[:, place].mean(axis=0),
-        top1=_get(trace, "top1_agreement")[:, place].mean(axis=0),
+        held=held,
+        curves={kind: _curve(kind, _get(trace, name, steps, place), norm, steps) for kind, name in KINDS.items()},
+        kl=_get(trace, "logit_kl", steps, place).sum(axis=0) / counts,
+        top1=_get(trace, "top1_agreement", steps, place).sum(axis=0) / counts,
     )
 
 
-def _curve(kind: str, moved: Floats, norm: Floats, resamples: int, seed: int) -> Curve:
+def _curve(kind: str, moved: Floats, norm: Floats, steps: _Steps) -> Curve:
     """`moved` and `norm` are (sample, step, layer, head)."""
-    samples = len(moved)
-    even = np.ones(samples) / samples
-    heads = _growth(even, moved, norm)
-    ends = intervals(lambda weights: _growth(weights, moved, norm), samples, resamples, seed)
+    early, late = (
+        [np.einsum("st,st...->s...", third, part[steps.long]) for part in (moved, norm)] for third in steps.thirds()
+    )
+    samples = len(early[0])
+    first, last = (float(ratio(*(part.sum() for part in third))) for third in (early, late))
+    heads = [np.asarray(ratio(*(part.sum(axis=0) for part in third))) for third in (early, late)]
     return Curve(
         kind=kind,
-        relative=_share(even, moved, norm),
-        relative_interval=intervals(lambda weights: _share(weights, moved, norm), samples, resamples, seed),
-        growth=float(_total_growth(even, moved, norm)),
-        growth_interval=interval(lambda weights: _total_growth(weights, moved, norm), samples, resamples, seed),
-        head_growth=heads,
-        head_verdict=_verdict(heads, ends),
+        relative=np.asarray(ratio(*_sums(moved, norm))),
+        relative_interval=_step_intervals(moved, norm, steps.held),
+        first=first,
+        last=last,
+        growth=float(ratio(last, first)),
+        growth_interval=intervals.scalar(lambda weights: _growth(weights, early, late), samples, RATIO),
+        head_growth=np.asarray(ratio(heads[1], heads[0])),
+        decided=sign_flips.decide(_log_growth(early, late)),
     )
 
 
-def _share(weights: Floats, moved: Floats, norm: Floats) -> Floats:
-    """(…, step): Σ over samples and heads of the one over that of the other; weights (…, sample)."""
-    return np.asarray(ratio(weights @ moved.sum(axis=(2, 3)), weights @ norm.sum(axis=(2, 3))))
+def _sums(moved: Floats, norm: Floats) -> tuple[Floats, Floats]:
+    """(step,) each, over samples and heads."""
+    return moved.sum(axis=(0, 2, 3)), norm.sum(axis=(0, 2, 3))
 
 
-def _total_growth(weights: Floats, moved: Floats, norm: Floats) -> Floats:
-    relative = _share(weights, moved, norm)
-    third = moved.shape[1] // 3
-    return np.asarray(ratio(relative[..., -third:].mean(axis=-1), relative[..., :third].mean(axis=-1)))
+def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
+    """(row,) relative perturbation of the last third over that of the first; both hold perturbation and norm."""
+    first, last = (ratio(*(weights @ part.sum(axis=(1, 2)) for part in third)) for third in (early, late))
+    return np.asarray(ratio(last, first))
 
 
-def _growth(weights: Floats, moved: Floats, norm: Floats) -> Floats:
-    """(…, layer, head): each head's relative perturbation in the last third of the steps over that in the first."""
-    third, shape = moved.shape[1] // 3, moved.shape[2:]
-
-    def share(steps: slice) -> Floats:
-        pieces = (array[:, steps].sum(axis=1).reshape(len(array), -1) for array in (moved, norm))
-        top, bottom = (weights @ piece for piece in pieces)
-        return np.asarray(ratio(top, bottom))
-
-    late, early = share(slice(-third, None)), share(slice(0, third))
-    return np.asarray(ratio(late, early)).reshape(*weights.shape[:-1], *shape)
+def _log_growth(early: list[Floats], late: list[Floats]) -> Floats:
+    """(sample, layer, head) logarithm of each sample's growth; 0, no evidence, where a head is not perturbed."""
+    first, last = (np.asarray(ratio(*third)) for third in (early, late))
+    there = (first > 0) & (last > 0)
+    return np.where(there, np.log(np.where(there, last, 1.0) / np.where(there, first, 1.0)), 0.0)
 
 
-def _verdict(heads: Floats, ends: Floats | None) -> NDArray[np.int8]:
-    low, high = (heads, heads) if ends is None else ends
-    return np.where(low > 1, 1, np.where(high < 1, -1, 0)).astype(np.int8)
+def _step_intervals(moved: Floats, norm: Floats, held: NDArray[np.bool_]) -> Band:
+    """Each step's interval over the samples that have it; where these are too few for the others' kind, NaN."""
+    tops, bottoms = moved.sum(axis=(2, 3)), norm.sum(axis=(2, 3))
+    found = [
+        _step_interval(top[rows], bottom[rows]) for top, bottom, rows in zip(tops.T, bottoms.T, held.T, strict=True)
+    ]
+    if found[0] is None:
+        return None
+    kept = [one if one is not None and one.kind == found[0].kind else None for one in found]
+    low, high = (np.array([np.nan if one is None else getattr(one, end) for one in kept]) for end in ("low", "high"))
+    return Interval(low, high, found[0].kind)
+
+
+def _step_interval(top: Floats, bottom: Floats) -> Scalar:
+    return intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), RATIO)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perturbkv.analyses.naming import common, counted, short
+from perturbkv.analyses.reading import measured_steps
 from perturbkv.trace import Trace
 
 MOST_NAMED = 12
@@ -24,6 +25,7 @@ class RunIdentity:
         random_weights: True where the numbers say nothing of a trained model.
         made_with: versions.
         scenario: what was compressed; said where it is not the whole prompt.
+        ended: complete samples left out because their text ends before the step shown.
     """
 
     model: str
@@ -35,12 +37,15 @@ class RunIdentity:
     random_weights: bool
     made_with: str
     scenario: str = "regular"
+    ended: int = 0
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
         words = [self.model, self.dataset, counted(self.samples, "sample"), f"trace {self.trace or 'in memory'}"]
         if self.scenario != "regular":
             words.insert(2, self.scenario)
+        if self.ended:
+            words.insert(3, f"{self.ended} ended before")
         if self.failed:
             words.insert(3, f"{self.failed} failed")
         if self.random_weights:
@@ -63,16 +68,18 @@ def _split(label: str) -> tuple[str, str]:
     return side, rest
 
 
-def identity(trace: Trace, labels: Sequence[str]) -> RunIdentity:
-    """The identity of a trace, of which the configurations `labels` are shown."""
+def identity(trace: Trace, labels: Sequence[str], step: int = 0) -> RunIdentity:
+    """The identity of a trace, of which the configurations `labels` are shown at one decode step."""
+    held = int((measured_steps(trace) > step).sum())
     return RunIdentity(
         model=trace.run.model,
         dataset=trace.run.dataset,
-        samples=int(trace.ok.sum()),
+        samples=held,
         failed=len(trace.failures),
         configs=tuple(labels),
         trace=trace.digest,
         random_weights=trace.run.random_weights,
         made_with=f"perturbkv {trace.attrs.get('perturbkv_version', '')}".strip(),
         scenario=trace.run.scenario,
+        ended=int(trace.ok.sum()) - held,
     )

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.layers import distances
+from perturbkv.analyses.intervals import Scalar
+from perturbkv.analyses.layers import floors, sides
 from perturbkv.analyses.naming import setting
-from perturbkv.analyses.reading import Floats, check, values
+from perturbkv.analyses.reading import Floats, at_step
 from perturbkv.analyses.verdicts import verdicts
 from perturbkv.trace import Trace
 
@@ -30,7 +31,7 @@ class LastLayer:
         sample_ids: in the order of the arrays.
         baseline_drift, treatment_drift: (sample,).
         verdict: (sample,) 1 better, 0 tied, −1 worse.
-        improved_share: of the samples, in [0, 1], with its interval.
+        improved_share: of the samples, in [0, 1], with its exact interval.
         step: decode step looked at.
         identity: of the run.
     """
@@ -43,7 +44,7 @@ class LastLayer:
     treatment_drift: Floats
     verdict: NDArray[np.int8]
     improved_share: float
-    improved_share_interval: Interval
+    improved_share_interval: Scalar
     step: int
     identity: RunIdentity
 
@@ -58,27 +59,18 @@ class LastLayer:
         return document
 
 
-def summarise(
-    trace: Trace,
-    baseline: str,
-    treatment: str,
-    distance: str = "l1",
-    step: int = 0,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> LastLayer:
+def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1", step: int = 0) -> LastLayer:
     """The last layer's drift of every complete sample under two configurations, by label.
 
     Raises as `layers.summarise`.
     """
-    check(trace, ANALYSIS, step)
-    drift = distances(trace, distance, ANALYSIS, step)[:, :, -1]
-    first, second = (drift[:, trace.config_index(label)] for label in (baseline, treatment))
-    floor = values(trace, "hidden_noise_floor", ANALYSIS, step)[:, -1] * (distance == "l1")
-    verdict = verdicts(first, second, floor)
+    held = at_step(trace, ANALYSIS, step)
+    first, second = (side[:, -1] for side in sides(held, (baseline, treatment), distance, ANALYSIS, step))
+    floor = floors(held, distance, ANALYSIS, step)
+    verdict = verdicts(first, second, np.zeros_like(first) if floor is None else floor[:, -1])
     place = np.argsort(-first, kind="stable")
-    names = [name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole]
-    improved = (verdict == 1).astype(np.float64)
+    names = [name for name, whole in zip(held.sample_ids, held.ok, strict=True) if whole]
+    improved = verdict == 1
     return LastLayer(
         baseline=baseline,
         treatment=treatment,
@@ -88,7 +80,7 @@ def summarise(
         treatment_drift=second[place],
         verdict=verdict[place],
         improved_share=float(improved.mean()),
-        improved_share_interval=mean_interval(improved, resamples, seed),
+        improved_share_interval=intervals.of_samples(improved),
         step=step,
-        identity=identity(trace, (baseline, treatment)),
+        identity=identity(trace, (baseline, treatment), step),
     )

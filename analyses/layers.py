@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.arithmetic import plain, ratio, reduction
-from perturbkv.analyses.bootstrap import RESAMPLES, intervals
+from perturbkv.analyses import intervals, kept_sets
+from perturbkv.analyses.arithmetic import plain, ratio
+from perturbkv.analyses.distances import suffix
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.intervals import POSITIVE, RATIO, Band
 from perturbkv.analyses.naming import setting
-from perturbkv.analyses.reading import Floats, check, values
+from perturbkv.analyses.reading import Floats, at_step, held_shares, values
 from perturbkv.analyses.verdicts import verdicts
-from perturbkv.errors import TraceError, UnknownNameError
+from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers"
-DISTANCES = {"l1": "L1", "l2": "L2", "cosine": "cosine distance"}
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,16 @@ class LayerDrift:
     Attributes:
         baseline, treatment: configuration labels; `setting` what they share.
         distance: l1, l2 or cosine.
-        baseline_mean, treatment_mean: (layer,) mean drift over samples, in the distance's unit.
-        baseline_interval, treatment_interval: (2, layer) over samples; None for one sample.
-        baseline_relative, treatment_relative: (layer,) drift over the full-cache stream's norm; None unless L1.
-        reduction: (layer,) 1 − treatment / baseline of the means; NaN where the baseline does not drift.
-        reduction_interval: (2, layer) over samples; None for one sample.
-        verdict: (layer,) 1 better, 0 tied, −1 worse. The noise floor is known for L1; elsewhere only equal is tied.
+        baseline_mean, treatment_mean: (layer,) mean drift over samples, in the distance's unit, with intervals.
+        baseline_median, treatment_median: (layer,) the median over samples, with intervals: a single prompt can make
+            most of a mean.
+        baseline_relative, treatment_relative: (layer,) drift over the full-cache stream's norm; None where the trace
+            holds no norm of the distance.
+        ratio: (layer,) treatment / baseline of the means; NaN where the baseline does not drift.
+        ratio_interval: over samples; None for one sample.
+        verdict: (layer,) 1 better, 0 tied, −1 worse.
+        floored: whether the trace holds the distance's noise floor; without it only what is equal is tied.
+        held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
         step: decode step looked at.
         identity: of the run.
     """
@@ -43,18 +48,24 @@ class LayerDrift:
     distance: str
     baseline_mean: Floats
     treatment_mean: Floats
-    baseline_interval: Floats | None
-    treatment_interval: Floats | None
+    baseline_interval: Band
+    treatment_interval: Band
+    baseline_median: Floats
+    treatment_median: Floats
+    baseline_median_interval: Band
+    treatment_median_interval: Band
     baseline_relative: Floats | None
     treatment_relative: Floats | None
-    reduction: Floats
-    reduction_interval: Floats | None
+    ratio: Floats
+    ratio_interval: Band
     verdict: NDArray[np.int8]
+    floored: bool
+    held: tuple[float, float]
     step: int
     identity: RunIdentity
 
     def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.baseline_mean, self.treatment_mean, self.reduction, self.verdict)}
+        shapes = {array.shape for array in (self.baseline_mean, self.treatment_mean, self.ratio, self.verdict)}
         if len(shapes) != 1:
             msg = f"expected (layer,) arrays of one shape, got {sorted(shapes)}"
             raise TraceError(msg)
@@ -72,72 +83,84 @@ class LayerDrift:
                 "treatment": self.treatment,
                 "distance": self.distance,
                 "step": self.step,
+                "samples": self.identity.samples,
+                "held_over_full_baseline": self.held[0],
+                "held_over_full_treatment": self.held[1],
                 "baseline_drift": self.baseline_mean,
                 "baseline_drift_interval": self.baseline_interval,
                 "treatment_drift": self.treatment_mean,
                 "treatment_drift_interval": self.treatment_interval,
+                "baseline_median_drift": self.baseline_median,
+                "baseline_median_drift_interval": self.baseline_median_interval,
+                "treatment_median_drift": self.treatment_median,
+                "treatment_median_drift_interval": self.treatment_median_interval,
                 "baseline_relative_drift": self.baseline_relative,
                 "treatment_relative_drift": self.treatment_relative,
-                "reduction": self.reduction,
-                "reduction_interval": self.reduction_interval,
+                "ratio": self.ratio,
+                "ratio_interval": self.ratio_interval,
                 "verdict": self.verdict,
+                "noise_floor_known": self.floored,
             }
         )
         return document
 
 
-def summarise(
-    trace: Trace,
-    baseline: str,
-    treatment: str,
-    distance: str = "l1",
-    step: int = 0,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> LayerDrift:
+def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1", step: int = 0) -> LayerDrift:
     """Drift after each layer of two configurations, by label.
 
-    Raises TraceError and ConfigError as `reading.check`, TraceError for an unknown label, UnknownNameError for an
+    Raises TraceError and ConfigError as `reading.at_step`, TraceError for an unknown label, UnknownNameError for an
     unknown distance.
     """
-    check(trace, ANALYSIS, step)
-    drift = distances(trace, distance, ANALYSIS, step)
-    first, second = (drift[:, trace.config_index(label)] for label in (baseline, treatment))
-    means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(trace, distance, step)
-    bootstrap = (len(first), resamples, seed)
+    held = at_step(trace, ANALYSIS, step)
+    first, second = sides(held, (baseline, treatment), distance, ANALYSIS, step)
+    means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(held, distance, step)
+    samples, floor = len(first), floors(held, distance, ANALYSIS, step)
+    shares = held_shares(held, ANALYSIS)[[held.config_index(label) for label in (baseline, treatment)]]
     return LayerDrift(
         baseline=baseline,
         treatment=treatment,
         distance=distance,
         baseline_mean=means[0],
         treatment_mean=means[1],
-        baseline_interval=intervals(lambda weights: weights @ first, *bootstrap),
-        treatment_interval=intervals(lambda weights: weights @ second, *bootstrap),
+        baseline_interval=intervals.band(lambda weights: weights @ first, samples, POSITIVE),
+        treatment_interval=intervals.band(lambda weights: weights @ second, samples, POSITIVE),
+        baseline_median=np.median(first, axis=0),
+        treatment_median=np.median(second, axis=0),
+        baseline_median_interval=intervals.of_medians(first),
+        treatment_median_interval=intervals.of_medians(second),
         baseline_relative=None if norms is None else np.asarray(ratio(means[0], norms)),
         treatment_relative=None if norms is None else np.asarray(ratio(means[1], norms)),
-        reduction=np.asarray(reduction(*means)),
-        reduction_interval=intervals(
-            lambda weights: np.asarray(reduction(weights @ first, weights @ second)), *bootstrap
-        ),
-        verdict=verdicts(*means, _floor(trace, distance, step)),
+        ratio=np.asarray(ratio(means[1], means[0])),
+        ratio_interval=intervals.band(lambda weights: ratio(weights @ second, weights @ first), samples, RATIO),
+        verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor.mean(axis=0)),
+        floored=floor is not None,
+        held=(float(shares[0]), float(shares[1])),
         step=step,
-        identity=identity(trace, (baseline, treatment)),
+        identity=identity(trace, (baseline, treatment), step),
     )
+
+
+def sides(trace: Trace, labels: tuple[str, str], distance: str, analysis: str, step: int) -> tuple[Floats, Floats]:
+    """(sample, layer) drift of two configurations, exactly equal where all kept sets up to the layer are."""
+    first, second = (trace.config_index(label) for label in labels)
+    drift = distances(trace, distance, analysis, step)
+    same = kept_sets.layers(trace, first, second)
+    return drift[:, first], np.where(same, drift[:, first], drift[:, second])
 
 
 def distances(trace: Trace, distance: str, analysis: str, step: int) -> Floats:
     """(sample, config, layer) drift. Raises UnknownNameError for a distance that no trace holds."""
-    if distance not in DISTANCES:
-        raise UnknownNameError(distance, "distance", DISTANCES)
+    suffix(distance)
     return values(trace, f"hidden_drift_{distance}", analysis, step)
 
 
+def floors(trace: Trace, distance: str, analysis: str, step: int) -> Floats | None:
+    """(sample, layer) noise floor of a distance; None in an older trace, which holds it in L1 alone."""
+    name = f"hidden_noise_floor{suffix(distance)}"
+    return values(trace, name, analysis, step) if distance == "l1" or name in trace.arrays else None
+
+
 def _norms(trace: Trace, distance: str, step: int) -> Floats | None:
-    """(layer,) mean norm of the full-cache stream, which traces hold in L1."""
-    return values(trace, "hidden_norm", ANALYSIS, step).mean(axis=0) if distance == "l1" else None
-
-
-def _floor(trace: Trace, distance: str, step: int) -> Floats:
-    """(layer,) mean noise floor, which traces hold in L1; 0 for other distances."""
-    floor = values(trace, "hidden_noise_floor", ANALYSIS, step).mean(axis=0)
-    return floor if distance == "l1" else np.zeros_like(floor)
+    """(layer,) mean norm of the full-cache stream; a cosine is relative already."""
+    name = f"hidden_norm{suffix(distance)}"
+    return values(trace, name, ANALYSIS, step).mean(axis=0) if name in trace.arrays else None

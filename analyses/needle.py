@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain, ratio
-from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.reading import Floats, check, values
+from perturbkv.analyses.intervals import Scalar, share_of
+from perturbkv.analyses.reading import Floats, at_step, held_shares, values
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -27,20 +28,22 @@ class Method:
 
     Attributes:
         label: the configuration's label.
-        score: share of prompts whose number was found, in [0, 1]; its interval, over samples.
+        score: share of prompts whose number was found, in [0, 1]; its exact interval.
         digits: mean share of the number's leading digits that are right; its interval, over samples.
         grid: (depth, length) score per cell; NaN where no prompt fell.
         digits_grid: (depth, length) digits per cell.
+        held: entries that the cache holds over those of the full cache; NaN where the trace does not tell.
         kept_entries: mean entries kept per head and layer; the prompt's length for the full cache.
     """
 
     label: str
     score: float
-    score_interval: Interval
+    score_interval: Scalar
     digits: float
-    digits_interval: Interval
+    digits_interval: Scalar
     grid: Floats
     digits_grid: Floats
+    held: float
     kept_entries: float
 
 
@@ -72,37 +75,43 @@ class Needle:
         return found
 
 
-def summarise(trace: Trace, resamples: int = RESAMPLES, seed: int = 0) -> Needle:
+def summarise(trace: Trace) -> Needle:
     """The grid of a needle run that generated answers. Raises TraceError for any other run."""
-    check(trace, ANALYSIS, 0)
+    at_step(trace, ANALYSIS, 0)
     lengths, depths = grid_of(trace)
     scores, full = ({name: values(trace, f"{name}{suffix}", ANALYSIS) for name in OUTCOMES} for suffix in ("", "_full"))
     kept, tokens = values(trace, "kept_count", ANALYSIS), values(trace, "prompt_tokens", ANALYSIS)
     cells = cells_of(trace)
 
-    def method(label: str, found: dict[str, Floats], entries: float) -> Method:
+    def method(label: str, found: dict[str, Floats], entries: float, held: float) -> Method:
         shape = len(depths), len(lengths)
         return Method(
             label=label,
             score=float(found["score"].mean()),
-            score_interval=mean_interval(found["score"], resamples, seed),
+            score_interval=intervals.of_samples(found["score"] > 0),
             digits=float(found["digits"].mean()),
-            digits_interval=mean_interval(found["digits"], resamples, seed),
+            digits_interval=intervals.of_mean(found["digits"], share_of(0)),
             grid=_grid(found["score"], cells, shape),
             digits_grid=_grid(found["digits"], cells, shape),
+            held=held,
             kept_entries=entries,
         )
 
-    labels = trace.run.labels()
+    labels, shares = trace.run.labels(), held_shares(trace, ANALYSIS)
     return Needle(
         identity=identity(trace, labels),
         lengths=lengths,
         depths=depths,
         haystack=str(trace.run.dataset_options["haystack"]),
         scenario=trace.run.scenario,
-        full=method(FULL, full, float(tokens.mean())),
+        full=method(FULL, full, float(tokens.mean()), 1.0),
         methods=tuple(
-            method(label, {name: array[:, place] for name, array in scores.items()}, float(kept[:, place].mean()))
+            method(
+                label,
+                {name: array[:, place] for name, array in scores.items()},
+                float(kept[:, place].mean()),
+                float(shares[place]),
+            )
             for place, label in enumerate(labels)
         ),
     )

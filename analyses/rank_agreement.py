@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain, ratio
-from perturbkv.analyses.bootstrap import RESAMPLES, Interval, mean_interval
 from perturbkv.analyses.inequalities import Bounded, bounded
+from perturbkv.analyses.intervals import CORRELATION, Scalar, share_of
 from perturbkv.analyses.naming import setting
 from perturbkv.analyses.pairing import families
 from perturbkv.analyses.ranks import spearman
-from perturbkv.analyses.reading import EVIDENCE, Floats, check
+from perturbkv.analyses.reading import EVIDENCE, Floats, at_step
 from perturbkv.trace import Trace
 
 ANALYSIS = "bound-tightness"
@@ -47,9 +48,9 @@ class RankCorrelation:
     bound: str
     selections: tuple[str, ...]
     mean: float
-    interval: Interval
+    interval: Scalar
     evidence_mean: float
-    evidence_interval: Interval
+    evidence_interval: Scalar
     by_head: Floats
     values: int
     flagged: int
@@ -62,7 +63,7 @@ class Concordance:
     Attributes:
         first, second: the selections.
         bound: θ, θ̂ or 1 − S.
-        share: of the (sample, head) in which both bound and L differ, in [0, 1]; NaN where none does.
+        share: of the heads in which both bound and L differ, mean over samples, in [0, 1]; NaN where none does.
         interval: of the share, over samples.
         evidence_share, evidence_interval: where σ > 0.5 in both: all bounds on the same heads.
         values: how many (sample, head) differ.
@@ -72,9 +73,9 @@ class Concordance:
     second: str
     bound: str
     share: float
-    interval: Interval
+    interval: Scalar
     evidence_share: float
-    evidence_interval: Interval
+    evidence_interval: Scalar
     values: int
 
 
@@ -104,11 +105,10 @@ class RankAgreement:
         return document
 
 
-def summarise(trace: Trace, step: int = 0, resamples: int = RESAMPLES, seed: int = 0) -> tuple[RankAgreement, ...]:
-    """One entry per family of two or more selections. Raises TraceError and ConfigError as `reading.check`."""
-    check(trace, ANALYSIS, step)
-    held = bounded(trace, ANALYSIS, step)
-    return tuple(_agreement(held, family, resamples, seed) for family in families(trace.run) if len(family) > 1)
+def summarise(trace: Trace, step: int = 0) -> tuple[RankAgreement, ...]:
+    """One entry per family of two or more selections. Raises TraceError and ConfigError as `reading.at_step`."""
+    held = bounded(at_step(trace, ANALYSIS, step), ANALYSIS, step)
+    return tuple(_agreement(held, family) for family in families(trace.run) if len(family) > 1)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Family:
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 
 
-def _agreement(held: Bounded, family: dict[str, int], resamples: int, seed: int) -> RankAgreement:
+def _agreement(held: Bounded, family: dict[str, int]) -> RankAgreement:
     places = list(family.values())
     samples = held.evicted[:, places].all(axis=1)
     arrays = [
@@ -140,22 +140,18 @@ def _agreement(held: Bounded, family: dict[str, int], resamples: int, seed: int)
     ]
     bounds = dict(zip(BOUNDS, arrays[2:], strict=True))
     whole = _Family(tuple(family), perturbation=arrays[0], bounds=bounds, sigma=arrays[1])
-    contenders = tuple(name for name in CONTENDERS if name in family)
+    contenders = tuple(name for name in family if name in CONTENDERS)
     groups = [group for group in dict.fromkeys((contenders, whole.names)) if len(group) >= LEAST_SELECTIONS]
     return RankAgreement(
         setting=setting(held.labels[places[0]]),
-        correlations=tuple(
-            _correlation(whole.within(group), bound, resamples, seed) for group in groups for bound in whole.bounds
-        ),
+        correlations=tuple(_correlation(whole.within(group), bound) for group in groups for bound in whole.bounds),
         pairs=tuple(
-            _concordance(whole.within(pair), bound, resamples, seed)
-            for pair in combinations(whole.names, 2)
-            for bound in whole.bounds
+            _concordance(whole.within(pair), bound) for pair in combinations(whole.names, 2) for bound in whole.bounds
         ),
     )
 
 
-def _correlation(family: _Family, bound: str, resamples: int, seed: int) -> RankCorrelation:
+def _correlation(family: _Family, bound: str) -> RankCorrelation:
     counted = family.counted(bound)
     found = np.where(counted, spearman(family.bounds[bound], family.perturbation), np.nan)
     per_sample = _mean(found, (1, 2))
@@ -164,29 +160,30 @@ def _correlation(family: _Family, bound: str, resamples: int, seed: int) -> Rank
         bound=bound,
         selections=family.names,
         mean=float(_mean(per_sample, (0,))),
-        interval=mean_interval(per_sample, resamples, seed),
+        interval=intervals.of_mean(per_sample, CORRELATION),
         evidence_mean=float(_mean(evidence, (0,))),
-        evidence_interval=mean_interval(evidence, resamples, seed),
+        evidence_interval=intervals.of_mean(evidence, CORRELATION),
         by_head=_mean(found, (0,)),
         values=int((~np.isnan(found)).sum()),
         flagged=int((~counted).sum()),
     )
 
 
-def _concordance(pair: _Family, bound: str, resamples: int, seed: int) -> Concordance:
+def _concordance(pair: _Family, bound: str) -> Concordance:
     limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
     differing = pair.counted(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)
     per_sample = _mean(agreeing, (1, 2))
     evidence = _mean(np.where(pair.counted("θ̂"), agreeing, np.nan), (1, 2))
+    share = share_of(agreeing[0].size if len(agreeing) else 0)
     return Concordance(
         first=pair.names[0],
         second=pair.names[1],
         bound=bound,
         share=float(_mean(per_sample, (0,))),
-        interval=mean_interval(per_sample, resamples, seed),
+        interval=intervals.of_mean(per_sample, share),
         evidence_share=float(_mean(evidence, (0,))),
-        evidence_interval=mean_interval(evidence, resamples, seed),
+        evidence_interval=intervals.of_mean(evidence, share),
         values=int(differing.sum()),
     )
 

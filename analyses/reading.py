@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,27 +15,87 @@ EVIDENCE = 0.5
 """Theorem 3 speaks only of heads whose σ exceeds this."""
 
 
-def check(trace: Trace, analysis: str, step: int) -> None:
-    """Raise TraceError where no sample is complete, ConfigError where the trace has no such decode step."""
+def at_step(trace: Trace, analysis: str, step: int) -> Trace:
+    """The trace without the complete samples whose text ends before `step`: every analysis of one step looks at this.
+
+    Raises TraceError where no sample is complete, ConfigError where the trace, or every sample of it, has no such step.
+    """
     if not trace.ok.any():
         msg = f"{analysis} needs at least one complete sample, {trace.source or 'this trace'} has none"
         raise TraceError(msg)
     if not 0 <= step < trace.run.steps:
         msg = f"expected a step from 0 to {trace.run.steps - 1}, got {step}"
         raise ConfigError(msg)
+    steps = measured_steps(trace)
+    if step >= steps.max():
+        msg = f"expected a step from 0 to {steps.max() - 1}, where the longest text ends, got {step}"
+        raise ConfigError(msg)
+    return trace if (steps > step).all() else _of(trace, steps > step)
+
+
+def measured_steps(trace: Trace) -> NDArray[np.int64]:
+    """(sample,) how many decode steps each complete sample has; later ones lie past the end of its text."""
+    if "steps_measured" not in trace.arrays:
+        return np.full(int(trace.ok.sum()), trace.run.steps)
+    return np.asarray(trace.arrays["steps_measured"][trace.ok], dtype=np.int64)
+
+
+def _of(trace: Trace, held: NDArray[np.bool_]) -> Trace:
+    """The failed samples, and of the complete ones those that are `held`."""
+    stays = ~trace.ok
+    stays[trace.ok] = held
+    arrays = {
+        name: array if VARIABLES[name].dims[:1] == ("kept_entry",) else array[stays]
+        for name, array in trace.arrays.items()
+    }
+    names = tuple(name for name, stay in zip(trace.sample_ids, stays, strict=True) if stay)
+    return dataclasses.replace(trace, sample_ids=names, arrays=arrays)
 
 
 def values(trace: Trace, name: str, analysis: str, step: int | None = None) -> Floats:
     """A variable over the complete samples, at one decode step where it has steps: (sample, config?, layer?, head?).
 
-    Raises TraceError where the trace lacks the variable, or a complete sample holds NaN.
+    Without `step` a variable that has steps keeps them. Raises TraceError where the trace lacks the variable, or where
+    a complete sample holds NaN at a step that it measured.
     """
     array = np.asarray(trace.get(name, analysis), dtype=np.float64)
-    if np.isnan(array).any():
+    dims, steps = VARIABLES[name].dims, measured_steps(trace)
+    if "step" not in dims:
+        holes = np.isnan(array)
+    else:
+        axis = 1 + dims.index("step")
+        wanted = np.arange(array.shape[axis]) if step is None else np.array([step])
+        array = array.take(wanted, axis=axis)
+        by_step = np.isnan(np.moveaxis(array, axis, 1))
+        holes = by_step[wanted < steps[:, None]]
+        array = array if step is None else array.squeeze(axis)
+    if holes.any():
         msg = f"expected numbers in every complete sample of {trace.source}, got NaN in '{name}'"
         raise TraceError(msg)
-    dims = VARIABLES[name].dims
-    return array if "step" not in dims else np.asarray(array.take(step or 0, axis=1 + dims.index("step")))
+    return np.asarray(array)
+
+
+def held_shares(trace: Trace, analysis: str) -> Floats:
+    """(config,) entries that the evicted cache holds over those of the full cache, mean over samples.
+
+    In entries of the model's own cache: a kept set per query head can hold more than the whole grouped cache (METHOD:
+    the protocol, 5). A trace that does not say it tells it where one of its configurations keeps a set per key/value
+    head, which shows how many of these there are; NaN elsewhere.
+    """
+    if "held_share" in trace.arrays:
+        return np.asarray(values(trace, "held_share", analysis).mean(axis=0))
+    kept, tokens = values(trace, "kept_count", analysis), values(trace, "prompt_tokens", analysis)
+    grouped = np.array([config.granularity == "kv" for config in trace.run.configs])
+    heads = kept.shape[-1]
+    sets = _sets_per_layer(trace, int(np.argmax(grouped))) if grouped.any() else np.nan
+    stored = np.where(grouped, heads, sets)  # of a group one head stands for all
+    return np.asarray((kept.mean(axis=2).sum(axis=-1) / stored / tokens[:, None]).mean(axis=0))
+
+
+def _sets_per_layer(trace: Trace, config: int) -> int:
+    """How many kept sets a layer of the configuration has: heads of a group share one place in the file."""
+    places = trace.arrays["kept_offset"][trace.ok][0, config]
+    return max(len(np.unique(layer)) for layer in places)
 
 
 def kept_share(trace: Trace, config: int, analysis: str) -> float:

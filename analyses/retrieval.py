@@ -1,57 +1,91 @@
 """Does perturbation tell whether the needle is still found? Rank correlation between the two. (No paper tested it.).
 
-Only samples that the full cache answers count: where it fails, eviction has nothing to lose.
+Only the first decode step counts, one budget at a time, between the configurations of one prompt: a longer prompt or a
+smaller budget perturbs more and answers less for many reasons. KL, drift and propagated perturbation on the answer's
+own teacher-forced tokens nearly are the score; they are told apart, as `circular` (METHOD: the protocol, 7). Only
+samples that the full cache answers count: where it fails, eviction has nothing to lose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.bootstrap import RESAMPLES, Interval, resample
+from perturbkv.analyses import intervals, kept_sets
+from perturbkv.analyses.arithmetic import plain, ratio
+from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.intervals import CORRELATION, Scalar
 from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.ranks import spearman
-from perturbkv.analyses.reading import Floats, check
+from perturbkv.analyses.reading import Floats, at_step, measured_steps, values
 from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
+LEAST_CONFIGS = 3
+"""Ranks of fewer configurations are no ranks."""
 MEASURES = {
     "isolated": "isolated L1",
     "theta": "θ",
     "propagated": "propagated L1",
-    "drift": "last layer's drift",
-    "kl": "KL, nat",
     "lost": "1 − S",
 }
+"""Of the first decode step: known before the answer's first token is there."""
+CIRCULAR = {
+    "kl": "KL, nat",
+    "drift": "last layer's drift",
+    "kl_all": "KL, nat, all steps",
+    "drift_all": "drift, all steps",
+    "propagated_all": "propagated L1, all steps",
+}
+"""Of the answer's own tokens: nearly the score itself. The first two are of the first step, which gives the first."""
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's ρ between a measure of perturbation and an outcome; negative: more perturbed, less of it found.
+    """Spearman's ρ between a measure and an outcome across the configurations of one prompt and one budget.
+
+    Negative: the more perturbed a configuration, the less of the number it finds.
 
     Attributes:
-        measure: a key of `MEASURES`.
+        measure: a key of `MEASURES` or `CIRCULAR`.
         outcome: `score` (exactly right) or `digits` (share of leading digits).
-        rho: over all samples × configurations; NaN where all outcomes are alike.
-        interval: 95 % of bootstrap resamples of the samples.
-        within: mean over samples of ρ across the configurations of one prompt, where their outcomes differ.
-        within_interval: of that mean, over those samples; `deciding` says how many they are.
-        found, lost: median of the measure where the whole number was found, and where it was not.
+        rho: mean over prompts; NaN where no prompt decides.
+        interval: of that mean.
+        deciding: prompts in which configurations differ in outcome and in the measure; only these have ranks.
     """
 
     measure: str
     outcome: str
     rho: float
-    interval: Interval
-    within: float
-    within_interval: Interval
+    interval: Scalar
     deciding: int
-    found: float
-    lost: float
+
+
+@dataclass(frozen=True)
+class BudgetLink:
+    """One budget.
+
+    Attributes:
+        budget: as the user gave it, and whatever else its configurations do not share with those of other budgets.
+        labels: its configurations.
+        correlations: one per measure and outcome; `circular` those that nearly are the score.
+        score, digits: (sample, config) the outcomes.
+        measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S as it is).
+    """
+
+    budget: str
+    labels: tuple[str, ...]
+    correlations: tuple[Correlation, ...]
+    circular: tuple[Correlation, ...]
+    score: Floats
+    digits: Floats
+    measured: dict[str, Floats]
+
+    def of(self, outcome: str) -> list[Correlation]:
+        """The correlations with one outcome, those that nearly are the score behind the others."""
+        return [one for one in (*self.correlations, *self.circular) if one.outcome == outcome]
 
 
 @dataclass(frozen=True)
@@ -60,105 +94,111 @@ class Retrieval:
 
     Attributes:
         samples: that the full cache answers; `left_out`: the others.
-        steps: decode steps that every measure is the mean of.
-        correlations: one per outcome and measure.
-        perturbation: (measure, sample, config) relative to the full run's own norms (KL in nat, 1 − S as it is).
-        score, digits: (sample, config) the outcomes.
+        steps: decode steps that the circular measures are the mean of.
+        budgets: one entry per budget of three configurations or more; `too_few`: the other budgets.
+        identity: of the run.
     """
 
     samples: int
     left_out: int
     steps: int
-    correlations: tuple[Correlation, ...]
-    perturbation: Floats
-    score: Floats
-    digits: Floats
-
-    def of(self, outcome: str) -> list[Correlation]:
-        """The correlations with one outcome, by measure."""
-        return [one for one in self.correlations if one.outcome == outcome]
+    budgets: tuple[BudgetLink, ...]
+    too_few: tuple[str, ...]
+    identity: RunIdentity
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers; the perturbation beside each score."""
-        document = {name: value for name, value in vars(self).items() if name not in ("correlations", "perturbation")}
-        beside = dict(zip(MEASURES, self.perturbation, strict=True))
-        found: dict[str, Any] = plain(
-            document | {"correlations": [vars(one) for one in self.correlations], "perturbation": beside}
-        )
+        """Everything a reader needs, as JSON-able numbers; the measures beside each score."""
+        found: dict[str, Any] = plain({name: value for name, value in vars(self).items() if name != "identity"})
         return found
 
 
-def summarise(trace: Trace, resamples: int = RESAMPLES, seed: int = 0) -> Retrieval:
+def summarise(trace: Trace) -> Retrieval:
     """Correlations over a run that generated answers. Raises TraceError where it lacks them."""
-    check(trace, ANALYSIS, 0)
-    answered = np.asarray(trace.get("score_full", ANALYSIS)) == 1
-    outcomes = {name: np.asarray(trace.get(name, ANALYSIS), dtype=np.float64)[answered] for name in OUTCOMES}
+    at_step(trace, ANALYSIS, 0)
+    answered = values(trace, "score_full", ANALYSIS) == 1
+    outcomes = {name: values(trace, name, ANALYSIS)[answered] for name in OUTCOMES}
     measured = {name: array[answered] for name, array in measures(trace).items()}
+    budgets: dict[str, list[int]] = {}
+    for place, config in enumerate(trace.run.configs):
+        budgets.setdefault(str(config.budget), []).append(place)
     return Retrieval(
         samples=int(answered.sum()),
         left_out=int((~answered).sum()),
         steps=trace.run.steps,
-        correlations=tuple(
-            _correlation((name, outcome), measured[name], outcomes, resamples, seed)
-            for outcome in OUTCOMES
-            for name in MEASURES
+        budgets=tuple(
+            _link(trace, budget, places, measured, outcomes)
+            for budget, places in budgets.items()
+            if len(places) >= LEAST_CONFIGS
         ),
-        perturbation=np.stack([measured[name] for name in MEASURES]),
-        score=outcomes["score"],
-        digits=outcomes["digits"],
+        too_few=tuple(budget for budget, places in budgets.items() if len(places) < LEAST_CONFIGS),
+        identity=identity(trace, trace.run.labels()),
     )
 
 
 def measures(trace: Trace) -> dict[str, Floats]:
-    """(sample, config) mean over decode steps of each measure, relative to the full run's norms."""
-
-    def get(name: str) -> Floats:
-        return np.asarray(trace.get(name, ANALYSIS), dtype=np.float64)
-
-    heads = get("output_norm").sum(axis=(2, 3))[:, None]
-    total: Callable[[str], Floats] = lambda name: get(name).sum(axis=(3, 4))  # noqa: E731
-    found = {
-        "isolated": total("perturbation_isolated") / heads,
-        "theta": total("theta") / heads,
-        "propagated": total("perturbation_propagated") / heads,
-        "drift": get("hidden_drift_l1")[..., -1] / get("hidden_norm")[:, None, :, -1],
-        "kl": get("logit_kl"),
-        "lost": 1 - get("retained_mass").mean(axis=(3, 4)),
+    """(sample, config) of each measure, equal where all kept sets are, relative to the full run's norms."""
+    steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
+    heads = values(trace, "output_norm", ANALYSIS).sum(axis=(2, 3))[:, None]
+    total = {
+        name: values(trace, name, ANALYSIS).sum(axis=(3, 4)) / heads
+        for name in ("perturbation_isolated", "theta", "perturbation_propagated")
     }
-    return {name: array.mean(axis=-1) for name, array in found.items()}
+    drift = values(trace, "hidden_drift_l1", ANALYSIS)[..., -1] / values(trace, "hidden_norm", ANALYSIS)[:, None, :, -1]
+    kl = values(trace, "logit_kl", ANALYSIS)
+    found = {
+        "isolated": total["perturbation_isolated"][..., 0],
+        "theta": total["theta"][..., 0],
+        "propagated": total["perturbation_propagated"][..., 0],
+        "lost": 1 - values(trace, "retained_mass", ANALYSIS, 0).mean(axis=(2, 3)),
+        "kl": kl[..., 0],
+        "drift": drift[..., 0],
+        "kl_all": _mean(kl, steps),
+        "drift_all": _mean(drift, steps),
+        "propagated_all": _mean(total["perturbation_propagated"], steps),
+    }
+    alike = _first_alike(trace)
+    return {name: np.take_along_axis(array, alike, axis=1) for name, array in found.items()}
 
 
-def _correlation(
-    names: tuple[str, str], measured: Floats, outcomes: dict[str, Floats], resamples: int, seed: int
-) -> Correlation:
-    outcome, score = outcomes[names[1]], outcomes["score"]
-    deciding = (outcome != outcome[:, :1]).any(axis=1)
-    within = spearman(measured[deciding].T, outcome[deciding].T) if deciding.any() else np.empty(0)
-    hit, miss = measured[score == 1], measured[score == 0]
-    return Correlation(
-        *names,
-        rho=_rho(measured, outcome),
-        interval=_interval(lambda drawn: _rho(measured[drawn], outcome[drawn]), len(outcome), resamples, seed),
-        within=float(within.mean()) if len(within) else float("nan"),
-        within_interval=_interval(lambda drawn: float(within[drawn].mean()), len(within), resamples, seed),
-        deciding=int(deciding.sum()),
-        found=float(np.median(hit)) if len(hit) else float("nan"),
-        lost=float(np.median(miss)) if len(miss) else float("nan"),
+def _mean(array: Floats, steps: np.ndarray) -> Floats:
+    """(sample, config) mean over the steps that each sample has."""
+    held = steps[:, None]
+    return np.asarray(np.where(held, array, 0).sum(axis=-1) / held.sum(axis=-1))
+
+
+def _first_alike(trace: Trace) -> np.ndarray:
+    """(sample, config) the first configuration that keeps the same sets everywhere: what differs then is rounding."""
+    count, samples = len(trace.run.configs), int(trace.ok.sum())
+    alike = np.tile(np.arange(count), (samples, 1))
+    for later in range(count):
+        for earlier in reversed(range(later)):
+            same = kept_sets.whole(trace, earlier, later)
+            alike[same, later] = alike[same, earlier]
+    return alike
+
+
+def _link(
+    trace: Trace, budget: str, places: list[int], measured: dict[str, Floats], outcomes: dict[str, Floats]
+) -> BudgetLink:
+    here = {name: array[:, places] for name, array in measured.items()}
+    scored = {name: array[:, places] for name, array in outcomes.items()}
+    first, circular = (
+        tuple(_correlation(name, outcome, here[name], scored[outcome]) for outcome in OUTCOMES for name in names)
+        for names in (MEASURES, CIRCULAR)
+    )
+    labels = trace.run.labels()
+    return BudgetLink(
+        budget, tuple(labels[place] for place in places), first, circular, scored["score"], scored["digits"], here
     )
 
 
-def _rho(measured: Floats, outcome: Floats) -> float:
-    """Over all samples and configurations."""
-    return float(spearman(measured.reshape(-1), outcome.reshape(-1)))
-
-
-def _interval(statistic: Callable[[Any], float], samples: int, resamples: int, seed: int) -> Interval:
-    """Percentile interval over resampled samples, those left out that leave nothing to rank."""
-    if samples < 2:
-        return None
-    found = np.array([statistic(drawn) for drawn in resample(samples, resamples, seed)])
-    held = found[~np.isnan(found)]
-    if not len(held):
-        return None
-    low, high = np.quantile(held, (0.025, 0.975))
-    return float(low), float(high)
+def _correlation(measure: str, outcome: str, measured: Floats, found: Floats) -> Correlation:
+    within = spearman(measured.T, found.T) if len(found) else np.empty(0)
+    held = within[~np.isnan(within)]
+    return Correlation(
+        measure=measure,
+        outcome=outcome,
+        rho=float(ratio(held.sum(), len(held))),
+        interval=intervals.of_mean(held, CORRELATION),
+        deciding=len(held),
+    )

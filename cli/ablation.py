@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.ablation import Ablation, Row
 
 _ALPHAS = (0.0, 0.25, 0.5)
-_UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight"]
+_UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight-attention", "hindsight"]
 _STAGED = ["two-stage-uniform", "two-stage"]
 
 
@@ -34,7 +34,8 @@ def ablation(run: RunOptions, look: LookOptions) -> None:
     from perturbkv.figures.ablation import draw
 
     results = summarise(study.trace, look.step)
-    shown = identity(study.trace, list(dict.fromkeys(label for result in results for label in result.identity.configs)))
+    labels = list(dict.fromkeys(label for result in results for label in result.identity.configs))
+    shown = identity(study.trace, labels, study.look.step)
     study.save(draw(results, shown, study.width_mm), shown, "ablation")
     study.finish({"settings": [result.to_dict() for result in results]}, lambda: _print(results))
 
@@ -54,19 +55,33 @@ def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
 
 
 def _print(results: tuple[Ablation, ...]) -> None:
-    columns = ["", "#α", "#isolated", "#heads", "#propagated", "#heads"]
+    columns = ["", "#α", "#held /\nfull", "#isolated\nΣ", "#median\nhead", "#heads\nbetter", "#propagated\nΣ",
+               "#median\nhead", "#heads\nbetter"]  # fmt: skip
     for result in results:
-        console.say(f"\n{result.setting}: L1 over the baseline's, summed over heads", bold=True)
-        console.table("", columns, [["attention", "", "1", "", "1", ""], *_rows(result.rows)])
+        console.say(f"\n{result.setting}: L1 over the baseline's", bold=True)
+        console.table("", columns, [_baseline(result), *_rows(result.rows)])
+        console.say(f"controls, of the same budget and protection: {_controls(result)}")
         if result.absent:
             console.say(f"not in this trace: {', '.join(result.absent)}")
         if result.brings:
-            console.table("what each ingredient brings: L1 over that without it", columns, _rows(result.brings))
-    words = numbers.about_intervals(results[0].identity.samples)
+            console.table("\nwhat each ingredient brings: L1 over that without it", columns, _rows(result.brings))
+    kind = results[0].rows[0].compared.propagated
     console.say(
-        f"{words} Heads: share of them that is better. With one kept set per query head there is no group, "
-        "and no row for its product."
+        f"{numbers.about_intervals(results[0].identity.samples)} Σ: of all heads; half of the baseline's lies in "
+        f"{numbers.percent(kind.half_share)} of them (propagated), so beside it the median head's ratio. Heads better: "
+        f"mean over samples of each sample's share. {numbers.ABOUT_TIES} With one kept set per query head there is no "
+        f"group, and no row for its product. {numbers.ABOUT_HELD}"
     )
+
+
+def _controls(result: Ablation) -> str:
+    from perturbkv.analyses.naming import selection
+
+    return ", ".join(selection(label) for label in result.controls)
+
+
+def _baseline(result: Ablation) -> list[str]:
+    return ["attention", "", numbers.held(result.rows[0].compared.held[0]), "1", "1", "", "1", "1", ""]
 
 
 def _rows(rows: tuple[Row, ...]) -> list[list[str]]:
@@ -74,9 +89,11 @@ def _rows(rows: tuple[Row, ...]) -> list[list[str]]:
     found, before = [], ""
     for row in rows:
         cells = [row.name if row.name != before else "", "" if row.alpha is None else f"{row.alpha:g}"]
+        cells.append(numbers.held(row.compared.held[1]))
         for kind in (row.compared.isolated, row.compared.propagated):
-            cells.append(numbers.decimal(kind.l1_ratio, kind.l1_ratio_interval))
-            cells.append(numbers.percent(kind.improved_share))
+            cells.append(numbers.decimal(kind.sum_ratio, kind.sum_ratio_interval, apart="\n"))
+            cells.append(numbers.decimal(kind.median_ratio))
+            cells.append(numbers.percent(kind.better_share))
         found.append(cells)
         before = row.name
     return found

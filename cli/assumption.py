@@ -23,7 +23,7 @@ def assumption(
     look: LookOptions,
     selection: Annotated[str, Option(help="Whose stage 1 is looked at.")] = "two-stage",
 ) -> None:
-    """Check Assumption 1 per layer and head: σ as the paper states it, and as stage 1 really holds it."""
+    """Check Assumption 1 per layer and head: as the paper states σ, as stage 1 holds it, and S."""
     wanted = run.with_budgets(FRACTIONS)
     study = open_study("assumption", wanted, look, lambda: wanted.configs([selection]), leave_out_unfit=not run.budget)
     if study is None:
@@ -46,19 +46,22 @@ def _print(result: Assumption) -> None:
         for budget, config in zip(names, result.configs, strict=True):
             reading = config.readings[name]
             rows.append([
-                budget,
+                numbers.folded(budget),
+                numbers.held(config.held),
                 numbers.percent(reading.share, reading.share_interval),
                 f"{int(reading.failing.sum())} of {reading.failing.size}",
                 _layers(reading),
             ])  # fmt: skip
-        console.table(f"\nσ of {title}", ["budget", "#share > 0.5", "#heads ≤ 0.5", "most of them in layer"], rows)
+        columns = ["budget", "#held /\nfull", "#share > 0.5", "#heads ≤ 0.5", "most of them in layer"]
+        console.table(f"\n{title} ({name})", columns, rows)
     console.say("Heads at most 0.5 in stage 1, as layer-head:")
     for budget, config in zip(names, result.configs, strict=True):
         console.say(f"  {budget}: {_below(config.readings['sigma_stage1']) or 'none'}")
     words = numbers.about_intervals(result.identity.samples)
     console.say(
-        f"Share > 0.5: of all samples and heads. Heads ≤ 0.5: by their mean σ; summary.json lists all. {words} "
-        f"Theorem 3 says nothing where σ of stage 1 is at most 0.5."
+        f"{words} Share > 0.5: mean over samples of each sample's share of heads. Heads ≤ 0.5: by their mean over "
+        "samples; summary.json lists all. Theorem 3 says nothing where σ of stage 1 is at most 0.5; S is what the "
+        f"paper's figure 4 plots. {numbers.ABOUT_HELD}"
     )
 
 

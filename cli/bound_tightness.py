@@ -66,7 +66,8 @@ def _print(selection: str, shown: BoundTightness, agreements: tuple[RankAgreemen
     console.say(
         "σ ≤ 0.5 is shown and is no evidence for Theorems 3 and 4. ρ: Spearman's rank correlation with L across "
         f"{', '.join(CONTENDERS)} of one head. vs: how often, of two-stage and this one, the lower bound has the lower "
-        f"L, where σ > 0.5 in both. 1 − S, the attention given up, knows no values. {words}"
+        f"L, where σ > 0.5 in both. 1 − S, the attention given up, knows no values. {words} Under a budget stands "
+        f"its held / full: entries that the evicted cache holds over those of the full cache."
     )
 
 
@@ -100,7 +101,7 @@ def _rows(budget: str, config: Tightness) -> list[list[str]]:
     share = config.flagged_share
     return [
         [budget, "> 0.5", numbers.percent(1 - share), *evidence],
-        ["", "≤ 0.5", numbers.percent(share), *flagged],
+        [f"held {numbers.held(config.held)}", "≤ 0.5", numbers.percent(share), *flagged],
     ]
 
 

@@ -46,3 +46,8 @@ def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise UnknownNameError(value, option, known)
     return value
+
+
+def named(analysis: str, distance: str) -> str:
+    """An analysis' key in summary.json and the beginning of its files' names: each distance has its own."""
+    return analysis if distance == "l1" else f"{analysis}-{distance}"

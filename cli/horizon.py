@@ -44,31 +44,50 @@ def _print(result: Horizon) -> None:
 
     labels = [config.label for config in result.configs]
     console.say(f"{result.steps} decode steps · {common(labels)}")
+    names = [name or "evicted" for name in short(labels)]
     rows = [
-        _row(name if kind == "propagated" else "", curve)
-        for name, config in zip(short(labels), result.configs, strict=True)
-        for kind, curve in config.curves.items()
+        _row(["", numbers.folded(f"{name}, held {numbers.held(config.held)}")][place == 0], curve)
+        for name, config in zip(names, result.configs, strict=True)
+        for place, curve in enumerate(config.curves.values())
     ]
-    first, last = f"#first\n{result.third} steps", f"#last\n{result.third} steps"
-    console.table("\nΣ L / Σ ‖o_h‖₁ over all heads", ["", "", first, last, "#growth", "#heads\n+ / = / −"], rows)
-    console.say("Heads that grow most (propagated), as layer-head ×factor:")
-    for name, config in zip(short(labels), result.configs, strict=True):
-        console.say(f"  {name or 'evicted'}: {_most(config.curves['propagated'])}")
-    about = numbers.about_intervals(result.identity.samples)
-    console.say(
-        f"Growth: the last {result.third} steps over the first. + / = / −: heads that grow, that their interval does "
-        f"not decide, that shrink. {about}"
+    columns = ["", "", "#first\nthird", "#last\nthird", "#growth", "#heads beyond\nchance + / = / −"]
+    console.table("\nΣ L / Σ ‖o_h‖₁ over all heads", columns, rows)
+    console.say("Heads that grow or shrink (propagated), and those that grow most, as layer-head ×factor:")
+    for name, config in zip(names, result.configs, strict=True):
+        curve = config.curves["propagated"]
+        console.say(f"  {name}: {numbers.about_flips(curve.decided, ('growing', 'shrinking'))}. Most: {_most(curve)}")
+    console.say(_caption(result))
+
+
+def _caption(result: Horizon) -> str:
+    power = numbers.about_power(result.configs[0].curves["propagated"].decided)
+    return (
+        f"{_samples(result)} {numbers.about_intervals(result.grown)} Growth: each sample's last third of its steps "
+        f"over its first. + / = / −: heads that grow, are undecided, shrink. Beyond chance: {power} "
+        f"{numbers.ABOUT_HELD}"
     )
 
 
+def _samples(result: Horizon) -> str:
+    """How many samples each step is of, and which have no growth."""
+    from perturbkv.analyses.naming import counted
+
+    counts = result.samples_at.tolist()
+    ends = [step for step in range(1, len(counts)) if counts[step] < counts[step - 1]]
+    said = f"Steps from 0 on are of {counted(counts[0], 'sample')}" + "".join(
+        f", from {step} on of {counts[step]}" for step in ends
+    )
+    short = f" {counted(result.short, 'sample')} of fewer than 3 steps left out of growth." if result.short else ""
+    return f"{said}: a text that ends has no later steps.{short}" if ends or short else f"{said}."
+
+
 def _row(name: str, curve: Curve) -> list[str]:
-    third = len(curve.relative) // 3
     return [
-        name or ("evicted" if curve.kind == "propagated" else ""),
+        name,
         curve.kind,
-        numbers.significant(float(curve.relative[:third].mean())),
-        numbers.significant(float(curve.relative[-third:].mean())),
-        numbers.decimal(curve.growth, curve.growth_interval),
+        numbers.significant(curve.first),
+        numbers.significant(curve.last),
+        numbers.decimal(curve.growth, curve.growth_interval, apart="\n"),
         numbers.verdicts(curve.head_verdict),
     ]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from typer import Option
 
 from perturbkv.cli import console, numbers
-from perturbkv.cli.choices import DEFAULT_COMPARE, check_choice, parse_compare
+from perturbkv.cli.choices import DEFAULT_COMPARE, check_choice, named, parse_compare
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import Study, open_study
@@ -36,11 +37,13 @@ def layers(
     ] = False,
 ) -> None:
     """Follow the drift of the residual stream from layer to layer, baseline against treatment."""
-    from perturbkv.analyses.layers import DISTANCES
+    from perturbkv.analyses.distances import DISTANCES
 
     names, distance = parse_compare(compare), check_choice("distance", distance, tuple(DISTANCES))
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
-    study = open_study("layers", wanted, look, lambda: wanted.configs(names), leave_out_unfit=not run.budget)
+    study = open_study(
+        named("layers", distance), wanted, look, lambda: wanted.configs(names), leave_out_unfit=not run.budget
+    )
     if study is None:
         return
     drifts, samples, curves = _drifts(study, names, distance), [], None
@@ -63,7 +66,7 @@ def _drifts(study: Study, names: list[str], distance: str) -> list[list[LayerDri
     def compare(baseline: str, treatment: str) -> LayerDrift:
         return summarise(study.trace, baseline, treatment, distance, study.look.step)
 
-    return _series(study, names, "layers", compare, draw)
+    return _series(study, names, study.name, compare, draw)
 
 
 def _samples(study: Study, names: list[str], distance: str) -> list[list[LastLayer]]:
@@ -73,7 +76,7 @@ def _samples(study: Study, names: list[str], distance: str) -> list[list[LastLay
     def compare(baseline: str, treatment: str) -> LastLayer:
         return summarise(study.trace, baseline, treatment, distance, study.look.step)
 
-    return _series(study, names, "layers-samples", compare, draw)
+    return _series(study, names, f"{study.name}-samples", compare, draw)
 
 
 def _budgets(study: Study, names: list[str], distance: str) -> Budgets:
@@ -81,7 +84,7 @@ def _budgets(study: Study, names: list[str], distance: str) -> Budgets:
     from perturbkv.figures.budgets import draw
 
     curves = summarise(study.trace, names, distance, study.look.step)
-    study.save(draw(curves, study.width_mm), curves.identity, "layers-budgets")
+    study.save(draw(curves, study.width_mm), curves.identity, f"{study.name}-budgets")
     return curves
 
 
@@ -101,7 +104,7 @@ def _series(
     compared: list[list[Compared]] = []
     for number, together in enumerate(pairs):
         results = [compare(*pair) for pair in together]
-        shown = identity(study.trace, [label for pair in together for label in pair])
+        shown = identity(study.trace, [label for pair in together for label in pair], study.look.step)
         name = stem if len(pairs) == 1 else f"{stem}-{number + 1}-{selection(together[0][1])}"
         study.save(draw(results, shown, study.width_mm), shown, name)
         compared.append(results)
@@ -115,23 +118,33 @@ def _print(drifts: list[list[LayerDrift]], samples: list[list[LastLayer]], curve
         _print_samples(found)
     if curves:
         _print_budgets(curves)
-    words = numbers.about_intervals(drifts[0][0].identity.samples)
-    console.say(f"Drift: distance of the evicted run's residual stream from the full run's, mean over samples. {words}")
+    console.say(_caption(drifts[0][0], bool(samples or curves)))
+
+
+def _caption(drift: LayerDrift, exact: bool) -> str:
+    floor = (
+        numbers.ABOUT_TIES if drift.floored else "This trace holds no noise floor of the distance: only equal is tied."
+    )
+    return (
+        f"{numbers.about_intervals(drift.identity.samples, exact)} Drift: distance of the evicted run's residual "
+        f"stream from the full run's, median over samples; reduced: by the means over samples. {floor} "
+        f"{numbers.ABOUT_HELD}"
+    )
 
 
 def _print_drifts(series: list[LayerDrift]) -> None:
     """The first, the middle and the last layer; and in how many layers the treatment is better, tied, worse."""
     from perturbkv.analyses.naming import budget
 
-    last = len(series[0].reduction) - 1
+    last = len(series[0].ratio) - 1
     shown = list(dict.fromkeys([0, last // 2, last]))
     rows = []
     for drift in series:
         counts = numbers.verdicts(drift.verdict)
         rows.append([budget(drift.baseline), *(_sides(drift, layer) for layer in shown), counts])
-        rows.append(["", *(_reduced(drift, layer) for layer in shown), ""])
+        rows.append([_held(drift), *(_reduced(drift, layer) for layer in shown), ""])
     console.say(f"\n{_compared(series[0])}", bold=True)
-    columns = ["budget", *(f"#layer {layer}" for layer in shown), "#layers\n+ / = / −"]
+    columns = ["budget, held / full", *(f"#layer {layer}" for layer in shown), "#layers\n+ / = / −"]
     console.table(f"{series[0].distance} drift after a layer, and by how much it is reduced", columns, rows)
 
 
@@ -141,14 +154,20 @@ def _compared(result: LayerDrift | LastLayer) -> str:
     return f"{selection(result.baseline)} → {selection(result.treatment)}, {without_budget(result.setting)}"
 
 
+def _held(drift: LayerDrift) -> str:
+    """What both caches hold; once where it is the same."""
+    return " → ".join(dict.fromkeys(numbers.held(share) for share in drift.held))
+
+
 def _sides(drift: LayerDrift, layer: int) -> str:
-    means = (float(side[layer]) for side in (drift.baseline_mean, drift.treatment_mean))
-    return " → ".join(numbers.significant(mean) for mean in means)
+    medians = (float(side[layer]) for side in (drift.baseline_median, drift.treatment_median))
+    return " → ".join(numbers.significant(median) for median in medians)
 
 
 def _reduced(drift: LayerDrift, layer: int) -> str:
-    ends = drift.reduction_interval
-    return numbers.percent(float(drift.reduction[layer]), None if ends is None else numbers.ends(ends[:, layer]))
+    ends = numbers.at(drift.ratio_interval, layer)
+    reduced = None if ends is None else replace(ends, low=1 - ends.high, high=1 - ends.low)
+    return numbers.percent(1 - float(drift.ratio[layer]), reduced)
 
 
 def _print_samples(series: list[LastLayer]) -> None:
@@ -170,20 +189,19 @@ def _print_budgets(curves: Budgets) -> None:
     rows = []
     for curve in curves.curves:
         for place, budget in enumerate(curve.budgets):
-            ends = {
-                name: None if array is None else numbers.ends(array[:, place])
-                for name, array in curve.intervals.items()
-            }
+            ends = {name: numbers.at(band, place) for name, band in curve.intervals.items()}
             rows.append([
-                curve.name if place == 0 else "",
+                numbers.folded(curve.name) if place == 0 else "",
                 budget,
                 numbers.percent(float(curve.kept[place])),
-                numbers.significant(float(curve.means["drift"][place]), ends["drift"]),
-                numbers.significant(float(curve.means["kl"][place]), ends["kl"]),
-                numbers.percent(float(curve.means["top1"][place]), ends["top1"]).replace(" [", "\n["),
+                numbers.held(float(curve.held[place])),
+                numbers.significant(float(curve.medians["drift"][place]), ends["drift"]),
+                numbers.significant(float(curve.medians["kl"][place]), ends["kl"]),
+                numbers.percent(float(curve.medians["top1"][place]), ends["top1"], "\n"),
             ])  # fmt: skip
-    console.table("how much cache can go", ["selection", "budget", "#kept", "#drift", "#KL, nat", "#same token"], rows)
+    columns = ["selection", "budget", "#kept", "#held /\nfull", "#drift,\nmedian", "#KL, nat,\nmedian", "#same\ntoken"]
+    console.table("how much cache can go", columns, rows)
     for curve in curves.curves:
         if curve.cliff:
             first, second = curve.cliff
-            console.say(f"{curve.name}: KL rises most per halving of the budget from {first} to {second}")
+            console.say(f"{curve.name}: median KL rises most per halving of the budget from {first} to {second}")

@@ -16,7 +16,7 @@ from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.analyses.needle import Method, Needle
-    from perturbkv.analyses.retrieval import Retrieval
+    from perturbkv.analyses.retrieval import Correlation, Retrieval
 
 _METHODS = ",".join(
     f"{policy}:{selection}" for policy in ("snapkv", "pyramidkv", "adakv") for selection in ("attention", "two-stage")
@@ -34,8 +34,9 @@ def needle(
 ) -> None:
     """Ask for a number hidden in a long text, from the full cache and from every evicted one.
 
-    One prompt per length and depth unless --samples asks for more. Perturbation is averaged over --steps (8) decode
-    steps of the full cache's own answer, and correlated with what was found.
+    One prompt per length and depth unless --samples asks for more. The first decode step's perturbation is correlated
+    with what was found, between the methods of one prompt and one budget; what is measured over all --steps (8) of the
+    full cache's own answer nearly is the score, and is shown apart.
     """
     wanted = _with_defaults(run, max_new_tokens)
     study = open_study("needle", wanted, look, lambda: wanted.configs(_names(compare)), generate=max_new_tokens)
@@ -85,12 +86,15 @@ def _print(result: Needle, link: Retrieval) -> None:
 
     labels = [method.label for method in result.methods]
     console.say(f"haystack: {result.haystack} · scenario: {result.scenario} · {common(labels)}")
-    columns = ["method", "#found", "#leading\ndigits", *(f"#{length:,}" for length in result.lengths)]
+    columns = ["method", "#held /\nfull", "#found", "#leading\ndigits", *(f"#{length:,}" for length in result.lengths)]
     rows = [_row("full cache", result.full)]
     rows += [_row(name or "evicted", method) for name, method in zip(short(labels), result.methods, strict=True)]
     console.table("\nshare of numbers found in all, of their leading digits, and found by prompt tokens", columns, rows)
     _print_link(link)
-    console.say(numbers.about_intervals(result.identity.samples))
+    console.say(
+        f"{numbers.about_intervals(result.identity.samples, exact=True)} Of shares of prompts found: exact ones. "
+        f"{numbers.ABOUT_HELD}"
+    )
 
 
 def _row(name: str, method: Method) -> list[str]:
@@ -98,27 +102,41 @@ def _row(name: str, method: Method) -> list[str]:
 
     columns = [column[~np.isnan(column)] for column in method.grid.T]
     by_length = [float(column.mean()) if len(column) else float("nan") for column in columns]
-    whole = numbers.percent(method.score, method.score_interval)
-    digits = numbers.percent(method.digits, method.digits_interval)
-    return [name, whole, digits, *(numbers.percent(share) for share in by_length)]
+    whole = numbers.percent(method.score, method.score_interval, "\n")
+    digits = numbers.percent(method.digits, method.digits_interval, "\n")
+    return [name, numbers.held(method.held), whole, digits, *(numbers.percent(share) for share in by_length)]
 
 
 def _print_link(link: Retrieval) -> None:
-    from perturbkv.analyses.retrieval import MEASURES
+    from perturbkv.analyses.retrieval import CIRCULAR, LEAST_CONFIGS, MEASURES
 
-    rows = [
-        [
-            MEASURES[exact.measure],
-            numbers.decimal(exact.rho, exact.interval),
-            numbers.decimal(digits.rho, digits.interval),
-            numbers.decimal(digits.within, digits.within_interval),
-        ]
-        for exact, digits in zip(link.of("score"), link.of("digits"), strict=True)
-    ]
-    title = f"perturbation against retrieval: Spearman's ρ, {link.samples} prompts that the full cache answers"
-    console.table(title, ["measure", "#whole number", "#digits", "#digits, within\na prompt"], rows)
+    console.say(f"does perturbation tell? {link.samples} prompts that the full cache answers", bold=True)
+    for budget in link.too_few:
+        console.say(f"b={budget}: fewer than {LEAST_CONFIGS} methods, no ranks")
+    if not link.budgets:
+        return
+    title = "Spearman's ρ between the methods of one prompt, first decode step"
+    _print_ranks(title, MEASURES, {one.budget: one.correlations for one in link.budgets})
+    title = "circular: on the answer's own tokens these nearly are the score"
+    _print_ranks(title, CIRCULAR, {one.budget: one.circular for one in link.budgets})
     console.say(
-        "ρ < 0: the more perturbed, the less was found. Within a prompt: across the methods, in the "
-        f"{link.of('digits')[0].deciding} prompts in which they differ. L1, θ (of all heads) and drift are relative to "
-        f"the full run's norms, means of {link.steps} decode steps."
+        "ρ < 0: the more perturbed of a prompt's methods find less. Mean over the n prompts whose methods differ; its "
+        "interval over them. L1, θ (of all heads) and drift are relative to the full run's norms."
     )
+
+
+def _print_ranks(title: str, measures: dict[str, str], budgets: dict[str, tuple[Correlation, ...]]) -> None:
+    """A row per budget and measure, both outcomes beside each other, each with its n."""
+    from perturbkv.analyses.needle import OUTCOMES
+
+    rows = []
+    for budget, correlations in budgets.items():
+        found = {(one.measure, one.outcome): one for one in correlations}
+        for place, (name, words) in enumerate(measures.items()):
+            cells = [cell for outcome in OUTCOMES for cell in _ranked(found[name, outcome])]
+            rows.append([budget if place == 0 else "", words, *cells])
+    console.table(title, ["budget", "measure", "#whole number", "#n", "#digits", "#n"], rows)
+
+
+def _ranked(one: Correlation) -> list[str]:
+    return [numbers.decimal(one.rho, one.interval), str(one.deciding)]

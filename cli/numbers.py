@@ -1,7 +1,9 @@
-"""Numbers as tables show them: rounded, with their interval, a dash where there is none."""
+"""Numbers as tables show them: rounded, with their interval or range, a dash where there is none."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from math import isnan
 from typing import TYPE_CHECKING
 
@@ -9,36 +11,50 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Interval = tuple[float, float] | None
+    from perturbkv.analyses.intervals import Band, Scalar
+    from perturbkv.analyses.sign_flips import Decided
 
 
-def decimal(value: float, interval: Interval = None, digits: int = 2) -> str:
-    """'0.71 [0.65, 0.78]'; fewer digits from 10 on."""
+def decimal(value: float, interval: Scalar = None, digits: int = 2, apart: str = " ") -> str:
+    """'0.71 [0.65, 0.78]', or of a range '0.71 (0.65 … 0.78)'; fewer digits from 10 on. `apart` may be a new line."""
     digits = max(0, digits - 1) if abs(value) >= 10 else digits
-    return "–" if isnan(value) else f"{_fixed(value, digits)}{_ends(interval, digits)}"
+    return "–" if isnan(value) else _fixed(value, digits) + _ends(interval, lambda end: _fixed(end, digits), apart)
 
 
-def percent(share: float, interval: Interval = None) -> str:
+def percent(share: float, interval: Scalar = None, apart: str = " ") -> str:
     """'72 % [58, 82]' of a share in [0, 1]."""
-    ends = None if interval is None else (100 * interval[0], 100 * interval[1])
-    return "–" if isnan(share) else f"{_fixed(100 * share, 0)} %{_ends(ends, 0)}"
+    return "–" if isnan(share) else f"{_fixed(100 * share, 0)} %" + _ends(interval, _hundredths, apart)
 
 
-def significant(value: float, interval: Interval = None) -> str:
+def significant(value: float, interval: Scalar = None) -> str:
     """Three significant digits, thousands apart; the interval on a line of its own."""
-    if isnan(value):
-        return "–"
-    ends = "" if interval is None else f"\n[{_three(interval[0])}, {_three(interval[1])}]"
-    return _three(value) + ends
+    return "–" if isnan(value) else _three(value) + _ends(interval, _three, "\n")
 
 
-def _three(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def held(share: float) -> str:
+    """'0.33' of held / full; a dash where the trace does not tell."""
+    return "–" if isnan(share) else f"{share:.2f}"
 
 
-def about_intervals(samples: int) -> str:
-    """What a table's caption says of its intervals."""
-    return "In brackets: 95 % bootstrap intervals over samples." if samples > 1 else "One sample: no intervals."
+def at(band: Band, place: int) -> Scalar:
+    """One interval out of an array of them."""
+    return None if band is None else band.at(place)
+
+
+def about_intervals(samples: int, exact: bool = False) -> str:
+    """What a table's caption says of n and its intervals; `exact` where it holds shares of samples."""
+    from perturbkv.analyses.intervals import LEAST
+
+    if samples < 2:
+        return "One sample: no intervals."
+    if samples >= LEAST:
+        return f"n = {samples} samples; in brackets: 95 % intervals over samples."
+    also = " In brackets: exact 95 % intervals of shares of samples." if exact else ""
+    return f"n = {samples} samples, too few for intervals; in parentheses: the range of single samples.{also}"
+
+
+ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
+ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."
 
 
 def verdicts(verdict: NDArray[np.int8]) -> str:
@@ -46,15 +62,45 @@ def verdicts(verdict: NDArray[np.int8]) -> str:
     return "/".join(str(int((verdict == sign).sum())) for sign in (1, 0, -1))
 
 
-def ends(interval: NDArray[np.float64]) -> tuple[float, float]:
-    """An interval out of an array (2,)."""
-    return float(interval[0]), float(interval[1])
+def about_flips(decided: Decided, words: tuple[str, str] = ("better", "worse")) -> str:
+    """How many of many tests stand out, and how many would by chance."""
+    return (
+        f"p ≤ 0.05 in {decided.uncorrected} of {decided.verdict.size} heads, by chance in {decided.chance_mean:.0f} "
+        f"(95 %: ≤ {decided.chance_high}); corrected: {decided.better} {words[0]}, {decided.worse} {words[1]}"
+    )
+
+
+def about_power(decided: Decided) -> str:
+    """What a caption says of the test, and of what so few samples cannot show."""
+    said = f"{decided.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %"
+    smallest = f"the smallest p of so few samples is {decided.smallest:.2g}"
+    if not decided.least_together:
+        return f"{said}; {smallest}: no head can be decided."
+    if decided.least_together > 1:
+        return f"{said}; {smallest}: it counts only where {decided.least_together} heads reach it together."
+    return f"{said}."
+
+
+def folded(name: str, width: int = 16) -> str:
+    """A long name on several lines, broken between its words."""
+    return "\n".join(textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False))
+
+
+def _ends(interval: Scalar, shown: Callable[[float], str], apart: str) -> str:
+    if interval is None:
+        return ""
+    low, high = shown(interval.low), shown(interval.high)
+    return apart + (f"({low} … {high})" if interval.kind == "range" else f"[{low}, {high}]")
+
+
+def _three(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _hundredths(share: float) -> str:
+    return _fixed(100 * share, 0)
 
 
 def _fixed(value: float, digits: int) -> str:
     """With a minus sign that is none of a hyphen's, and no negative zero."""
     return f"{value:z.{digits}f}".replace("-", "−")
-
-
-def _ends(interval: Interval, digits: int) -> str:
-    return "" if interval is None else f" [{_fixed(interval[0], digits)}, {_fixed(interval[1], digits)}]"

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from perturbkv.analyses.ablation import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Ablation
-from perturbkv.analyses.heads import HeadKind
+from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.figures import style
 
@@ -34,8 +34,8 @@ def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = s
                     _panel(panel, chunk[place], rows, named=place == 0)
                 else:
                     panel.set_axis_off()
-        figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
-        style.foot(figure, identity)
+        figure.legend(handles=_legend(), loc="outside upper left", ncols=3)
+        style.foot(figure, identity, style.about(identity.samples))
     return figure
 
 
@@ -64,22 +64,34 @@ def _panel(axes: Axes, result: Ablation, titles: list[str], *, named: bool) -> N
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")
-    axes.set_title(result.setting, loc="left")
+    axes.set_title(f"{result.setting}\nheld / full {_held(result)}", loc="left")
+
+
+def _held(result: Ablation) -> str:
+    """What the rows' caches hold, once where they hold the same."""
+    shares = [style.number(share) for row in result.rows for share in row.compared.held]
+    return " to ".join(dict.fromkeys((min(shares), max(shares))))
 
 
 def _point(axes: Axes, place: int, kind: str, measured: HeadKind) -> None:
     marker, offset = _MARKS[kind]
-    ratio = measured.l1_ratio
+    ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
         axes.text(1, place + offset, f" {kind}: baseline or row is 0", fontsize=5.5, color="0.5", va="center")
         return
     colour = style.category_colours(2)[list(_MARKS).index(kind)]
-    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.l1_ratio_interval), color=colour,
+    axes.plot([measured.median_ratio], [place + offset], linestyle="", color=colour, marker="|", markersize=4.5,
+              markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
+    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
                   marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
 
 
 def _legend() -> list[Line2D]:
-    return [
-        Line2D([], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind} perturbation")
+    sums = [
+        Line2D(
+            [], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind}, sum of heads"
+        )
         for kind, colour in zip(_MARKS, style.category_colours(2), strict=True)
     ]
+    middle = Line2D([], [], linestyle="", marker="|", markersize=5, color="0.3", label="the median head")
+    return [*sums, middle]

@@ -1,4 +1,4 @@
-"""Heat maps of σ, layer × head, both readings, one pair per budget and α (paper, figure 4)."""
+"""Heat maps of σ, layer × head, three readings, one row of maps each, per budget and α (paper, figure 4)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
             _rows(result, width_mm < style.WIDE_MM),
             width_mm,
             (0.0, 1.0),
-            "Assumption 1: share of samples and heads with σ > 0.5",
-            "σ (attention mass), mean over samples\ndot: ≤ 0.5",
+            "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
+            "σ or S (attention mass), mean over samples\ndot: ≤ 0.5",
         )
-        style.foot(figure, result.identity)
+        style.foot(figure, result.identity, style.about(result.identity.samples))
     return figure
 
 
@@ -38,4 +38,5 @@ def _rows(result: Assumption, narrow: bool) -> list[list[heatmaps.Map]]:
 def _map(name: str, config: ConfigAssumption, variable: str) -> heatmaps.Map:
     reading = config.readings[variable]
     share = style.percent(reading.share, reading.share_interval)
-    return heatmaps.Map(f"b={name}\n{READINGS[variable]}\n{share}", reading.mean, reading.failing)
+    held = f"held / full {style.number(config.held)}"
+    return heatmaps.Map(f"b={name} · {held}\n{READINGS[variable]}\n{share}", reading.mean, reading.failing)

@@ -31,7 +31,7 @@ def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: 
         _ratios(axes[0], result.configs)
         _against_mass(axes[1], result.configs)
         _agreement(axes[2], agreements)
-        style.foot(figure, result.identity)
+        style.foot(figure, result.identity, f"{_held(result)} · {style.about(result.identity.samples)}")
     return figure
 
 
@@ -48,8 +48,14 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
             "Tightness of Theorem 2 by head",
             "L/θ, median over samples\ndot: σ ≤ 0.5 in most",
         )
-        style.foot(figure, result.identity)
+        style.foot(figure, result.identity, f"{_held(result)} · n = {result.identity.samples} samples")
     return figure
+
+
+def _held(result: BoundTightness) -> str:
+    """What the caches hold, by budget."""
+    shares = (f"{budget(config.label)}: {style.number(config.held)}" for config in result.configs)
+    return f"held / full of b={', '.join(shares)}"
 
 
 def _map(name: str, config: Tightness) -> heatmaps.Map:

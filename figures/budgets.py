@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import cycle
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
+from numpy.typing import NDArray
 
-from perturbkv.analyses.budgets import Budgets
-from perturbkv.analyses.layers import DISTANCES
+from perturbkv.analyses.budgets import BudgetCurve, Budgets
+from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
 
@@ -30,7 +33,9 @@ def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
                      color="0.35")  # fmt: skip
         handles, _ = axes[0].get_legend_handles_labels()
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 4)
-        style.foot(figure, result.identity)
+        style.foot(
+            figure, result.identity, f"drift and KL: medians over samples · {style.about(result.identity.samples)}"
+        )
     return figure
 
 
@@ -38,22 +43,31 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
     hidden = 0
     colours = style.category_colours(len(result.curves))
     for curve, colour, marker in zip(result.curves, colours, cycle("os^Dv"), strict=False):
-        means, interval = curve.means[quantity], curve.intervals[quantity]
-        shown = style.positive(means) if log else means
-        hidden += int((shown != means).sum())
-        percent = 100 * curve.kept
+        medians, interval = curve.medians[quantity], curve.intervals[quantity]
+        shown = style.positive(medians) if log else medians
+        hidden += int((shown != medians).sum())
+        percent = 100 * _shares(result, curve)
         axes.plot(percent, shown, color=colour, marker=marker, markersize=3, markerfacecolor="none", label=curve.name,
                   gid=f"{quantity} {curve.name}")  # fmt: skip
         if interval is not None:
-            ends = style.positive(interval) if log else interval
+            ends = (style.positive(end) if log else end for end in (interval.low, interval.high))
             axes.fill_between(percent, *ends, color=colour, alpha=0.13, linewidth=0)
-    axes.set(xlabel="kept share of the cache (%)", ylabel=label)
+    axes.set(xlabel=f"{'held / full cache' if _told(result) else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    ticks = sorted({round(100 * share, 3) for curve in result.curves for share in curve.kept})
+    ticks = sorted({round(100 * share, 3) for curve in result.curves for share in _shares(result, curve)})
     if len(ticks) <= 8:
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
     axes.set_title(title, loc="left")
     if hidden:
         style.note(axes, f"{counted(hidden, 'value')} of 0 not drawn")
+
+
+def _told(result: Budgets) -> bool:
+    """Whether the trace tells what the caches hold, the only share that compares across granularities."""
+    return not any(np.isnan(curve.held).any() for curve in result.curves)
+
+
+def _shares(result: Budgets, curve: BudgetCurve) -> NDArray[Any]:
+    return curve.held if _told(result) else curve.kept

@@ -10,7 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from perturbkv.analyses.heads import HeadComparison, HeadKind
+from perturbkv.analyses.distances import DISTANCES
+from perturbkv.analyses.head_kind import HeadKind
+from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
 
@@ -26,7 +28,7 @@ def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
         figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1))
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         points = [
-            _panel(panel, kind, result.flagged, name)
+            _panel(panel, kind, result.flagged, name, DISTANCES[result.distance])
             for panel, kind, name in zip(
                 axes, (result.isolated, result.propagated), ("isolated", "propagated"), strict=True
             )
@@ -37,11 +39,14 @@ def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
         bar.set_ticks([int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())])
         bar.ax.minorticks_off()
         axes[1].legend(handles=_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        style.foot(figure, result.identity)
+        flips = result.propagated.decided.flips
+        style.foot(figure, result.identity, f"heads: means over samples; tied: within 2 noise floors, or the same "
+                   f"entries kept · beyond chance: {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 % · "
+                   f"held / full {_held(result)} · {style.about(result.identity.samples)}")  # fmt: skip
     return figure
 
 
-def _panel(axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], name: str) -> PathCollection:
+def _panel(axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], name: str, unit: str) -> PathCollection:
     layers = np.broadcast_to(np.arange(flagged.shape[0])[:, None], flagged.shape)
     norm = BoundaryNorm(np.arange(flagged.shape[0] + 1) - 0.5, 256)
     low, high = _limits(kind)
@@ -54,8 +59,8 @@ def _panel(axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], name: str) ->
     axes.scatter(x[flagged], y[flagged], s=_size(x.size) + 14, facecolors="none", edgecolors=_FLAG_COLOUR,
                  linewidths=0.6, zorder=4, gid="flagged")  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
-    axes.set_xlabel(f"baseline, {name} perturbation (L1)")
-    axes.set_ylabel(f"treatment, {name} perturbation (L1)")
+    axes.set_xlabel(f"baseline, {name} perturbation ({unit})")
+    axes.set_ylabel(f"treatment, {name} perturbation ({unit})")
     axes.set_title(_title(kind, name), loc="left")
     axes.grid(visible=True, which="major")
     _note_edge(axes, kind, low)
@@ -86,8 +91,15 @@ def _size(heads: int) -> float:
 
 
 def _title(kind: HeadKind, name: str) -> str:
+    share = style.percent(kind.better_share, kind.better_share_interval)
     counts = f"{kind.improved_count} better, {kind.worsened_count} worse, {kind.tied_count} tied"
-    return f"{name}: {style.percent(kind.improved_share, kind.improved_share_interval)} of heads improved\n{counts}"
+    beyond = f"beyond chance: {kind.decided.better} better, {kind.decided.worse} worse"
+    return f"{name}: {share} of heads better, mean of samples\n{counts}\n{beyond}"
+
+
+def _held(result: HeadComparison) -> str:
+    """What both caches hold, baseline first."""
+    return " → ".join(style.number(share) for share in result.held)
 
 
 def _legend(result: HeadComparison) -> list[Line2D]:

@@ -36,12 +36,12 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             axes.set_ylim(bottom=0)
         style.legend_below(left, _legend(result, colours), 2)
         style.title(figure, "Perturbation over the decode steps")
-        style.foot(figure, result.identity)
+        style.foot(figure, result.identity, f"{_samples(result)} · KL: mean over samples, no interval")
     return figure
 
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
-    """Growth per head as a power of two, propagated; a dot where it grows beyond its interval."""
+    """Growth per head as a power of two, propagated; a dot where it grows beyond chance."""
     with style.use():
         columns = 2 if width_mm < style.WIDE_MM else 4
         names = short([config.label for config in result.configs])
@@ -52,10 +52,20 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             width_mm,
             (-_MOST, _MOST),
             f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
-            f"log₂ of the last {result.third} steps\nover the first {result.third}; dot: grows",
+            "log₂ of the last third of the steps\nover the first; dot: grows",
         )
-        style.foot(figure, result.identity)
+        flips = result.configs[0].curves["propagated"].decided.flips
+        style.foot(figure, result.identity, f"{_samples(result)} · decided by {flips:,} flips of samples' signs, "
+                   "Benjamini–Hochberg at 5 %")  # fmt: skip
     return figure
+
+
+def _samples(result: Horizon) -> str:
+    """How many samples the first and the last step are of, and what the band is."""
+    first, last = int(result.samples_at[0]), int(result.samples_at[-1])
+    ending = "" if first == last else f" at the first step, {last} at the last"
+    short = f" ({result.short} of fewer than 3 steps without growth)" if result.short else ""
+    return f"{style.about(first)}{ending}{short}"
 
 
 def _map(name: str, config: ConfigHorizon) -> heatmaps.Map:
@@ -73,11 +83,15 @@ def _curves(axes: Axes, config: ConfigHorizon, colour: Any) -> None:
         steps = np.arange(len(curve.relative))
         axes.plot(steps, curve.relative, line, color=colour, gid=kind)
         if curve.relative_interval is not None and kind == "propagated":
-            axes.fill_between(steps, *curve.relative_interval, color=colour, alpha=0.15, linewidth=0)
+            ends = curve.relative_interval
+            axes.fill_between(steps, ends.low, ends.high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _legend(result: Horizon, colours: list[Any]) -> list[Line2D]:
     names = short([config.label for config in result.configs])
-    found = [Line2D([], [], color=colour, label=name or "evicted") for name, colour in zip(names, colours, strict=True)]
+    found = [
+        Line2D([], [], color=colour, label=f"{name or 'evicted'}, held {style.number(config.held)}")
+        for name, config, colour in zip(names, result.configs, colours, strict=True)
+    ]
     kinds = [Line2D([], [], color="0.3", linestyle=line, label=kind) for kind, line in _STYLES.items()]
     return [*found, *kinds]

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.last_layer import LastLayer
-from perturbkv.analyses.layers import DISTANCES
 from perturbkv.analyses.naming import budget, counted, selection
 from perturbkv.figures import style
 
@@ -36,7 +36,9 @@ def draw(results: Sequence[LastLayer], identity: RunIdentity, width_mm: float = 
             if place % columns == 0:
                 panel.set_ylabel(f"last layer's drift ({DISTANCES[results[place].distance]})")
         figure.legend(handles=_legend(results[0]), loc="outside upper left", ncols=2 if columns == 1 else 4)
-        style.foot(figure, identity)
+        style.foot(
+            figure, identity, f"in brackets: exact 95 % intervals of the share of n = {identity.samples} samples"
+        )
     return figure
 
 

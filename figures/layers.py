@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.layers import DISTANCES, LayerDrift
+from perturbkv.analyses.layers import LayerDrift
 from perturbkv.analyses.naming import budget, counted, selection
 from perturbkv.figures import style
 
@@ -39,33 +40,53 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
             Line2D([], [], color="0.3", linestyle="-", label=sides[1]),
         ]
         style.legend_below(absolute, styles, 2)
-        budgets = [Line2D([], [], color=colour, label=f"b={budget(result.baseline)}")
+        budgets = [Line2D([], [], color=colour, label=_label(result))
                    for result, colour in zip(results, colours, strict=True)]  # fmt: skip
         style.legend_below(relative, budgets, 3)
-        style.foot(figure, identity)
+        tie = (
+            "within 2 noise floors, or the same entries kept"
+            if results[0].floored
+            else "equal (no floor in this trace)"
+        )
+        style.foot(figure, identity, f"{style.about(identity.samples)} · ×: tied, {tie}")
     return figure
+
+
+def _label(result: LayerDrift) -> str:
+    """The budget, and what the caches hold."""
+    held = " → ".join(dict.fromkeys(style.number(share) for share in result.held))
+    return f"b={budget(result.baseline)}, held {held}"
 
 
 def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
     layers = np.arange(len(result.baseline_mean))
     sides = (
-        ("baseline", "--", result.baseline_mean, result.baseline_interval),
-        ("treatment", "-", result.treatment_mean, result.treatment_interval),
+        ("baseline", "--", result.baseline_median, result.baseline_median_interval),
+        ("treatment", "-", result.treatment_median, result.treatment_median_interval),
     )
-    for side, line, mean, interval in sides:
-        axes.plot(layers, style.positive(mean), line, color=colour, marker="o" if len(layers) == 1 else None,
+    for side, line, median, interval in sides:
+        axes.plot(layers, style.positive(median), line, color=colour, marker="o" if len(layers) == 1 else None,
                   markersize=3, gid=f"{side} {result.baseline}")  # fmt: skip
         if interval is not None:
-            axes.fill_between(layers, *style.positive(interval), color=colour, alpha=0.1, linewidth=0)
+            axes.fill_between(
+                layers,
+                style.positive(interval.low),
+                style.positive(interval.high),
+                color=colour,
+                alpha=0.1,
+                linewidth=0,
+            )
 
 
 def _reduction(axes: Axes, result: LayerDrift, colour: object) -> None:
     """Drawn as treatment over baseline, so that halving and doubling lie equally far from equal."""
-    layers, left = np.arange(len(result.reduction)), style.positive(1 - result.reduction)
+    layers, left = np.arange(len(result.ratio)), style.positive(result.ratio)
     axes.plot(layers, left, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
               gid=f"reduction {result.baseline}")  # fmt: skip
-    if result.reduction_interval is not None:
-        axes.fill_between(layers, *style.positive(1 - result.reduction_interval), color=colour, alpha=0.13, linewidth=0)
+    ends = result.ratio_interval
+    if ends is not None:
+        axes.fill_between(layers, style.positive(ends.low), style.positive(ends.high), color=colour, alpha=0.13,
+                          linewidth=0)  # fmt: skip
     tied = result.verdict == 0
     axes.plot(layers[tied], left[tied], linestyle="", marker="x", markersize=3, color="0.5", gid="ties")
 
@@ -74,7 +95,7 @@ def _finish(absolute: Axes, relative: Axes, result: LayerDrift) -> None:
     unit = DISTANCES[result.distance]
     absolute.set(xlabel="decoder layer", ylabel=f"drift of the residual stream ({unit})")
     style.log_axes(absolute, y=True)
-    absolute.set_title("Drift after each layer", loc="left")
+    absolute.set_title("Drift after each layer, median of samples", loc="left")
     relative.axhline(1, color="0.55", linewidth=0.8, zorder=1)
     relative.set(xlabel="decoder layer", ylabel="reduction of drift (%, log ratio)")
     style.log_axes(relative, y=True)
@@ -83,7 +104,7 @@ def _finish(absolute: Axes, relative: Axes, result: LayerDrift) -> None:
     relative.yaxis.set_major_formatter(FuncFormatter(lambda left, _: _signed(100 * (1 - left))))
     relative.yaxis.set_minor_locator(NullLocator())
     relative.invert_yaxis()
-    relative.set_title("Reduction: above 0 the treatment is better", loc="left")
+    relative.set_title("Reduction of the mean: above 0 is better", loc="left")
 
 
 def _signed(percent: float) -> str:
@@ -92,6 +113,8 @@ def _signed(percent: float) -> str:
 
 def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
     """Say how many drifts a log axis cannot show."""
-    hidden = sum(int((side == 0).sum()) for result in results for side in (result.baseline_mean, result.treatment_mean))
+    hidden = sum(
+        int((side == 0).sum()) for result in results for side in (result.baseline_median, result.treatment_median)
+    )
     if hidden:
         style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")

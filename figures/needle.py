@@ -39,7 +39,8 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score"
         bar.outline.set_visible(False)
         settings = common([method.label for method in result.methods])
         style.title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
-        style.foot(figure, result.identity)
+        held = ", ".join(dict.fromkeys(style.number(method.held) for method in result.methods))
+        style.foot(figure, result.identity, f"{style.about(result.identity.samples)} · held / full {held}")
     return figure
 
 
@@ -63,13 +64,14 @@ def _rows(result: Needle, narrow: bool) -> list[list[Method | None]]:
 
 def _panel(axes: Axes, result: Needle, method: Method, outcome: str) -> None:
     grid = method.grid if outcome == "score" else method.digits_grid
-    mean = method.score if outcome == "score" else method.digits
+    scored = (method.score, method.score_interval)
+    mean, interval = scored if outcome == "score" else (method.digits, method.digits_interval)
     sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
                 annot=np.vectorize(_tenths)(grid) if grid.size <= 60 else False, fmt="", annot_kws={"fontsize": 5},
                 xticklabels=[_thousands(length) for length in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
-    axes.set_title("\n".join([*_name(result, method), style.percent(mean, None)]), loc="left")
+    axes.set_title("\n".join([*_name(result, method), style.percent(mean, interval)]), loc="left")
     axes.tick_params(length=2, rotation=0)
 
 

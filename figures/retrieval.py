@@ -1,65 +1,76 @@
-"""Perturbation of prompts that were still answered against that of prompts that were not."""
+"""Does perturbation tell whether the needle is found? Rank correlations within a prompt, one budget at a time."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.lines import Line2D
 
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.retrieval import MEASURES, Correlation, Retrieval
+from perturbkv.analyses.needle import OUTCOMES
+from perturbkv.analyses.retrieval import CIRCULAR, MEASURES, BudgetLink, Correlation, Retrieval
 from perturbkv.figures import style
 
-_ROW_MM, _AROUND_MM = 44, 12
-_FOUND, _LOST = "#0173b2", "#de8f05"
-_BINS = 18
+_ROW_MM, _AROUND_MM = 62, 14
+_MARKS = {"score": ("o", "whole number", -0.14), "digits": ("s", "leading digits", 0.14)}
 
 
 def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per measure: how many prompts × configurations were found and lost at each level of it."""
+    """A panel per budget: ρ of each measure with both outcomes; below the line those that nearly are the score."""
     with style.use():
-        columns = 2 if width_mm < style.WIDE_MM else 3
-        rows = -(-len(MEASURES) // columns)
+        columns = 1 if width_mm < style.WIDE_MM else 2
+        rows = max(1, -(-len(result.budgets) // columns))
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM)
         axes = figure.subplots(rows, columns, squeeze=False)
-        for panel, correlation, measured in zip(axes.flat, result.of("score"), result.perturbation, strict=True):
-            _panel(panel, correlation, measured, result.score)
-        for row in axes:
-            row[0].set_ylabel("prompts × configurations")
-        if result.samples:
-            axes.flat[0].legend(loc="upper left")
-        style.title(figure, "Perturbation and retrieval")
-        style.foot(figure, identity)
+        for panel, link in zip(axes.flat, result.budgets, strict=False):
+            _panel(panel, link)
+        for panel in axes.flat[len(result.budgets) :]:
+            panel.set_axis_off()
+        if not result.budgets:
+            style.note(axes.flat[0], "no budget of three methods or more: no ranks")
+        figure.legend(handles=_legend(), loc="outside upper right", ncols=2)
+        style.title(figure, "Perturbation and retrieval, within a prompt")
+        style.foot(figure, identity, f"n prompts decide; {style.about(result.samples)} that the full cache answers")
     return figure
 
 
-def _panel(axes: Axes, correlation: Correlation, measured: np.ndarray, score: np.ndarray) -> None:
-    if measured.size == 0:
-        style.note(axes, "the full cache answers no prompt")
-    else:
-        edges = _edges(measured)
-        kinds = [measured[score == 1], measured[score == 0]]
-        colours = [_FOUND, _LOST]
-        axes.hist(kinds, bins=edges.tolist(), stacked=True, color=colours, label=["found", "lost"], gid="counts")
-        if edges[0] > 0:
-            axes.set_xscale("log")
-            axes.set_xticks(np.geomspace(edges[0], edges[-1], 3), minor=False)
-            axes.xaxis.set_major_formatter(lambda value, place: f"{value:.2g}")
-            axes.xaxis.set_minor_locator(NullLocator())
-    rho = style.number(correlation.rho).replace("-", "−")
-    axes.set_title(f"{MEASURES[correlation.measure]}\nρ = {rho}{_ends(correlation)}", loc="left", fontsize=6.5)
+def _panel(axes: Axes, link: BudgetLink) -> None:
+    names = {**MEASURES, **CIRCULAR}
+    places = {name: place + (0.6 if name in CIRCULAR else 0) for place, name in enumerate(names)}
+    for one in (*link.correlations, *link.circular):
+        _point(axes, places[one.measure], one)
+    axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
+    axes.axhline(len(MEASURES) - 0.2, color="0.55", linewidth=0.6, linestyle=":")
+    axes.text(0.98, len(MEASURES) - 0.12, "circular: nearly the score", transform=axes.get_yaxis_transform(),
+              ha="right", va="top", fontsize=5.5, color="0.35")  # fmt: skip
+    axes.set_yticks(list(places.values()), list(names.values()))
+    axes.set(xlim=(-1.05, 1.05), ylim=(max(places.values()) + 0.5, -0.5), xlabel="Spearman’s ρ; left: perturbed, lost")
+    deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
+    title = (
+        f"b={link.budget}, {len(link.labels)} methods; n = {deciding['score']} (number), {deciding['digits']} (digits)"
+    )
+    axes.set_title(title, loc="left", fontsize=6.5)
+    if not any(deciding.values()):
+        style.note(axes, "no prompt decides: all outcomes are alike")
 
 
-def _edges(measured: np.ndarray) -> np.ndarray:
-    """Equal steps of the logarithm where all are positive; equal steps otherwise."""
-    low, high = float(measured.min()), float(measured.max())
-    if low <= 0:
-        return np.linspace(low, high if high > low else low + 1, _BINS + 1)
-    return np.geomspace(low, high if high > low else low * 2, _BINS + 1)
+def _point(axes: Axes, place: float, one: Correlation) -> None:
+    if np.isnan(one.rho):
+        return
+    marker, _, offset = _MARKS[one.outcome]
+    axes.errorbar([one.rho], [place + offset], xerr=style.bars(one.rho, one.interval), color=_colours()[one.outcome],
+                  marker=marker, markersize=3.2, linewidth=0.9, gid=f"{one.measure} {one.outcome}")  # fmt: skip
 
 
-def _ends(correlation: Correlation) -> str:
-    if correlation.interval is None or np.isnan(correlation.rho):
-        return ""
-    return f" [{correlation.interval[0]:.2f}, {correlation.interval[1]:.2f}]".replace("-", "−")
+def _colours() -> dict[str, Any]:
+    return dict(zip(_MARKS, style.category_colours(2), strict=True))
+
+
+def _legend() -> list[Line2D]:
+    return [
+        Line2D([], [], linestyle="", marker=marker, markersize=3.5, color=_colours()[outcome], label=label)
+        for outcome, (marker, label, _) in _MARKS.items()
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
 from typing import Any
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.intervals import LEAST, Scalar
 
 COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
@@ -50,10 +51,25 @@ def category_colours(count: int) -> list[Any]:
     return list(sns.color_palette("colorblind", count))
 
 
-def percent(share: float, interval: tuple[float, float] | None) -> str:
-    """A share with its interval, where there is one: '54 % [51, 56]'."""
-    ends = "" if interval is None else f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]"
-    return f"{100 * share:.0f} %{ends}"
+def percent(share: float, interval: Scalar) -> str:
+    """A share with its interval, where there is one: '54 % [51, 56]', or its range: '54 % (51 … 56)'."""
+    return f"{100 * share:.0f} %{ends(interval, lambda end: f'{100 * end:.0f}')}"
+
+
+def ends(interval: Scalar, shown: Callable[[float], str]) -> str:
+    """An interval behind its number: in brackets, a range in parentheses; nothing where there is none."""
+    if interval is None:
+        return ""
+    low, high = shown(interval.low), shown(interval.high)
+    return f" ({low} … {high})" if interval.kind == "range" else f" [{low}, {high}]"
+
+
+def about(samples: int) -> str:
+    """What bars, bands and brackets are, for a figure's foot."""
+    if samples < 2:
+        return "1 sample: no intervals"
+    kind = "95 % intervals" if samples >= LEAST else "ranges of single samples"
+    return f"bars, bands and brackets: {kind} over n = {samples} samples"
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -61,9 +77,9 @@ def number(value: float, digits: int = 2) -> str:
     return "–" if np.isnan(value) else f"{value:.{digits}f}"
 
 
-def bars(value: float, interval: tuple[float, float] | None) -> list[list[float]] | None:
+def bars(value: float, interval: Scalar) -> list[list[float]] | None:
     """An interval as matplotlib's error bars want it; None where there is none."""
-    return None if interval is None else [[max(0.0, value - interval[0])], [max(0.0, interval[1] - value)]]
+    return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
 
 
 def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -96,9 +112,13 @@ def legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
                     handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
 
 
-def foot(drawn: Figure, identity: RunIdentity) -> None:
-    """Write the run's identity small at the figure's foot, and say it large where the weights are random."""
-    lines = [part for line in identity.lines() for part in _wrapped(line, drawn.get_figwidth())]
+def foot(drawn: Figure, identity: RunIdentity, said: str = "") -> None:
+    """Write the run's identity small at the figure's foot, and say it large where the weights are random.
+
+    `said` stands before it: n, what its intervals are, what a tie is.
+    """
+    told = [said] if said else []
+    lines = [part for line in [*told, *identity.lines()] for part in _wrapped(line, drawn.get_figwidth())]
     height = drawn.get_figheight() * _INCH_MM
     share = (len(lines) * _LINE_MM + 1.5) / height
     engine = drawn.get_layout_engine()
@@ -115,7 +135,7 @@ def _wrapped(line: str, width_inches: float) -> list[str]:
     room = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
     if len(line) <= room:
         return [line]
-    mark = " | " if " | " in line else " · "
+    mark = next(mark for mark in (" | ", " · ", " ") if mark in line)
     rows = [""]
     for part in line.split(mark):
         longer = f"{rows[-1]}{mark}{part}" if rows[-1] else part

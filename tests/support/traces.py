@@ -30,7 +30,7 @@ def sample_trace(
     optional: bool = False,
     keys: int = 5,
 ) -> SampleTrace:
-    """Floats are lognormal, kept positions 0 … KEPT − 1 for every head."""
+    """Floats are lognormal, kept positions c … c + KEPT − 1 for every head of configuration c."""
     draw = np.random.default_rng(seed)
     sizes = {"config": configs, "step": steps, "layer": layers, "head": heads, "d_head": 3, "d_model": 4, "key": keys}
     sizes["answer_token"] = 4
@@ -46,7 +46,8 @@ def sample_trace(
     rows = configs * layers * heads
     arrays["kept_count"] = np.full((configs, layers, heads), KEPT)
     arrays["kept_offset"] = (np.arange(rows) * KEPT).reshape(configs, layers, heads)
-    arrays["kept_position"] = np.tile(np.arange(KEPT, dtype=np.int32), rows)
+    first = np.repeat(np.arange(configs, dtype=np.int32), KEPT * layers * heads)
+    arrays["kept_position"] = first + np.tile(np.arange(KEPT, dtype=np.int32), rows)
     return SampleTrace(name, arrays)
 
 

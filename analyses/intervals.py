@@ -1,0 +1,185 @@
+"""How sure is a number that was measured on a few samples? The one place where intervals are made.
+
+A share of samples has the exact interval of Clopper and Pearson (1934). Everything else is a statistic of weighted
+means over samples: leaving out one sample at a time gives its standard error (the jackknife: Efron, 1982), and
+Student's t widens it. Results of real prompts are skewed, and a few prompts weigh more than all others together; with
+n − 1 degrees of freedom eight samples cover a ratio of sums in 82 to 90 % of draws, not in 95 %. So the degrees of
+freedom are those of `Kind`, taken from a simulation on real samples (`docs/coverage.py`) to cover at least 92 %.
+Nothing is drawn at random: the same trace always gives the same interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+LEVEL = 0.95
+MEDIAN_LEVEL = 0.92
+LEAST = 5
+"""Fewer samples give a range, from the least to the largest single sample, and no interval."""
+
+Floats = NDArray[np.float64]
+End = TypeVar("End", float, Floats)
+
+
+@dataclass(frozen=True)
+class Interval(Generic[End]):
+    """Where a number lies; of an array of numbers both ends are arrays, which `at` takes apart.
+
+    Attributes:
+        low, high: its ends.
+        kind: `interval` (95 %), or `range`: the least and the largest single sample, of fewer than five.
+    """
+
+    low: End
+    high: End
+    kind: str = "interval"
+
+    def at(self, place: int) -> Interval[float]:
+        """One number's interval out of those of an array."""
+        return Interval(float(np.asarray(self.low)[place]), float(np.asarray(self.high)[place]), self.kind)
+
+
+Scalar = Interval[float] | None
+Band = Interval[Floats] | None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sort of number an interval is made for.
+
+    Attributes:
+        freedom: degrees of freedom of Student's t, per sample; never fewer than 1.
+        log: whether it is made on the logarithm: for what is positive, has no upper end and is skewed.
+        limits: least and largest value that the number can have.
+        heads: how many heads each sample's share is of; 0 where the number is no share of heads. The shares can be
+            the same in all samples seen: they never count for more than so many independent heads would.
+    """
+
+    freedom: float
+    log: bool = False
+    limits: tuple[float, float] = (-np.inf, np.inf)
+    heads: int = 0
+
+    def degrees(self, samples: int) -> float:
+        """Student's degrees of freedom for so many samples."""
+        return max(1.0, min(self.freedom * samples, samples - 1.0))
+
+
+RATIO = Kind(7 / 32, log=True, limits=(0, np.inf))
+"""A ratio of sums over samples, or a median of such ratios."""
+POSITIVE = Kind(3 / 16, log=True, limits=(0, np.inf))
+"""A mean of something positive that a single sample can dominate: drift, KL."""
+CORRELATION = Kind(3 / 8, limits=(-1, 1))
+"""A mean of rank correlations."""
+
+
+def share_of(heads: int) -> Kind:
+    """A mean over samples of each sample's share of `heads` heads."""
+    return Kind(3 / 8, limits=(0, 1), heads=heads)
+
+
+def rare_share_of(heads: int) -> Kind:
+    """The same of a share near 0 or 1, which single samples leave: how many heads have σ > 0.5."""
+    return Kind(3 / 16, limits=(0, 1), heads=heads)
+
+
+def of_samples(hits: NDArray[np.bool_]) -> Scalar:
+    """The exact interval of the share of samples that hit (Clopper–Pearson); None for fewer than two samples."""
+    count, found = len(hits), int(np.sum(hits))
+    if count < 2:
+        return None
+    tail = (1 - LEVEL) / 2
+    low = float(stats.beta.ppf(tail, found, count - found + 1)) if found else 0.0
+    high = float(stats.beta.ppf(1 - tail, found + 1, count - found)) if found < count else 1.0
+    return Interval(low, high)
+
+
+def of_mean(per_sample: Floats, kind: Kind) -> Scalar:
+    """The interval of the mean over samples of (sample,) values; samples that are NaN are left out."""
+    held = per_sample[~np.isnan(per_sample)]
+    return scalar(lambda weights: weights @ held, len(held), kind)
+
+
+def of_medians(per_sample: Floats) -> Band:
+    """The interval of the median over samples of (sample, …) values: two of them, whatever their distribution.
+
+    The k-th least and the k-th largest, with the largest k that covers the median in 92 % of draws (of eight samples
+    the second and the seventh: 93 %). It holds where means of a few skewed values have no interval worth reading.
+    """
+    count = len(per_sample)
+    if count < 2:
+        return None
+    ordered = np.sort(per_sample, axis=0)
+    if count < LEAST:
+        return Interval(ordered[0], ordered[-1], "range")
+    inside = 1 - 2 * stats.binom.cdf(np.arange(count // 2), count, 0.5)
+    place = int((inside >= MEDIAN_LEVEL).sum()) - 1
+    return Interval(ordered[place], ordered[-1 - place])
+
+
+def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Scalar:
+    """The interval of one number: `statistic` gives one value per row of weights. None where there is none."""
+    found = band(statistic, samples, kind)
+    if found is None or np.isnan([found.low, found.high]).any():
+        return None
+    return Interval(float(found.low), float(found.high), found.kind)
+
+
+def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Band:
+    """The interval of each number of an array, over samples; None for a single sample. NaN where a number has none.
+
+    `statistic` maps weights (row, sample), each row summing to 1, to values (row, …): means over samples are then
+    matrix products.
+    """
+    if samples < 2:
+        return None
+    single = np.eye(samples)
+    if samples < LEAST:
+        each = statistic(single)
+        return Interval(each.min(axis=0), each.max(axis=0), "range")
+    value = statistic(np.full((1, samples), 1 / samples))[0]
+    low, high = jackknife(value, statistic((1 - single) / (samples - 1)), kind)
+    return Interval(low, high)
+
+
+def jackknife(value: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floats]:
+    """Ends of the interval of `value` (…) from what it is without each sample (sample, …).
+
+    On the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
+    """
+    count = len(left_out)
+    reach = stats.t.ppf((1 + LEVEL) / 2, kind.degrees(count))
+    plain = reach * np.sqrt(_variance(left_out) + _of_heads(value, count, kind))
+    low, high = value - plain, value + plain
+    if kind.log:
+        usable = (value > 0) & (left_out > 0).all(axis=0)
+        safe, others = np.where(usable, value, 1.0), np.where(usable, left_out, 1.0)
+        factor = np.exp(np.minimum(reach * np.sqrt(_variance(np.log(others))), 700))
+        low, high = np.where(usable, safe / factor, low), np.where(usable, safe * factor, high)
+    return _constant_shares(value, np.clip(low, *kind.limits), np.clip(high, *kind.limits), count, kind)
+
+
+def _variance(left_out: Floats) -> Floats:
+    """(…) squared standard error by the jackknife."""
+    count = len(left_out)
+    return np.asarray((count - 1) / count * ((left_out - left_out.mean(axis=0)) ** 2).sum(axis=0))
+
+
+def _of_heads(value: Floats, samples: int, kind: Kind) -> Floats:
+    """The variance of the share that so many independent heads would show."""
+    share = np.clip(value, 0, 1)
+    return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
+
+
+def _constant_shares(value: Floats, low: Floats, high: Floats, count: int, kind: Kind) -> tuple[Floats, Floats]:
+    """No head at all, or every one, in every sample: as sure as the share of samples of which that is true."""
+    if kind.limits != (0, 1):
+        return low, high
+    rest = 1 - ((1 - LEVEL) / 2) ** (1 / count)
+    return np.where(value == 1, 1 - rest, low), np.where(value == 0, rest, high)

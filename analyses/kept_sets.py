@@ -1,0 +1,39 @@
+"""Where two configurations keep the same entries.
+
+What follows from equal kept sets is equal, whatever rounding says (METHOD: the protocol, 4).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.trace import Trace
+
+Same = NDArray[np.bool_]
+
+
+def isolated(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation."""
+    return trace.same_kept(first, second)
+
+
+def propagated(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer, head) True where also all sets of earlier layers are equal: so is what reaches the head."""
+    same = trace.same_kept(first, second)
+    before = np.ones((len(same), 1), dtype=bool)
+    return np.asarray(same & np.concatenate([before, _layers(same)[:, :-1]], axis=1)[:, :, None])
+
+
+def layers(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer) True where all sets up to the layer are equal: so is the residual stream after it."""
+    return _layers(trace.same_kept(first, second))
+
+
+def whole(trace: Trace, first: int, second: int) -> Same:
+    """(sample,) True where all sets are equal: so are the final norm, the logits and every later token."""
+    return np.asarray(layers(trace, first, second)[:, -1])
+
+
+def _layers(same: Same) -> Same:
+    return np.asarray(np.logical_and.accumulate(same.all(axis=2), axis=1))
