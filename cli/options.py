@@ -105,10 +105,22 @@ class RunOptions:
     group_product: Annotated[str | None, _evict(help="kv: product-of-means or mean-of-products.")] = None
     sinks: Annotated[int | None, _evict(help="streaming-llm: first entries that stay.")] = None
     pyramid_beta: Annotated[float | None, _evict(help="pyramidkv: the last layer keeps (b − w) / beta.")] = None
-    floor: Annotated[float | None, _evict(help="adakv: share of b − w that every head keeps.")] = None
+    pyramid_line: Annotated[
+        str | None, _evict(help="pyramidkv: prefix (b − w lies on the line) or total (b, equal below the window).")
+    ] = None
+    floor: Annotated[float | None, _evict(help="adakv: share of b − w, or of b, that every head keeps.")] = None
+    safeguard: Annotated[str | None, _evict(help="adakv: how: mixture, or guaranteed (of b, its own best first).")] = (
+        None
+    )
     head_beta: Annotated[float | None, _evict(help="headkv: one beta-th of b − w is shared out by score.")] = None
     recent: Annotated[float | None, _evict(help="h2o: share of b that is most recent entries.")] = None
     history: Annotated[int | None, _evict(help="scissorhands: last queries that count.")] = None
+    protect_first: Annotated[
+        str | None, _evict(help="First entries that always stay: entries (4) or a share of b (0.1). Default: 0.")
+    ] = None
+    protect_recent: Annotated[
+        str | None, _evict(help="Most recent entries that always stay, likewise. Default: the window.")
+    ] = None
     head_scores: Annotated[
         Path | None, _evict(help='headkv: JSON of {"layer-head": score} (`perturbkv head-scores`).')
     ] = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
+from perturbkv.budget import Budget, entries
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 SELECTIONS = {
@@ -16,6 +17,7 @@ SELECTIONS = {
     "value": "Top-k of the projected value norm alone (control)",
     "random": "a seeded random set (control)",
     "hindsight": "Top-k of the realised A·ν of the decoding query: what knowing the query would bring (control)",
+    "hindsight-attention": "Top-k of the realised A of the decoding query: without ν, the query known (control)",
     "position": "by position, as the policy says (streaming-llm only)",
 }
 _CHOICES = {
@@ -26,49 +28,11 @@ _CHOICES = {
     "granularity": ("query", "kv"),
     "group_score": ("mean", "max"),
     "group_product": ("product-of-means", "mean-of-products"),
+    "pyramid_line": ("prefix", "total"),
+    "safeguard": ("mixture", "guaranteed"),
 }
 _SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
 """How a configuration's label names its less usual choices."""
-
-
-@dataclass(frozen=True, order=True)
-class Budget:
-    """Entries kept per head, the window included: an int is tokens, a float a fraction of the prompt.
-
-    Raises BudgetError where it is not positive, or a fraction above 1.
-    """
-
-    value: int | float
-
-    def __post_init__(self) -> None:
-        if not self.value > 0:
-            msg = f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)"
-            raise BudgetError(msg)
-        if isinstance(self.value, float) and self.value > 1:
-            msg = f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"
-            raise BudgetError(msg)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read '128' as tokens and '0.05' as a fraction of the prompt's length."""
-        try:
-            return cls(int(text))
-        except ValueError:
-            pass
-        try:
-            return cls(float(text))
-        except ValueError:
-            msg = f"a budget is tokens (128) or a fraction (0.05), got '{text}'"
-            raise BudgetError(msg) from None
-
-    def tokens(self, prompt_tokens: int) -> int:
-        """The budget of a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, unchanged where given in tokens."""
-        if isinstance(self.value, int):
-            return self.value
-        return int(self.value * prompt_tokens + 1e-9)  # 0.29 * 100 is 28.999… in binary
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True)
@@ -85,7 +49,9 @@ class EvictionConfig:
             (paper, Algorithm 2: n' = 32).
         alpha: share of the prefix budget that stage 1 takes (paper, section 4.2: 0.25).
         split: what α is a share of. `prefix`: stage 1 takes ⌊α(b−w)⌋ prefix entries. `total`: the window counts as
-            part of stage 1, which takes max(0, ⌊αb⌋−w) prefix entries (preset `kvpress`).
+            part of stage 1, which takes max(0, ⌊αb⌋−w) prefix entries (presets `released-v2` and `kvpress`). Where
+            αb < w kvpress lets those window entries that stage 1 has no room for compete by (1 + max Ā' + ε) ν and may
+            drop one whose ν is tiny; here the window always stays.
         stage2_score: S₂ of METHOD. `accumulated`: unpooled Ā (paper, Algorithm 2, line 9); `pooled`: Ā'.
         epsilon: added to S₂ before it is multiplied by ν (released code: 1e-4).
         pool, kernel: pooling of Ā over positions and its odd width (paper: max, 7).
@@ -95,10 +61,18 @@ class EvictionConfig:
         sinks: first entries that streaming-llm keeps (StreamingLLM, section 3.2: 4).
         seed: of the `random` selection and policy.
         pyramid_beta: pyramidkv: the last layer gets (b − w) / β prefix entries (PyramidKV: 20).
-        floor: adakv: share of b − w that every head keeps (AdaKV: 0.2).
+        pyramid_line: pyramidkv: what lies on the line between the first layer and the last. `prefix`: b − w, so that
+            every layer has the window beside its share. `total`: b, the window inside, each layer rounded by itself;
+            budgets are equal where the last layer would get fewer entries than the window (preset `kvpress`).
+        floor: adakv: share that every head keeps, of b − w or, where it is `guaranteed`, of b (AdaKV: 0.2).
+        safeguard: adakv: how. `mixture`: a head gets `floor` of the uniform share and 1 − `floor` of its count among
+            the layer's largest scores (FFY0/AdaKV). `guaranteed`: every head's own ⌊floor · b⌋ best, the window
+            inside, come first, then the layer's largest (presets `released-v2` and `kvpress`).
         head_beta: headkv: one β-th of b − w goes into the pool that head scores share out (KVCache-Factory: 1.01).
         recent: h2o: share of b that is most recent entries (H2O: half).
         history: scissorhands: last queries whose votes count (Scissorhands, section 5: 400).
+        protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
+        protect_recent: most recent entries that always stay, likewise; never fewer than the window.
     """
 
     budget: Budget
@@ -117,10 +91,14 @@ class EvictionConfig:
     sinks: int = 4
     seed: int = 0
     pyramid_beta: float = 20.0
+    pyramid_line: str = "prefix"
     floor: float = 0.2
+    safeguard: str = "mixture"
     head_beta: float = 1.01
     recent: float = 0.5
     history: int = 400
+    protect_first: int | float = 0
+    protect_recent: int | float = 0
 
     def __post_init__(self) -> None:
         for field, known in _CHOICES.items():
@@ -150,25 +128,46 @@ class EvictionConfig:
             if not 0 <= getattr(self, name) <= 1:
                 msg = f"{name} must lie in [0, 1], got {getattr(self, name)}"
                 raise ConfigError(msg)
+        for name in ("protect_first", "protect_recent"):
+            value = getattr(self, name)
+            if not (0 <= value and (isinstance(value, int) or value < 1)):
+                msg = f"--{name.replace('_', '-')} is a number of entries (4) or a share of b below 1, got {value}"
+                raise BudgetError(msg)
         for name in ("pyramid_beta", "head_beta", "history"):
             if not getattr(self, name) >= 1:
                 msg = f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
                 raise ConfigError(msg)
 
+    def protected(self, kept: int) -> tuple[int, int]:
+        """First and most recent entries that always stay of `kept` ones; the window counts as recent."""
+        return entries(self.protect_first, kept), max(self.window, entries(self.protect_recent, kept))
+
     def check_budget(self, tokens: int, what: str) -> None:
-        """Raise BudgetError unless `tokens` leaves something beside the window. `what` names the budget."""
-        if tokens <= self.window:
+        """Raise BudgetError unless `tokens` leaves something beside what always stays. `what` names the budget."""
+        first, recent = self.protected(tokens)
+        if tokens > first + recent:
+            return
+        if first + recent == self.window:
             msg = (
                 f"{what} keeps {tokens} entries, no more than the window of {self.window} that always stays; "
                 f"raise the budget above {self.window} or lower --window"
             )
-            raise BudgetError(msg)
+        else:
+            msg = (
+                f"{what} keeps {tokens} entries, no more than the {first + recent} that always stay: the first {first} "
+                f"and the last {recent}; raise the budget, or lower --protect-first, --protect-recent or --window"
+            )
+        raise BudgetError(msg)
 
     def tokens(self, prompt_tokens: int) -> int:
-        """Entries kept per head of a prompt of n tokens: min(b, n). Raises BudgetError where b ≤ w < n."""
+        """Entries kept per head of a prompt of n tokens: min(b, n), and n where n ≤ w, as the window always stays.
+
+        Raises BudgetError where n > w and b leaves nothing beside what always stays.
+        """
+        if prompt_tokens <= self.window:
+            return prompt_tokens
         tokens = self.budget.tokens(prompt_tokens)
-        if prompt_tokens > self.window:
-            self.check_budget(tokens, f"budget {self.budget} of {prompt_tokens} tokens")
+        self.check_budget(tokens, f"budget {self.budget} of {prompt_tokens} tokens")
         return min(tokens, prompt_tokens)
 
     def label(self) -> str:
@@ -187,6 +186,16 @@ class EvictionConfig:
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "paper-v2": {"alpha": 0.5, "stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
+    "released-v2": {
+        "alpha": 0.5,
+        "split": "total",
+        "stage2_score": "pooled",
+        "epsilon": 1e-4,
+        "pool": "average",
+        "kernel": 5,
+        "granularity": "kv",
+        "safeguard": "guaranteed",
+    },
     "kvpress": {
         "alpha": 0.5,
         "split": "total",
@@ -196,6 +205,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kernel": 5,
         "window": 64,
         "granularity": "kv",
+        "safeguard": "guaranteed",
+        "pyramid_line": "total",
     },
 }
 """METHOD's table of presets, as differences from `EvictionConfig`'s defaults, which are `paper`."""

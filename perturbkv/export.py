@@ -92,12 +92,13 @@ def check_suffix(path: Path) -> None:
 
 def _config_value(config: EvictionConfig, name: str) -> Any:
     value = getattr(config, name)
-    return str(value) if name == "budget" else value
+    return str(value) if _config_type(name) == pa.string() else value
 
 
 def _config_type(name: str) -> pa.DataType:
-    """A budget is text: 128 are entries, 0.05 a fraction."""
-    kinds = {"str": pa.string(), "Budget": pa.string(), "int": pa.int64(), "float": pa.float64()}
+    """A budget is text, and so is what is protected of it: 128 are entries, 0.05 a fraction."""
+    text = dict.fromkeys(("str", "Budget", "int | float"), pa.string())
+    kinds = {**text, "int": pa.int64(), "float": pa.float64()}
     annotation = next(field.type for field in dataclasses.fields(EvictionConfig) if field.name == name)
     return kinds[str(annotation)]
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from perturbkv.budget import parse_entries
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.eviction import SELECTIONS, Budget, EvictionConfig
 from perturbkv.policies import registry
@@ -19,6 +20,8 @@ _OUTER, _INNER = ("preset", "budget", "alpha"), ("policy", "selection")
 _FIELDS = tuple(field.name for field in dataclasses.fields(EvictionConfig))
 ORDER = (*_OUTER, *(name for name in _FIELDS if name not in (*_OUTER, *_INNER)), *_INNER)
 """Every choice of a grid, the outermost first: the selection varies fastest."""
+_ENTRIES = ("protect_first", "protect_recent")
+"""Choices that may be text: entries (4) or a share (0.1)."""
 
 
 def grid(
@@ -72,6 +75,9 @@ def configuration(
     Raises ConfigError, BudgetError or UnknownNameError for a value out of its range.
     """
     share = budget if isinstance(budget, Budget) else Budget.parse(str(budget))
+    for name in _ENTRIES:
+        if isinstance(choices.get(name), str):
+            choices[name] = parse_entries(f"--{name.replace('_', '-')}", choices[name])
     named, selected = _policy_and_selection(selection, policy)
     return registry.configured(preset, share, named, selection=selected, **choices)
 

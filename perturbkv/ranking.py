@@ -29,7 +29,7 @@ class LayerStatistics:
     Attributes:
         accumulated: Ā per query head.
         norms: ν per query head.
-        realised: A of the first decoding query per query head (only `hindsight` looks at it).
+        realised: A of the first decoding query per query head (only the two of `hindsight` look at it).
         kv_heads: number of key/value heads.
         layer, layers: which of how many.
         sample: the sample's id, for the seed of `random`.
@@ -52,6 +52,13 @@ class LayerStatistics:
         """Entries before the window."""
         return self.accumulated.shape[1]
 
+    @property
+    def begin(self) -> Int[Tensor, " #kept_head"]:
+        """Place of each kept set's first entry."""
+        if self.valid is None:
+            return torch.zeros(1, dtype=torch.int64, device=self.norms.device)
+        return self.prefix - self.valid.sum(dim=-1)
+
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
@@ -69,6 +76,11 @@ def rank(score: Score) -> Ranking:
     order = score.sort(dim=-1, descending=True, stable=True).indices
     places = torch.arange(score.shape[-1], device=score.device).expand_as(order)
     return Ranking(order, torch.empty_like(order).scatter_(-1, order, places).to(torch.int32))
+
+
+def at_ends(place: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
+    """Whether a place is one of the `first` ones from `begin` on, or of the `recent` ones before `end`."""
+    return ((place >= begin) & (place < begin + first)) | (place >= end - recent)
 
 
 class Scores:
@@ -102,14 +114,24 @@ class Scores:
         """The order of a score of ours; places without an entry come last."""
         return self.once(("ranking", id(score)), lambda: rank(self._valid(score)))
 
-    def heads_in_order(self, config: EvictionConfig) -> Int[Tensor, " entry"]:
-        """The kept set of every entry of the layer, by descending pooled attention; ties by position, then set."""
+    def heads_in_order(self, config: EvictionConfig, first: int, recent: int) -> Int[Tensor, " entry"]:
+        """The kept set of every entry of the layer, by descending pooled attention; ties by position, then set.
+
+        The `first` and `recent` entries, which always stay, and places without an entry come last.
+        """
         score = self.attention(config)
-        heads = len(score)
-        return self.once(
-            ("heads", id(score)),
-            lambda: self._valid(score).T.flatten().sort(descending=True, stable=True).indices % heads,
-        )
+        heads, prefix = score.shape
+
+        def make() -> Tensor:
+            competing = self._valid(score)
+            if first or recent:
+                place, begin = torch.arange(prefix, device=score.device), self.statistics.begin
+                competing = competing.masked_fill(
+                    at_ends(place, begin.unsqueeze(-1), prefix, first, recent), -torch.inf
+                )
+            return competing.T.flatten().sort(descending=True, stable=True).indices % heads
+
+        return self.once(("heads", id(score), first, recent), make)
 
     def attention(self, config: EvictionConfig, pooled: bool = True) -> Score:
         """Ā reduced over the group, then pooled: Ā'."""
@@ -143,6 +165,11 @@ class Scores:
         """The realised A·ν."""
         kept, given = self.kept_heads(config), self.statistics
         return self.once(("hindsight", kept), lambda: reduce_group(given.realised * given.norms.to(WORK), kept))
+
+    def hindsight_attention(self, config: EvictionConfig) -> Score:
+        """The realised A alone."""
+        kept = self.kept_heads(config)
+        return self.once(("hindsight attention", kept), lambda: reduce_group(self.statistics.realised, kept))
 
     def random(self, config: EvictionConfig) -> Score:
         """Uniform numbers that depend on seed, sample and layer alone, not on the device."""
@@ -185,6 +212,7 @@ _FIRST: dict[str, Callable[[Scores, EvictionConfig], Score]] = {
     "value": Scores.value,
     "random": Scores.random,
     "hindsight": Scores.hindsight,
+    "hindsight-attention": Scores.hindsight_attention,
     "position": Scores.position,
 }
 """Selection -> the score of its whole set, or of stage 1."""

@@ -19,18 +19,19 @@ from perturbkv.devices import on_device
 from perturbkv.eviction import EvictionConfig
 from perturbkv.policies import registry
 from perturbkv.policies.base import Room
-from perturbkv.ranking import LayerStatistics, Ranking, Scores
+from perturbkv.ranking import LayerStatistics, Ranking, Scores, at_ends
 from perturbkv.theory import WORK
 
 _STEP_BYTES = 64 * 2**20
 """Working memory of one step of the selection."""
+_Rows = Int[Tensor, " row"] | slice
 
 
 @dataclass(frozen=True)
 class KeptSets:
     """Which of the n prompt entries stay, per kept set (query head or key/value head).
 
-    `stage1` holds stage 1 and the window: always a subset of `kept`.
+    `stage1` holds stage 1 and what always stays, the window with it: always a subset of `kept`.
     """
 
     kept: Bool[Tensor, "*config kept_head key"]
@@ -39,15 +40,24 @@ class KeptSets:
 
 @dataclass(frozen=True, eq=False)
 class Budgets:
-    """Prefix entries per configuration and kept set: all that stay, those of stage 1, those that stay as recent.
+    """Prefix entries per configuration and kept set: all that stay, those of stage 1, the first and the recent ones.
 
-    Each holds the next; `window` entries stay beside them.
+    `kept` holds `stage1`, which holds `first` and `recent`: the entries of both ends that stay whatever their scores.
+    `window` entries stay beside them.
     """
 
     kept: Int[Tensor, "config kept_head"]
     stage1: Int[Tensor, "config kept_head"]
+    first: Int[Tensor, "config kept_head"]
     recent: Int[Tensor, "config kept_head"]
     window: int
+
+    def stays(
+        self, place: Int[Tensor, "kept_head prefix"], begin: Int[Tensor, " #kept_head"], rows: _Rows
+    ) -> Bool[Tensor, "config kept_head prefix"]:
+        """Whether the entries at these places of the prefix are among the first or the recent ones."""
+        first, recent = self.first[rows].unsqueeze(-1), self.recent[rows].unsqueeze(-1)
+        return at_ends(place, begin.unsqueeze(-1), place.shape[-1], first, recent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +68,8 @@ class Family:
         places: which of the run's configurations they are.
         first, second: ranking of stage 1 and of the rest; the same one for a selection without stages.
         budgets: how many entries stay.
-        recent: whether any entry before the window stays because it is recent.
+        begin: place of each kept set's first entry.
+        protects: whether any entry before the window stays because of its place.
         stage1_cut, cut: an entry stays in stage 1, or beside it, where its rank lies below.
     """
 
@@ -66,7 +77,8 @@ class Family:
     first: Ranking
     second: Ranking
     budgets: Budgets
-    recent: bool
+    begin: Int[Tensor, " #kept_head"]
+    protects: bool
     stage1_cut: Int[Tensor, "config kept_head"]
     cut: Int[Tensor, "config kept_head"]
 
@@ -75,11 +87,13 @@ class Family:
         """Kept sets of each configuration."""
         return len(self.first.ranks)
 
-    def kept_sets(self, rows: Int[Tensor, " row"] | slice = slice(None)) -> KeptSets:
+    def kept_sets(self, rows: _Rows = slice(None)) -> KeptSets:
         """Masks of some of the family's configurations, by their place in it."""
-        stage1 = self.first.ranks < self.stage1_cut[rows].unsqueeze(-1)
-        if self.recent:
-            stage1 |= _from_end(self.first.ranks) <= self.budgets.recent[rows].unsqueeze(-1)
+        ranks = self.first.ranks
+        stage1 = ranks < self.stage1_cut[rows].unsqueeze(-1)
+        if self.protects:
+            place = torch.arange(ranks.shape[-1], device=ranks.device).expand_as(ranks)
+            stage1 |= self.budgets.stays(place, self.begin, rows)
         kept = stage1 | (self.second.ranks < self.cut[rows].unsqueeze(-1))
         return KeptSets(_with_window(kept, self.budgets.window), _with_window(stage1, self.budgets.window))
 
@@ -120,11 +134,11 @@ def _family(
     second: Ranking,
     prompt_tokens: int,
 ) -> Family:
-    budgets = _budgets(configs, scores, prompt_tokens)
-    recent = any(_recent(config, prompt_tokens) > 0 for config in configs)
-    steps = [_cuts(first, second, budgets, recent, rows) for rows in _steps(len(configs), first)]
+    budgets, begin = _budgets(configs, scores, prompt_tokens), scores.statistics.begin
+    protects = any(any(_ends(config, prompt_tokens)) for config in configs)
+    steps = [_cuts(first, second, budgets, begin if protects else None, rows) for rows in _steps(len(configs), first)]
     stage1_cut, cut = (torch.cat(kind) for kind in zip(*steps, strict=True))
-    return Family(tuple(places), first, second, budgets, recent, stage1_cut, cut)
+    return Family(tuple(places), first, second, budgets, begin, protects, stage1_cut, cut)
 
 
 def _steps(configs: int, ranking: Ranking) -> Iterator[slice]:
@@ -134,19 +148,23 @@ def _steps(configs: int, ranking: Ranking) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, configs, size))
 
 
-def _cuts(first: Ranking, second: Ranking, budgets: Budgets, recent: bool, rows: slice) -> tuple[Tensor, Tensor]:
-    """Cutoffs of stage 1, which passes over recent entries, and of stage 2, which passes over both."""
-    stays, stage1, kept = budgets.recent[rows], budgets.stage1[rows], budgets.kept[rows]
+def _cuts(
+    first: Ranking, second: Ranking, budgets: Budgets, begin: Tensor | None, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """Cutoffs of stage 1, which passes over what always stays, and of stage 2, which passes over both.
+
+    `begin` is None where nothing before the window always stays.
+    """
+    stage1, kept = budgets.stage1[rows], budgets.kept[rows]
     stage1_cut = stage1
-    if recent:
-        taken = _from_end(first.ranks).gather(-1, first.order) <= stays.unsqueeze(-1)
-        stage1_cut = _cut(taken, stage1 - stays)
-    if first is second and not recent:
+    if begin is not None:
+        taken = budgets.stays(first.order, begin, rows)
+        stage1_cut = _cut(taken, stage1 - budgets.first[rows] - budgets.recent[rows])
+    elif first is second:
         return stage1_cut, kept
-    in_order = first.ranks.gather(-1, second.order)
-    taken = in_order < stage1_cut.unsqueeze(-1)
-    if recent:
-        taken |= _from_end(first.ranks).gather(-1, second.order) <= stays.unsqueeze(-1)
+    taken = first.ranks.gather(-1, second.order) < stage1_cut.unsqueeze(-1)
+    if begin is not None:
+        taken |= budgets.stays(second.order, begin, rows)
     return stage1_cut, _cut(taken, kept - stage1)
 
 
@@ -162,17 +180,24 @@ def _cut(
 def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: int) -> Budgets:
     """Every configuration's, inside what its kept sets hold."""
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
-    shared = [_allocate(config, scores, prompt_tokens) for config in configs]
+    ends = [_ends(config, prompt_tokens) for config in configs]
+    shared = [_allocate(config, scores, prompt_tokens, *end) for config, end in zip(configs, ends, strict=True)]
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in shared])
     if scores.statistics.valid is not None:
         kept = torch.minimum(kept, scores.statistics.valid.sum(dim=-1))
-    asked = on_device([_recent(config, prompt_tokens) for config in configs], device)
-    recent = torch.minimum(kept, asked.unsqueeze(-1))
-    return Budgets(kept, recent + _stage1(configs, kept - recent, recent + window), recent, window)
+    asked_first, asked_recent = on_device(ends, device).unsqueeze(1).unbind(dim=-1)
+    recent = torch.minimum(kept, asked_recent)
+    first = torch.minimum(kept - recent, asked_first)
+    always = first + recent
+    least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
+    stage1 = torch.maximum(_stage1(configs, kept - always, always + window), least)
+    return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, window)
 
 
-def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
-    """Prefix entries of each kept set, as the policy shares them out."""
+def _allocate(
+    config: EvictionConfig, scores: Scores, prompt_tokens: int, first: int, recent: int
+) -> Int[Tensor, " kept_head"]:
+    """Prefix entries of each kept set: those that always stay, and its part of the others as the policy shares out."""
     statistics, window = scores.statistics, min(config.window, prompt_tokens)
     given = statistics.head_scores
     if given is not None:
@@ -180,20 +205,28 @@ def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int
     room = Room(
         kept_heads=scores.kept_heads(config),
         kept=config.tokens(prompt_tokens),
-        window=window,
+        always=window + first + recent,
         layer=statistics.layer,
         layers=statistics.layers,
-        prefix=statistics.prefix if statistics.valid is None else sys.maxsize,
-        heads_in_order=lambda: scores.heads_in_order(config),
+        prefix=sys.maxsize if statistics.valid is not None else statistics.prefix - first - recent,
+        heads_in_order=lambda: scores.heads_in_order(config, first, recent),
         head_scores=given,
     )
-    return registry.build(config.policy).allocate(config, room)
+    return registry.build(config.policy).allocate(config, room) + first + recent
 
 
-def _recent(config: EvictionConfig, prompt_tokens: int) -> int:
-    """Entries before the window that stay because they are recent."""
+def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
+    """Entries before the window that stay because they are first, or recent; no more than the budget in all."""
     kept, window = config.tokens(prompt_tokens), min(config.window, prompt_tokens)
-    return max(0, min(registry.build(config.policy).recent(config, kept), kept) - window)
+    first = min(config.protected(kept)[0], kept - window)
+    recent = min(registry.build(config.policy).recent(config, kept), kept - first)
+    return first, max(0, recent - window)
+
+
+def _guaranteed(config: EvictionConfig, prompt_tokens: int) -> int:
+    """Entries beside those that always stay that stage 1 takes at least."""
+    kept, window = config.tokens(prompt_tokens), min(config.window, prompt_tokens)
+    return registry.build(config.policy).guaranteed(config, kept, window + sum(_ends(config, prompt_tokens)))
 
 
 def _stage1(
@@ -205,11 +238,6 @@ def _stage1(
     of_prefix = (alpha * free + 1e-9).floor()
     of_total = ((alpha * (free + always) + 1e-9).floor() - always).clamp(min=0)
     return torch.where(total, of_total, of_prefix).to(torch.int64)
-
-
-def _from_end(prefix: Int[Tensor, "kept_head prefix"]) -> Int[Tensor, "kept_head prefix"]:
-    """1 for the last entry of the prefix, 2 for the one before it, …; the prefix is aligned at its end."""
-    return torch.arange(prefix.shape[-1], 0, -1, device=prefix.device).expand_as(prefix)
 
 
 def _with_window(prefix: Bool[Tensor, "config kept_head prefix"], window: int) -> Bool[Tensor, "config kept_head key"]:

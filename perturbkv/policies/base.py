@@ -61,27 +61,32 @@ class Room:
 
     Attributes:
         kept_heads: kept sets of the layer.
-        kept: entries per kept set on the average, the window included.
-        window: entries of the window.
+        kept: entries per kept set on the average, all that stays.
+        always: those of them that stay in every kept set: the window and what is protected.
         layer, layers: which of how many.
-        prefix: entries that a kept set can fill its budget with, alike in all layers; where a cache that has grown
-            uneven is compressed again, more than any budget, and the selection keeps what there is.
-        heads_in_order: the kept set of every prefix entry of the layer, by descending pooled score; entries that a kept
-            set lacks come last.
+        prefix: entries beside those that always stay, alike in all layers; where a cache that has grown uneven is
+            compressed again, more than any budget, and the selection keeps what there is.
+        heads_in_order: the kept set of every entry before the window, by descending pooled score; entries that always
+            stay, and those that a kept set lacks, come last.
         head_scores: given scores of all heads, for headkv.
     """
 
     kept_heads: int
     kept: int
-    window: int
+    always: int
     layer: int
     layers: int
     prefix: int
     heads_in_order: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
 
+    @property
+    def free(self) -> int:
+        """Entries per kept set, on the average, beside those that always stay: what is shared out."""
+        return self.kept - self.always
+
     def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
-        """The same number of prefix entries for every kept set."""
+        """The same number of entries for every kept set."""
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
@@ -94,11 +99,15 @@ class Policy:
 
     def recent(self, config: EvictionConfig, kept: int) -> int:
         """Most recent entries that always stay, at least the window, of `kept` in all."""
-        return config.window
+        return config.protected(kept)[1]
+
+    def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
+        """Entries beside the `always` kept ones that stage 1 takes at least in every kept set, of `kept` in all."""
+        return 0
 
     def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
-        """Prefix entries per kept set of one layer; on the CPU where nothing of the layer was looked at."""
-        return room.uniform(room.kept - room.window)
+        """Entries per kept set of one layer beside those that always stay; on the CPU where no score was looked at."""
+        return room.uniform(room.free)
 
 
 def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:

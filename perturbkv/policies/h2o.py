@@ -56,5 +56,5 @@ class H2O(Policy):
         return AllVotes(config.window)
 
     def recent(self, config: EvictionConfig, kept: int) -> int:
-        """⌊recent · b⌋ entries, at least the window."""
-        return max(config.window, int(config.recent * kept + 1e-9))
+        """⌊recent · b⌋ entries, at least the window and what is protected."""
+        return max(super().recent(config, kept), int(config.recent * kept + 1e-9))

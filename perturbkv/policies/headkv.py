@@ -27,7 +27,7 @@ class HeadKV(Policy):
         if room.head_scores is None:
             msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv head-scores` writes"
             raise ConfigError(msg)
-        budgets = head_budgets(room.head_scores, room.kept - room.window, room.prefix, config.head_beta)
+        budgets = head_budgets(room.head_scores, room.free, room.prefix, config.head_beta)
         return budgets[room.layer]
 
 

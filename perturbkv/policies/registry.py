@@ -110,8 +110,11 @@ def check_compressible(config: EvictionConfig) -> None:
 
 def check_generating(config: EvictionConfig) -> None:
     """Raise ConfigError where a configuration needs to know the next query, which generation does not have."""
-    if config.selection == "hindsight":
-        msg = "selection 'hindsight' looks at the next query, which generation does not have; choose another selection"
+    if config.selection in ("hindsight", "hindsight-attention"):
+        msg = (
+            f"selection '{config.selection}' looks at the next query, which generation does not have; choose another "
+            "selection"
+        )
         raise ConfigError(msg)
 
 

@@ -95,6 +95,23 @@ def test_random_alone_is_the_selection_and_a_policy_alone_its_first_selection() 
     ]
 
 
+def test_what_is_protected_is_entries_or_a_share_of_the_budget() -> None:
+    (found,) = grid(64, protect_first="4", protect_recent="0.6")
+    assert (found.protect_first, found.protect_recent) == (4, 0.6)
+    assert found.protected(64) == (4, 38)
+    assert found.protected(50) == (4, 32), "the window of 32 always stays"
+    assert found.label().endswith(" protect-first=4 protect-recent=0.6")
+    assert "protect" not in grid(64, protect_first="0", protect_recent=0)[0].label()
+
+
+def test_protection_that_leaves_nothing_of_a_share_is_found_with_the_prompt() -> None:
+    (found,) = grid(0.1, protect_first=20)
+    assert found.tokens(600) == 60
+    with pytest.raises(BudgetError, match="budget 0.1 of 500 tokens keeps 50 .* the first 20 and the last 32"):
+        found.tokens(500)
+    assert found.tokens(30) == 30, "a prompt inside the window stays whole"
+
+
 @pytest.mark.parametrize(
     ("choices", "kind", "words"),
     [
@@ -104,6 +121,13 @@ def test_random_alone_is_the_selection_and_a_policy_alone_its_first_selection() 
         ({"budget": "many"}, BudgetError, "got 'many'"),
         ({"budget": 128.0}, BudgetError, "at most 1, got 128.0"),
         ({"budget": [64, 32]}, BudgetError, "no more than the window of 32"),
+        ({"protect_first": "4x"}, BudgetError, "--protect-first is tokens .* got '4x'"),
+        ({"protect_first": -1}, BudgetError, "--protect-first is a number of entries .* got -1"),
+        ({"protect_recent": 1.0}, BudgetError, "--protect-recent is a number of entries .* got 1.0"),
+        ({"protect_first": 32}, BudgetError, "no more than the 64 that always stay: the first 32 and the last 32"),
+        ({"protect_first": "0.5", "protect_recent": "0.5"}, BudgetError, "the first 32 and the last 32; raise the bud"),
+        ({"safeguard": "none"}, PerturbkvError, "unknown safeguard 'none'; known: mixture, guaranteed"),
+        ({"pyramid_line": "straight"}, PerturbkvError, "unknown pyramid-line 'straight'; known: prefix, total"),
         ({"preset": "papr"}, PerturbkvError, "unknown preset"),
         ({"policy": ["snapkv", "streaming-llm"]}, ConfigError, "does not combine with selection 'two-stage'"),
         ({"policy": "adakv", "cache": "rectangular"}, ConfigError, "a rectangular cache cannot hold"),

@@ -11,7 +11,7 @@ from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.policies import h2o, registry
 from perturbkv.policies.base import LayerAttention, Room, apportion
 from perturbkv.policies.headkv import head_budgets
-from perturbkv.policies.pyramidkv import layer_budgets
+from perturbkv.policies.pyramidkv import layer_budgets, whole_budgets
 from tests.oracle import policies as naive
 from tests.support.models import HEADS
 
@@ -160,3 +160,46 @@ def test_every_policy_stands_in_one_row_of_the_table() -> None:
     assert sorted(listed) == sorted(info.name for info in registry.known())
     with pytest.raises(UnknownNameError, match="known: pyramidkv"):
         registry.info("pyramid")
+
+
+def test_a_guaranteed_share_comes_first_and_the_layers_largest_fill_the_rest() -> None:
+    """Head 0 has the ten largest scores: a mixture leaves head 1 its share of 8 · 0.5, a guarantee 10 · 0.5 − 2."""
+    scores = torch.stack([torch.arange(40.0, 20, -1), torch.arange(20.0, 0, -1)])
+    given = Room(2, 10, 2, 0, 1, 20, room(scores, 10, 20).heads_in_order)
+    for safeguard, budgets in (("mixture", [12, 4]), ("guaranteed", [13, 3])):
+        chosen = config("adakv", 10, window=2, floor=0.5, safeguard=safeguard)
+        assert registry.build("adakv").allocate(chosen, given).tolist() == budgets
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(0, 40), st.integers(0, 10**6), st.floats(0, 1))
+def test_a_guaranteed_share_spends_the_layers_total_to_the_entry(mean: int, more: int, seed: int, floor: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 6, (5, mean + more), generator=generator).double()
+    chosen = config("adakv", mean + 5, floor=floor, safeguard="guaranteed")
+    budgets = registry.build("adakv").allocate(chosen, room(scores, mean + 5, mean + more))
+    assert int(budgets.sum()) == 5 * mean
+    assert int(budgets.max()) <= mean + more
+    assert int(budgets.min()) >= int(floor * (mean + 5)) - 5
+
+
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+    st.integers(1, 99),
+    st.integers(1, 40),
+    st.sampled_from([1.0, 3.0, 20.0]),
+)
+def test_a_line_over_whole_budgets_spends_the_uniform_total_to_the_entry(
+    kept: int, more: int, window: int, layers: int, beta: float
+) -> None:
+    budgets = whole_budgets(kept, kept + more - window, window, layers, beta).tolist()
+    assert sum(budgets) == layers * kept
+    assert sorted(budgets, reverse=True) == budgets
+    assert max(budgets) <= max(kept, kept + more - window)
+
+
+def test_a_line_over_whole_budgets_falls_back_to_equal_ones_below_the_window() -> None:
+    assert whole_budgets(1280, 4000, 64, 3, 20.0).tolist() == [2496, 1280, 64]
+    assert whole_budgets(1279, 4000, 64, 3, 20.0).tolist() == [1279] * 3, "the last layer would keep 63.95"
+    assert whole_budgets(600, 960, 64, 3, 20.0).tolist() == [960, 600, 240], "the first keeps n − w at most"

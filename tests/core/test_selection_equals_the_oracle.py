@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.config import SELECTIONS, Budget, EvictionConfig, from_preset
+from perturbkv.config import PRESETS, SELECTIONS, Budget, EvictionConfig, from_preset
 from perturbkv.errors import ConfigError
 from perturbkv.ranking import LayerStatistics, rank
 from perturbkv.selection import select
@@ -79,9 +79,11 @@ def test_every_choice_of_the_second_stage(score: str, product: str, stage2: str,
     check(chosen, 4, 2, n=60, seed=5)
 
 
-@pytest.mark.parametrize("preset", ["paper", "paper-v2", "kvpress"])
-def test_every_preset(preset: str) -> None:
-    check(from_preset(preset, Budget(96)), 4, 2, n=200, seed=7)
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "adakv"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset(preset: str, policy: str) -> None:
+    check(from_preset(preset, Budget(96), policy=policy), 4, 2, n=200, seed=7)
+    check(from_preset(preset, Budget(90), policy=policy, window=8), 4, 2, n=200, seed=8)
 
 
 @pytest.mark.parametrize("sinks", [0, 4, 40])
@@ -118,6 +120,65 @@ def test_any_policy_with_ties(
 ) -> None:
     chosen = config(budget=budget, policy=policy, selection=selection, granularity=granularity, split=split, alpha=0.5)
     check(chosen, 4, 2, n, seed, ties=True)
+
+
+PROTECTED = [(4, 0), (0, 9), (3, 0.5), (0.2, 8), (0.15, 0.45)]
+
+
+@pytest.mark.parametrize("granularity", ["query", "kv"])
+@pytest.mark.parametrize("selection", PREFIX_SELECTIONS)
+@pytest.mark.parametrize("policy", ["snapkv", *POLICIES])
+@pytest.mark.parametrize(("first", "recent"), PROTECTED)
+def test_what_is_protected_stays_in_every_head(
+    first: float, recent: float, policy: str, selection: str, granularity: str
+) -> None:
+    chosen = config(policy=policy, selection=selection, granularity=granularity, protect_first=first,
+                    protect_recent=recent, alpha=0.5)  # fmt: skip
+    check(chosen, 4, 2, n=50, seed=11, ties=True)
+    kept = select(chosen, statistics(4, 2, 50, 6, seed=11), 50).kept
+    first, recent = (int(20 * asked + 1e-9) if isinstance(asked, float) else asked for asked in (first, recent))
+    assert kept[:, :first].all() and kept[:, 50 - max(recent, 6) :].all()
+    if policy not in ("pyramidkv", "headkv"):
+        assert int(kept.sum()) == 20 * len(kept)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["snapkv", *POLICIES]),
+    st.sampled_from(["attention", "two-stage"]),
+    st.sampled_from(["prefix", "total"]),
+    st.sampled_from(["mixture", "guaranteed"]),
+    st.sampled_from([1, *range(2, 70)]),
+    st.integers(20, 60),
+    st.sampled_from([0, 1, 5, 0.1, 0.3]),
+    st.sampled_from([0, 3, 8, 0.25, 0.5]),
+    st.floats(0, 1),
+    st.integers(0, 10**6),
+)
+def test_any_protection_with_ties(
+    policy: str, selection: str, whole: str, safeguard: str, n: int, budget: int, first: float, recent: float,
+    floor: float, seed: int,
+) -> None:  # fmt: skip
+    chosen = config(budget=budget, policy=policy, selection=selection, split=whole, safeguard=safeguard,
+                    pyramid_line=whole, floor=round(floor, 2), pyramid_beta=1.5, protect_first=first,
+                    protect_recent=recent, alpha=0.5, granularity="kv")  # fmt: skip
+    check(chosen, 4, 2, n, seed, ties=True)
+
+
+def test_a_random_control_protects_the_same_entries() -> None:
+    chosen = config(selection="random", protect_first=4, protect_recent=10)
+    kept = select(chosen, statistics(4, 2, 50, 6, seed=1), 50).kept
+    assert kept[:, :4].all() and kept[:, 40:].all()
+    assert kept.sum(dim=-1).tolist() == [20] * 4
+    assert kept[:, 4:40].any(dim=0).sum() > 6, "beside them the heads differ"
+
+
+def test_hindsight_attention_leaves_the_norms_out() -> None:
+    given_statistics = statistics(4, 2, 50, 6, seed=1)
+    doubled = dataclasses.replace(given_statistics, norms=given_statistics.norms.flip(-1))
+    for selection, same in (("hindsight-attention", True), ("hindsight", False)):
+        one, other = (select(config(selection=selection), each, 50).kept for each in (given_statistics, doubled))
+        assert torch.equal(one, other) is same
 
 
 @settings(max_examples=60, deadline=None)
@@ -160,7 +221,9 @@ def test_a_kept_set_without_entries_behind_some_places_keeps_none_of_them() -> N
     given_statistics = statistics(4, 2, 50, 6, seed=1)
     valid = torch.arange(44) >= torch.tensor([[0], [10], [40], [44]])
     padded = dataclasses.replace(given_statistics, valid=valid)
-    for policy in ("snapkv", *POLICIES):
-        found = select(config(policy=policy), padded, 50)
+    for policy, first, recent in itertools.product(("snapkv", *POLICIES), (0, 3), (0, 9)):
+        found = select(config(policy=policy, protect_first=first, protect_recent=recent), padded, 50)
         assert not (found.kept[:, :44] & ~valid).any()
         assert (found.kept[2:, :44] == valid[2:]).all()
+        for row, begin in zip(found.kept, (0, 10, 40, 44), strict=True):
+            assert row[begin : begin + first].all() and row[max(begin, 50 - max(recent, 6)) :].all()

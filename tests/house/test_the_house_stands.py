@@ -18,6 +18,7 @@ PARTS = {
 }
 NUMPY_SIDE = (
     "errors",
+    "budget",
     "eviction",
     "config",
     "trace",
@@ -33,7 +34,19 @@ NUMPY_SIDE = (
     "figures",
 )
 TORCH_SIDE = (
-    ("errors", "eviction", "config", "trace", "aliases", "tokenization", "hub", "head_scores", "resources", "phases"),
+    (
+        "errors",
+        "budget",
+        "eviction",
+        "config",
+        "trace",
+        "aliases",
+        "tokenization",
+        "hub",
+        "head_scores",
+        "resources",
+        "phases",
+    ),
     ("devices",),
     ("kernels",),
     ("theory", "norms", "scores"),

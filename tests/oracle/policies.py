@@ -70,32 +70,75 @@ def budgets(
     head_scores: Sequence[Sequence[Fraction]] | None,
 ) -> list[int]:
     """Prefix entries of each kept set of a layer; `head_scores` per kept set of every layer."""
-    window = min(config.window, n)
-    prefix, mean, sets = n - window, min(config.budget.tokens(n), n) - window, len(pooled)
+    prefix, sets, kept = n - min(config.window, n), len(pooled), min(config.budget.tokens(n), n)
+    stays = set(always(config, n))
+    forced = len([position for position in stays if position < prefix])
+    competing = [position for position in range(prefix) if position not in stays]
+    mean, room = kept - len(stays), len(competing)
+    if config.policy == "pyramidkv" and config.pyramid_line == "total":
+        return [_kvpress_line(config, n, kept, len(stays), layers)[layer] - n + prefix] * sets
     if config.policy == "pyramidkv" and layers > 1:
-        first = min(2 * mean - mean / Fraction(config.pyramid_beta), Fraction(prefix))
+        first = min(2 * mean - mean / Fraction(config.pyramid_beta), Fraction(room))
         last = 2 * mean - first
         line = [first + (last - first) * Fraction(place, layers - 1) for place in range(layers)]
-        return [whole(line, layers * mean, prefix)[layer]] * sets
+        return [forced + whole(line, layers * mean, room)[layer]] * sets
     if config.policy == "adakv":
-        entries = [(-pooled[head][place], place, head) for head in range(sets) for place in range(prefix)]
-        chosen = [head for _, _, head in sorted(entries)[: sets * mean]]
+        entries = sorted((-pooled[head][place], place, head) for head in range(sets) for place in competing)
+        if config.safeguard == "guaranteed":
+            return [forced + count for count in _own_first(entries, sets, guaranteed(config, kept) - len(stays), mean)]
+        chosen = [head for _, _, head in entries[: sets * mean]]
         floor = Fraction(str(config.floor))
         shares = [(1 - floor) * chosen.count(head) + floor * mean for head in range(sets)]
-        return whole(shares, sets * mean, prefix)
+        return [forced + count for count in whole(shares, sets * mean, room)]
     if config.policy == "headkv":
         assert head_scores is not None
         flat = [score for row in head_scores for score in row]
-        guaranteed = mean * (1 - 1 / Fraction(str(config.head_beta)))
+        sure = mean * (1 - 1 / Fraction(str(config.head_beta)))
         pool = len(flat) * mean / Fraction(str(config.head_beta))
-        counts = whole([guaranteed + pool * score / sum(flat) for score in flat], len(flat) * mean, prefix)
-        return counts[layer * sets : (layer + 1) * sets]
-    return [mean] * sets
+        counts = whole([sure + pool * score / sum(flat) for score in flat], len(flat) * mean, room)
+        return [forced + count for count in counts[layer * sets : (layer + 1) * sets]]
+    return [forced + mean] * sets
 
 
-def recent(config: EvictionConfig, n: int) -> int:
-    """Prefix entries that stay because they are recent, before the window."""
-    kept = min(config.budget.tokens(n), n)
-    if config.policy != "h2o":
+def _own_first(entries: Sequence[tuple[float, int, int]], sets: int, least: int, mean: int) -> list[int]:
+    """Every head takes its own `least` best of the sorted entries, then the layer's largest fill what is left."""
+    counts, left = [0] * sets, []
+    for _, _, head in entries:
+        if counts[head] < least:
+            counts[head] += 1
+        else:
+            left.append(head)
+    for head in left[: sets * mean - sum(counts)]:
+        counts[head] += 1
+    return counts
+
+
+def _kvpress_line(config: EvictionConfig, n: int, kept: int, least: int, layers: int) -> list[int]:
+    """Whole budgets, window inside, as kvpress lays them out."""
+    first = min(2 * kept - kept / Fraction(config.pyramid_beta), Fraction(n - min(config.window, n)))
+    last = 2 * kept - first
+    if layers == 1 or last > first or last < least:
+        return [kept] * layers
+    return [round(first + (last - first) * Fraction(place, layers - 1)) for place in range(layers)]
+
+
+def guaranteed(config: EvictionConfig, kept: int) -> int:
+    """Entries that AdaKV's second safeguard promises every head, the window inside."""
+    if config.policy != "adakv" or config.safeguard != "guaranteed":
         return 0
-    return max(0, min(kept, math.floor(Fraction(str(config.recent)) * kept)) - min(config.window, n))
+    return math.floor(Fraction(str(config.floor)) * kept)
+
+
+def always(config: EvictionConfig, n: int) -> list[int]:
+    """Positions that stay in every head: the first ones, the most recent ones, and the window among these."""
+    kept = min(config.budget.tokens(n), n)
+    first, recent = (
+        asked if isinstance(asked, int) else math.floor(Fraction(str(asked)) * kept)
+        for asked in (config.protect_first, config.protect_recent)
+    )
+    recent = max(recent, config.window)
+    if config.policy == "h2o":
+        recent = max(recent, math.floor(Fraction(str(config.recent)) * kept))
+    first = min(first, kept - min(config.window, n))
+    recent = min(recent, kept - first)
+    return [position for position in range(n) if position < first or position >= n - recent]

@@ -36,14 +36,14 @@ def select(
     members = [list(range(first, first + group)) for first in range(0, heads, group)]
     given = [[sum(Fraction(row[h]) for h in one) / group for one in members] for row in head_scores]
     pooled = [_pooled(config, one, attention, prefix) for one in members]
+    always = policies.always(config, n)
+    forced = [position for position in always if position < prefix]
     budgets = policies.budgets(config, pooled, n, layer, layers, given)
     sets = []
     for one, budget in zip(members, budgets, strict=True):
-        forced = list(range(prefix - min(policies.recent(config, n), budget), prefix))
-        always = [*forced, *range(prefix, n)]
         first, second = _scores(config, one, attention, norms, realised, prefix)
         free = {position: score for position, score in first.items() if position not in forced}
-        stage1 = top(free, _stage1_count(config, budget + n - prefix, len(always)))
+        stage1 = top(free, _stage1_count(config, budget + n - prefix, len(always), min(config.budget.tokens(n), n)))
         if second is not None:
             free = {position: score for position, score in second.items() if position not in (*forced, *stage1)}
         left = budget - len(forced)
@@ -52,10 +52,12 @@ def select(
     return sets
 
 
-def _stage1_count(config: EvictionConfig, budget: int, always: int) -> int:
+def _stage1_count(config: EvictionConfig, budget: int, always: int, kept: int) -> int:
+    """Beside what always stays; the entries that AdaKV guarantees a head come first, whatever α says."""
+    least = policies.guaranteed(config, kept) - always
     if config.split == "total":
-        return max(0, math.floor(config.alpha * budget + 1e-9) - always)
-    return math.floor(config.alpha * max(0, budget - always) + 1e-9)
+        return max(0, least, math.floor(config.alpha * budget + 1e-9) - always)
+    return max(0, least, math.floor(config.alpha * max(0, budget - always) + 1e-9))
 
 
 def _reduced(config: EvictionConfig, members: list[int], attention: Array, prefix: int) -> list[float]:
@@ -82,6 +84,7 @@ def _scores(
         "attention-unpooled": raw,
         "value": mean(norms),
         "hindsight": mean(realised[:, :prefix] * norms[:, :prefix]),
+        "hindsight-attention": mean(realised[:, :prefix]),
         "position": [2 * prefix - i if i < config.sinks else i for i in place],
     }
     if config.selection in simple:

@@ -1,0 +1,56 @@
+"""Numbers of entries that a user gives as entries or as a share: budgets, and what always stays of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from perturbkv.errors import BudgetError
+
+
+@dataclass(frozen=True, order=True)
+class Budget:
+    """Entries kept per head, the window included: an int is tokens, a float a fraction of the prompt.
+
+    Raises BudgetError where it is not positive, or a fraction above 1.
+    """
+
+    value: int | float
+
+    def __post_init__(self) -> None:
+        if not self.value > 0:
+            msg = f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)"
+            raise BudgetError(msg)
+        if isinstance(self.value, float) and self.value > 1:
+            msg = f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"
+            raise BudgetError(msg)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read '128' as tokens and '0.05' as a fraction of the prompt's length."""
+        return cls(parse_entries("a budget", text))
+
+    def tokens(self, prompt_tokens: int) -> int:
+        """The budget of a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, unchanged where given in tokens."""
+        return entries(self.value, prompt_tokens)
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def parse_entries(what: str, text: str) -> int | float:
+    """An int for '128', a float for '0.05'. Raises BudgetError where `text` is neither; `what` names it."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    msg = f"{what} is tokens (128) or a fraction (0.05), got '{text}'"
+    raise BudgetError(msg)
+
+
+def entries(value: int | float, of: int) -> int:
+    """How many entries a share (float) of `of` entries is, rounded down; an int is entries already."""
+    if isinstance(value, int):
+        return value
+    return int(value * of + 1e-9)  # 0.29 * 100 is 28.999… in binary
