@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses import ablation
+from perturbkv.analyses.intervals import Interval
 from perturbkv.config import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.store import read_trace
@@ -34,7 +35,7 @@ def made(configs: list[EvictionConfig], perturbation: list[float], samples: int 
 
 
 def isolated(rows: tuple[ablation.Row, ...]) -> dict[str, float]:
-    return {row.title: row.compared.isolated.l1_ratio for row in rows}
+    return {row.title: row.compared.isolated.sum_ratio for row in rows}
 
 
 def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None:
@@ -43,18 +44,20 @@ def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None
     assert ratios == pytest.approx(
         {"attention-unpooled": 0.8, "two-stage-uniform α=0.25": 0.6, "two-stage α=0.25": 0.3, "hindsight": 0.1}
     )
-    assert {row.title: row.compared.propagated.l1_ratio for row in found.rows} == pytest.approx(ratios)
+    assert {row.title: row.compared.propagated.sum_ratio for row in found.rows} == pytest.approx(ratios)
     brings = isolated(found.brings)
     assert brings == pytest.approx(
         {"un-pooling α=0.25": 0.6, "the value norms ν α=0.25": 0.5, "knowing the query α=0.25": 1 / 3}
     )
-    assert found.rows[2].compared.isolated.l1_ratio_interval == pytest.approx((0.3, 0.3))
+    assert found.rows[2].compared.isolated.sum_ratio_interval == Interval(
+        pytest.approx(0.3), pytest.approx(0.3), "range"
+    )
     json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_what_a_trace_lacks_is_named_and_a_query_heads_group_is_not_missed() -> None:
     (found,) = ablation.summarise(made(CHAIN, L1))
-    assert found.absent == ("value", "random")
+    assert found.absent == ("value", "random", "hindsight-attention")
     grouped = [config("attention", granularity="kv"), config("two-stage", granularity="kv")]
     (found,) = ablation.summarise(made(grouped, [2, 1]))
     assert "mean-of-products" in found.absent
@@ -84,12 +87,12 @@ def test_settings_stay_apart() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in ("attention", "value")]
     found = ablation.summarise(made(configs, [4, 2, 4, 1]))
     assert [result.setting.split()[0] for result in found] == ["b=64", "b=128"]
-    assert [result.rows[0].compared.isolated.l1_ratio for result in found] == pytest.approx([0.5, 0.25])
+    assert [result.rows[0].compared.isolated.sum_ratio for result in found] == pytest.approx([0.5, 0.25])
 
 
 def test_one_sample_has_no_intervals() -> None:
     (found,) = ablation.summarise(made(CHAIN, L1, samples=1))
-    assert found.rows[0].compared.isolated.l1_ratio_interval is None
+    assert found.rows[0].compared.isolated.sum_ratio_interval is None
 
 
 @pytest.mark.parametrize("configs", [CHAIN[:1], CHAIN[1:]], ids=["nothing beside it", "no baseline"])
@@ -100,6 +103,8 @@ def test_a_trace_without_a_comparison_is_refused(configs: list[EvictionConfig]) 
 
 def test_a_measured_trace_gives_every_row() -> None:
     small, large = ablation.summarise(read_trace(MEASURED))
-    assert [row.name for row in small.rows] == [name for name in ablation.INGREDIENTS if name != "attention"]
-    assert small.absent == ()
-    assert large.absent == ("mean-of-products",)
+    missing = ("attention", "hindsight-attention")  # the baseline, and what the golden trace is older than
+    assert [row.name for row in small.rows] == [name for name in ablation.INGREDIENTS if name not in missing]
+    assert small.absent == ("hindsight-attention",)
+    assert large.absent == ("mean-of-products", "hindsight-attention")
+    assert [label.split()[0] for label in small.controls] == ["snapkv:attention", "snapkv:random"]

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from perturbkv.analyses.assumption import summarise
+from perturbkv.analyses.assumption import READINGS, summarise
+from perturbkv.analyses.intervals import Interval
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -17,7 +18,12 @@ def made(samples: int = 2) -> Trace:
     """Two layers of two heads; b = 64, α = 0.25 is configuration 2: its heads are worked out below."""
     first = np.full((samples, 4, 2, 2), 0.9)
     first[:, 2] = [[[0.5, 0.6], [0.8, 0.8]], [[0.3, 0.2], [0.8, 0.8]]][:samples]
-    return hand_made(CONFIGS, {"sigma_stage1": first, "sigma_topk": np.full_like(first, 0.7)}, layers=2, heads=2)
+    return hand_made(
+        CONFIGS,
+        {"sigma_stage1": first, "sigma_topk": np.full_like(first, 0.7), "retained_mass": np.full_like(first, 0.4)},
+        layers=2,
+        heads=2,
+    )
 
 
 def test_shares_and_heads_below() -> None:
@@ -27,14 +33,19 @@ def test_shares_and_heads_below() -> None:
     assert reading.failing.tolist() == [[True, True], [False, False]]
     assert reading.share == 5 / 8
     assert reading.layer_share.tolist() == [0.25, 1.0]
-    assert reading.share_interval == (0.5, 0.75)  # of two samples: 3/4 and 2/4
+    assert reading.share_interval == Interval(0.5, 0.75, "range")  # of two samples: 3/4 and 2/4
     assert [head["head"] for head in reading.to_dict()["heads_at_most_half"]] == [0, 1]
 
 
-def test_both_readings_stand_side_by_side() -> None:
-    found = summarise(made()).configs[0].readings
+def test_three_readings_stand_side_by_side_under_their_names() -> None:
+    result = summarise(made())
+    found = result.configs[0].readings
+    assert list(found) == list(READINGS) == ["sigma_topk", "sigma_stage1", "retained_mass"]
     assert found["sigma_topk"].share == 1
     assert not found["sigma_topk"].failing.any()
+    np.testing.assert_allclose(found["retained_mass"].mean, np.full((2, 2), 0.4))  # S, of the whole kept set
+    assert found["retained_mass"].share == 0
+    assert result.to_dict()["configurations"][0]["retained_mass"]["share_above_half"] == 0
 
 
 def test_configurations_come_by_alpha_then_budget() -> None:

@@ -11,6 +11,7 @@ from scipy.stats import spearmanr
 
 from perturbkv.analyses import bound_tightness, rank_agreement
 from perturbkv.analyses.bound_tightness import LEVELS, summarise
+from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import spearman
 from perturbkv.errors import BoundError, ConfigError, TraceError
 from perturbkv.store import read_trace
@@ -143,7 +144,7 @@ def test_correlations_and_concordance_of_a_bound_that_orders_in_one_sample_of_tw
     trace = ranked([[1, 2, 3], [3, 2, 1]], [[10, 20, 30], [10, 20, 30]])
     (found,) = rank_agreement.summarise(trace)
     (theta,) = [correlation for correlation in found.correlations if correlation.bound == "θ"]
-    assert (theta.mean, theta.interval, theta.values) == (0, (-1, 1), 2)
+    assert (theta.mean, theta.interval, theta.values) == (0, Interval(-1.0, 1.0, "range"), 2)
     assert theta.selections == ("attention", "two-stage-uniform", "two-stage")
     assert {pair.share for pair in found.pairs if pair.bound == "θ"} == {0.5}
     (lost,) = [correlation for correlation in found.correlations if correlation.bound == "1 − S"]

@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.bootstrap import interval, resample
+from perturbkv.analyses import head_kind, kept_sets
 from perturbkv.analyses.heads import HeadComparison, summarise
+from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.pairing import pairs
+from perturbkv.analyses.reading import held_shares, values
 from perturbkv.analyses.verdicts import verdicts
 from perturbkv.config import Budget, EvictionConfig, RunConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import SampleTrace, Trace
+from perturbkv.trace import VARIABLES, SampleTrace, Trace
+from tests.support.measured import config
+from tests.support.measured import hand_made as hand_measured
 from tests.support.traces import run_config, sample_trace, trace
 
 # baseline and treatment, means over three samples: [[4, 2], [1e-3, 3]] against [[2, 5], [2e-3, 3]]
@@ -47,11 +51,12 @@ def test_means_verdicts_and_shares() -> None:
     for kind in (result.isolated, result.propagated):
         np.testing.assert_allclose(kind.baseline_mean, [[4, 2], [1e-3, 3]])
         np.testing.assert_allclose(kind.treatment_mean, [[2, 5], [2e-3, 3]])
-        assert kind.verdict.tolist() == [[1, -1], [0, 0]]  # under the noise, and exactly equal
+        assert kind.verdict.tolist() == [[1, -1], [0, 0]]  # one floor apart, and exactly equal
         assert (kind.improved_count, kind.tied_count, kind.worsened_count) == (1, 2, 1)
-        assert kind.improved_share == 0.25
-        assert kind.total_reduction == pytest.approx(1 - 10.002 / 9.001)
-        assert kind.median_reduction == pytest.approx(np.median([0.5, -1.5, -1.0, 0.0]))
+        assert kind.better_share == 0.25
+        assert kind.sum_ratio == pytest.approx(10.002 / 9.001)
+        assert kind.median_ratio == pytest.approx(np.median([0.5, 2.5, 2.0, 1.0]))
+        assert kind.half_share == 0.5  # 4 of 9.001 is less than half of it, 4 + 3 is more
         assert kind.floor_relative_median == pytest.approx(1e-4)
     assert result.retained_mass == pytest.approx((0.7, 0.6))
 
@@ -59,32 +64,123 @@ def test_means_verdicts_and_shares() -> None:
 def test_flagged_heads_are_those_whose_mean_sigma_is_at_most_a_half() -> None:
     result = compare(trace(*hand_made()))
     assert result.flagged.tolist() == [[False, True], [True, False]]
-    assert result.isolated.unflagged_improved_share == 0.5
+    assert result.isolated.unflagged_better_share == 0.5
     assert result.to_dict()["flagged_heads"] == ["0-1", "1-0"]
 
 
-def test_three_floors_make_a_tie_only_where_both_lie_below() -> None:
-    baseline, treatment = np.array([2.9, 3.1, 2.9]), np.array([2.0, 2.0, 3.1])
-    assert verdicts(baseline, treatment, np.ones(3)).tolist() == [0, 1, -1]
+def test_a_tie_is_a_difference_of_at_most_two_floors_whatever_the_size() -> None:
+    baseline, treatment = np.array([1.0, 1000, 1000, 3, 1]), np.array([3.0, 1002, 1002.1, 1, 3.1])
+    assert verdicts(baseline, treatment, np.ones(5)).tolist() == [0, 0, -1, 0, -1]
 
 
-def test_intervals_equal_a_naive_bootstrap() -> None:
-    result = compare(trace(*hand_made()), resamples=300, seed=4)
-    shares, reductions = [], []
-    for drawn in resample(3, 300, 4):
-        baseline, treatment = BASELINE[drawn].mean(axis=0), TREATMENT[drawn].mean(axis=0)
-        improved = [t < b and max(t, b) >= 3 * 1e-3 for b, t in zip(baseline.flat, treatment.flat, strict=True)]
-        shares.append(sum(improved) / 4)
-        reductions.append(1 - treatment.sum() / baseline.sum())
-    assert result.isolated.improved_share_interval == pytest.approx(tuple(np.percentile(shares, [2.5, 97.5])))
-    assert result.isolated.total_reduction_interval == pytest.approx(tuple(np.percentile(reductions, [2.5, 97.5])))
+def test_a_share_of_heads_is_the_mean_of_each_samples_share() -> None:
+    # head 0 is better in one sample of two, head 1 in both; by their means both are better
+    first, second = np.array([[[4.0, 4.0]], [[4.0, 4.0]]]), np.array([[[9.0, 2.0]], [[-3.0, 2.0]]])
+    found = head_kind.compare(first, second, np.zeros_like(first), np.ones_like(first), np.zeros((1, 2), dtype=bool))
+    assert found.verdict.tolist() == [[1, 1]]
+    assert found.better_share == 0.75
+    assert found.better_share_interval == Interval(0.5, 1.0, "range")
 
 
-def test_one_sample_has_no_intervals() -> None:
-    result = compare(trace(*hand_made(1)))
-    assert result.isolated.improved_share_interval is None
-    assert result.isolated.total_reduction_interval is None
-    assert interval(lambda weights: weights.sum(axis=1), 1) is None
+def same_kept(**changes: Any) -> Trace:
+    """Both configurations keep entries 0, 1, 2 in every head: what differs between them is rounding."""
+    samples = hand_made(**changes)
+    for sample in samples:
+        sample.arrays["kept_position"][:] = np.tile(np.arange(3), 8)
+    return trace(*samples)
+
+
+def test_equal_kept_sets_tie_by_identity_and_their_ratio_is_exactly_1() -> None:
+    result = compare(same_kept())
+    for kind in (result.isolated, result.propagated):
+        assert (kind.improved_count, kind.tied_count, kind.worsened_count) == (0, 4, 0)
+        assert (kind.sum_ratio, kind.median_ratio, kind.better_share) == (1.0, 1.0, 0.0)
+        assert np.array_equal(kind.baseline_mean, kind.treatment_mean)
+        assert not kind.decided.verdict.any()
+
+
+def test_a_propagated_tie_needs_equal_sets_in_all_earlier_layers_too() -> None:
+    made = same_kept()
+    made.arrays["kept_position"][made.arrays["kept_offset"][0, 1, 0, 0]] = 9  # treatment, layer 0, head 0
+    same = kept_sets.isolated(made, 0, 1)[0]
+    assert same.tolist() == [[False, True], [True, True]]
+    assert kept_sets.propagated(made, 0, 1)[0].tolist() == [[False, True], [False, False]]
+    assert kept_sets.layers(made, 0, 1)[0].tolist() == [False, False]
+    assert not kept_sets.whole(made, 0, 1).any()
+    last = same_kept()
+    last.arrays["kept_position"][last.arrays["kept_offset"][0, 1, 1, 1]] = 9  # treatment, layer 1, head 1
+    assert kept_sets.propagated(last, 0, 1)[0].tolist() == [[True, True], [True, False]]
+    assert kept_sets.layers(last, 0, 1)[0].tolist() == [True, False]
+    assert kept_sets.whole(same_kept(), 0, 1).all()
+
+
+def test_fewer_than_five_samples_show_their_range_and_one_shows_nothing() -> None:
+    kind = compare(trace(*hand_made())).isolated
+    assert kind.better_share_interval == Interval(0.25, 0.25, "range")
+    assert kind.sum_ratio_interval is not None
+    assert kind.sum_ratio_interval.kind == "range"
+    each = [TREATMENT[sample].sum() / BASELINE[sample].sum() for sample in range(3)]
+    assert (kind.sum_ratio_interval.low, kind.sum_ratio_interval.high) == pytest.approx((min(each), max(each)))
+    one = compare(trace(*hand_made(1))).isolated
+    assert one.better_share_interval is None
+    assert one.sum_ratio_interval is None
+
+
+@pytest.mark.parametrize("distance", ["l2", "cosine"])
+def test_each_distance_has_its_own_numbers_and_its_own_floor(distance: str) -> None:
+    samples = []
+    for sample in hand_made():
+        arrays = dict(sample.arrays)
+        for kind, floor in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
+            arrays[f"perturbation_{kind}_{distance}"] = arrays[f"perturbation_{kind}"] / 10
+            arrays[f"{floor}_{distance}"] = np.full((1, 2, 2), 0.1 if kind == "isolated" else 1e-9)
+        arrays["output_norm_l2"] = np.full((1, 2, 2), 5.0)
+        samples.append(SampleTrace(sample.sample_id, arrays))
+    result = compare(trace(*samples), distance=distance)
+    np.testing.assert_allclose(result.isolated.baseline_mean, [[0.4, 0.2], [1e-4, 0.3]])
+    assert result.isolated.verdict.tolist() == [[0, -1], [0, 0]]  # 0.2 apart is two floors, 0.3 is more
+    assert result.propagated.verdict.tolist() == [[1, -1], [-1, 0]]
+    with pytest.raises(TraceError, match=f"heads needs the variable 'perturbation_isolated_{distance}'"):
+        compare(trace(*hand_made()), distance=distance)
+
+
+def test_a_step_is_of_the_samples_whose_text_reaches_it() -> None:
+    def lengthened(sample: SampleTrace, measured: int) -> SampleTrace:
+        arrays = dict(sample.arrays)
+        for name, array in arrays.items():
+            if "step" in VARIABLES[name].dims:
+                axis = VARIABLES[name].dims.index("step")
+                later = np.full_like(array, np.nan) if measured == 1 and array.dtype.kind == "f" else array
+                arrays[name] = np.concatenate([array, later], axis=axis)
+        return SampleTrace(sample.sample_id, {**arrays, "steps_measured": np.asarray(measured)})
+
+    made = trace(*(lengthened(sample, steps) for sample, steps in zip(hand_made(), (2, 1, 2), strict=True)))
+    assert compare(made, step=0).identity.samples == 3
+    later = compare(made, step=1)
+    assert (later.identity.samples, later.identity.ended) == (2, 1)
+    np.testing.assert_allclose(later.isolated.baseline_mean, BASELINE[[0, 2]].mean(axis=0))
+    assert "2 samples" in later.identity.lines()[0]
+    assert "1 ended before" in later.identity.lines()[0]
+    made.arrays["theta"][0, 0, 1] = np.nan  # at a step that sample 0 measured
+    with pytest.raises(TraceError, match="got NaN in 'theta'"):
+        values(made, "theta", "heads", 1)
+    assert not np.isnan(values(made, "theta", "heads", 0)).any()
+    made.arrays["steps_measured"][:] = 1
+    with pytest.raises(ConfigError, match="from 0 to 0, where the longest text ends, got 1"):
+        compare(made, step=1)
+
+
+@pytest.mark.parametrize("granularity", ["query", "kv"])
+def test_held_over_full_counts_each_stored_set_once(granularity: str) -> None:
+    """Four query heads in groups of two, 100 entries: 20 entries in each of four sets, or of two."""
+    configs = [config("attention", granularity=granularity), config("attention", 65, granularity="kv")]
+    made = hand_measured(configs, {"prompt_tokens": [100], "kept_count": np.full((1, 2, 1, 4), 20)}, heads=4)
+    offsets = np.array([[0, 20, 40, 60], [80, 80, 100, 100]])
+    made.arrays["kept_offset"][0, :, 0] = offsets if granularity == "query" else offsets[[1, 1]]
+    sets = 4 if granularity == "query" else 2
+    assert held_shares(made, "test")[0] == pytest.approx(sets * 20 / (2 * 100))
+    alone = hand_measured(configs[:1], {"prompt_tokens": [100], "kept_count": np.full((1, 1, 1, 4), 20)}, heads=4)
+    assert np.isnan(held_shares(alone, "test")[0]) == (granularity == "query")  # which does not tell the groups
 
 
 def test_a_failed_sample_is_left_out_and_counted() -> None:
@@ -96,7 +192,7 @@ def test_a_failed_sample_is_left_out_and_counted() -> None:
 def test_the_summary_is_plain_json() -> None:
     zero = {"perturbation_isolated": np.zeros((2, 1, 2, 2))}
     text = json.dumps(compare(trace(*hand_made(**zero))).to_dict(), allow_nan=False)
-    assert json.loads(text)["isolated"]["total_reduction"] is None
+    assert json.loads(text)["isolated"]["sum_ratio"] is None
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses import budgets, last_layer, layers
-from perturbkv.analyses.bootstrap import resample
+from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.pairing import series, sweeps
 from perturbkv.errors import TraceError, UnknownNameError
 from perturbkv.trace import Trace
@@ -28,7 +28,7 @@ def made(samples: int = 2, **changes: Any) -> Trace:
         "hidden_drift_l1": DRIFT[:samples],
         "hidden_drift_l2": DRIFT[:samples] / 10,
         "hidden_norm": np.full((samples, 3), 200.0),
-        "hidden_noise_floor": np.tile([0.1, 7.0, 0.1], (samples, 1)),
+        "hidden_noise_floor": np.tile([0.1, 0.5, 0.1], (samples, 1)),
         "logit_kl": [[4, 2, 1, 0], [8, 2, 1, 0]][:samples],
         "logit_kl_noise_floor": [1e-9] * samples,
         "top1_agreement": [[0, 1, 1, 1], [0, 0, 1, 1]][:samples],
@@ -42,32 +42,55 @@ def test_means_reductions_and_verdicts_per_layer() -> None:
     found = layers.summarise(made(), *PAIR)
     assert found.baseline_mean.tolist() == [20, 20, 60]
     assert found.treatment_mean.tolist() == [15, 19, 45]
-    np.testing.assert_allclose(found.reduction, [0.25, 0.05, 0.25])
-    assert found.verdict.tolist() == [1, 0, 1]  # layer 1 lies under three floors of 7
+    np.testing.assert_allclose(found.ratio, [0.75, 0.95, 0.75])
+    assert found.verdict.tolist() == [1, 0, 1]  # in layer 1 they differ by 1, in noise of 0.5
+    assert found.baseline_median.tolist() == [20, 20, 60]
     assert found.baseline_relative is not None
     assert found.baseline_relative.tolist() == [0.1, 0.1, 0.3]
 
 
-def test_intervals_equal_a_naive_bootstrap() -> None:
-    found = layers.summarise(made(), *PAIR, resamples=200, seed=3)
-    drawn = [DRIFT[rows].mean(axis=0) for rows in resample(2, 200, 3)]
-    reductions = [1 - mean[1] / mean[0] for mean in drawn]
-    np.testing.assert_allclose(found.reduction_interval, np.percentile(reductions, [2.5, 97.5], axis=0))
-    np.testing.assert_allclose(found.baseline_interval, np.percentile([mean[0] for mean in drawn], [2.5, 97.5], axis=0))
+def test_two_samples_show_their_range() -> None:
+    found = layers.summarise(made(), *PAIR)
+    ratios = DRIFT[:, 1] / DRIFT[:, 0]
+    assert found.ratio_interval is not None
+    assert found.ratio_interval.kind == "range"
+    np.testing.assert_allclose(found.ratio_interval.low, ratios.min(axis=0))
+    np.testing.assert_allclose(found.ratio_interval.high, ratios.max(axis=0))
 
 
-def test_other_distances_have_no_floor_and_no_relative_drift() -> None:
+def test_a_distance_without_a_floor_ties_only_what_is_equal_and_says_so() -> None:
     found = layers.summarise(made(), *PAIR, distance="l2")
     assert found.baseline_mean.tolist() == [2, 2, 6]
     assert found.baseline_relative is None
     assert found.verdict.tolist() == [1, 1, 1]
+    assert not found.floored
     with pytest.raises(UnknownNameError, match="unknown distance 'l3'; known: l2, l1, cosine"):
         layers.summarise(made(), *PAIR, distance="l3")
 
 
+@pytest.mark.parametrize("distance", ["l2", "cosine"])
+def test_each_distance_is_judged_by_its_own_floor(distance: str) -> None:
+    floor = {f"hidden_noise_floor_{distance}": np.tile([0.1, 0.06, 1.0], (2, 1)), "hidden_norm_l2": np.full((2, 3), 20)}
+    found = layers.summarise(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
+    assert found.floored
+    assert found.verdict.tolist() == [1, 0, 0]  # differences of 0.5, 0.1 and 1.5
+    assert (found.baseline_relative is None) == (distance == "cosine")
+    drifts = last_layer.summarise(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
+    assert drifts.verdict.tolist() == [1, 0]  # s1: 8 to 4; s0: 4 to 5, within two floors of 1
+
+
+def test_layers_up_to_which_all_kept_sets_are_equal_tie_by_identity() -> None:
+    trace = made(kept_count=np.full((2, 4, 3, 1), 3))
+    for offset in trace.arrays["kept_offset"][:, :, :2].reshape(-1):
+        trace.arrays["kept_position"][offset : offset + 3] = [0, 1, 2]
+    found = layers.summarise(trace, *PAIR)
+    assert found.verdict.tolist() == [0, 0, 1]  # their sets of layer 2 differ
+    assert found.ratio.tolist() == [1.0, 1.0, 0.75]
+
+
 def test_a_stream_that_does_not_drift_has_no_reduction() -> None:
     still = layers.summarise(made(hidden_drift_l1=np.zeros_like(DRIFT)), *PAIR)
-    assert np.isnan(still.reduction).all()
+    assert np.isnan(still.ratio).all()
     assert still.verdict.tolist() == [0, 0, 0]
     json.dumps(still.to_dict(), allow_nan=False)
 
@@ -79,7 +102,11 @@ def test_samples_are_sorted_by_the_baselines_drift() -> None:
     assert found.treatment_drift.tolist() == [40, 50]
     assert found.verdict.tolist() == [1, -1]
     assert found.improved_share == 0.5
-    assert found.improved_share_interval == (0, 1)
+    low, high = 0.5 - 0.4874, 0.5 + 0.4874  # exactly, of 1 of 2: Clopper and Pearson
+    assert found.improved_share_interval is not None
+    assert (found.improved_share_interval.low, found.improved_share_interval.high) == pytest.approx(
+        (low, high), abs=1e-4
+    )
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -94,7 +121,12 @@ def test_curves_run_over_kept_shares() -> None:
     assert attention.means["top1"].tolist() == [0, 1]
     assert two_stage.means["top1"].tolist() == [0.5, 1]
     assert attention.cliff == ("0.4", "0.1")
-    np.testing.assert_allclose(attention.intervals["kl"], [[4, 1], [8, 1]])
+    assert attention.medians["kl"].tolist() == [6, 1]
+    kl, same = attention.intervals["kl"], attention.intervals["top1"]
+    assert kl is not None
+    assert (kl.low.tolist(), kl.high.tolist(), kl.kind) == ([4, 1], [8, 1], "range")
+    assert same is not None
+    assert same.at(0) == Interval(0.0, pytest.approx(0.8419, abs=1e-4))  # 0 of 2 samples
     assert found.kl_floor == pytest.approx(1e-9)
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -107,7 +139,7 @@ def test_the_cliff_is_where_kl_rises_most_per_halving() -> None:
 
 
 def test_one_sample_has_no_intervals() -> None:
-    assert layers.summarise(made(1), *PAIR).reduction_interval is None
+    assert layers.summarise(made(1), *PAIR).ratio_interval is None
     assert last_layer.summarise(made(1), *PAIR).improved_share_interval is None
     assert budgets.summarise(made(1), ["attention"]).curves[0].intervals["kl"] is None
 

@@ -11,10 +11,11 @@ import pytest
 from scipy import stats
 
 from perturbkv.analyses import horizon, needle, retrieval
+from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import mean_ranks, spearman
 from perturbkv.config import RunConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import SampleTrace, Trace
+from perturbkv.trace import VARIABLES, SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.traces import sample_trace, trace
 
@@ -66,8 +67,9 @@ def test_the_grid_counts_each_cell() -> None:
     assert attention.score == pytest.approx(2 / 6)
     assert attention.digits == pytest.approx(2 / 6 + 0.5 * 4 / 6)
     np.testing.assert_array_equal(attention.digits_grid, [[0.75, 0.5], [0.75, 0.5]])
-    low, high = attention.score_interval or (0, 0)
-    assert low < 2 / 6 < high
+    exact = stats.binomtest(2, 6).proportion_ci(method="exact")
+    assert attention.score_interval is not None
+    assert (attention.score_interval.low, attention.score_interval.high) == pytest.approx((exact.low, exact.high))
 
 
 def test_failed_samples_leave_their_cell_to_the_others() -> None:
@@ -93,34 +95,88 @@ def test_ranks_are_scipys() -> None:
     assert np.isnan(spearman(first, np.ones(60)))
 
 
-def test_correlation_counts_only_what_the_full_cache_answers() -> None:
-    scores = [[1, 0], [1, 1], [0, 0], [1, 1]]
-    moved = [[0.1, 0.9], [0.2, 0.3], [0.8, 0.7], [5.0, 6.0]]
-    result = retrieval.summarise(made(scores, [1, 1, 1, 0], moved))
-    assert (result.samples, result.left_out, result.correlations[0].deciding) == (3, 1, 1)
-    expected = stats.spearmanr(np.ravel(moved[:3]), np.ravel(scores[:3])).statistic
-    for one in result.correlations:
-        sign = -1 if one.measure == "lost" else 1  # made of retained mass, which rises where 1 − S falls
-        assert one.rho == pytest.approx(sign * expected), one.measure
-        assert one.within == pytest.approx(-sign)  # the one prompt: lower perturbation was found
-    isolated = result.correlations[0]
-    assert isolated.found == pytest.approx(np.median([0.1, 0.2, 0.3]))
-    assert isolated.lost == pytest.approx(np.median([0.9, 0.8, 0.7]))
-    low, high = isolated.interval or (0, 0)
-    assert -1 <= low <= isolated.rho <= high <= 1
-    assert [one.rho for one in result.of("digits")] == [one.rho for one in result.of("score")]  # the same order
-    document = result.to_dict()
-    np.testing.assert_allclose(document["perturbation"]["propagated"], moved[:3])
-    assert document["score"] == scores[:3]
+THREE = (*CONFIGS, config("random"))
+
+
+def ranked(scores: Any, full: Any, moved: Any, later: Any = None, configs: Any = THREE) -> Trace:
+    """As `made` with three configurations; `later` is what moves at every step behind the first."""
+    steps = 1 if later is None else 2
+    samples = []
+    for place, (row, whole, levels) in enumerate(zip(scores, full, moved, strict=True)):
+        arrays: dict[str, Any] = dict(sample_trace(f"s{place}", configs=len(configs), steps=steps, seed=place).arrays)
+        level = np.stack([levels] if later is None else [levels, later[place]], axis=1).astype(float)
+        shape = (len(configs), steps, 2, 2)
+        for name in ("perturbation_isolated", "perturbation_propagated", "theta"):
+            arrays[name] = np.broadcast_to(level[:, :, None, None], shape) * 10
+        arrays["retained_mass"] = 1 - np.broadcast_to(level[:, :, None, None], shape)
+        arrays["output_norm"], arrays["hidden_norm"] = np.full((steps, 2, 2), 10.0), np.full((steps, 2), 5.0)
+        arrays["hidden_drift_l1"] = np.broadcast_to(level[:, :, None], (len(configs), steps, 2)) * 5
+        arrays["logit_kl"] = level
+        arrays |= {"score": np.asarray(row, dtype=float), "score_full": np.float64(whole)}
+        arrays |= {"digits": 0.5 + np.asarray(row, dtype=float) / 2, "digits_full": np.float64(whole)}
+        samples.append(SampleTrace(f"s{place}", arrays))
+    options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}
+    return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=tuple(configs))
+
+
+SCORES = [[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 1]]
+MOVED = [[0.1, 0.9, 0.5], [0.2, 0.3, 0.1], [0.8, 0.7, 0.6], [5.0, 6.0, 7.0]]
+
+
+def test_ranks_are_within_a_prompt_that_the_full_cache_answers_and_whose_methods_differ() -> None:
+    result = retrieval.summarise(ranked(SCORES, [1, 1, 1, 0], MOVED))
+    assert (result.samples, result.left_out, len(result.budgets)) == (3, 1, 1)
+    expected = np.mean([stats.spearmanr(MOVED[place], SCORES[place]).statistic for place in (0, 1)])
+    (link,) = result.budgets
+    for one in (*link.correlations, *link.circular):
+        assert one.deciding == 2, one.measure  # in prompt 2 all are lost
+        assert one.rho == pytest.approx(expected), one.measure
+        assert one.interval is not None
+        assert one.interval.kind == "range"
+    document = result.to_dict()["budgets"][0]
+    np.testing.assert_allclose(document["measured"]["propagated"], MOVED[:3])
+    assert document["score"] == SCORES[:3]
+
+
+def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> None:
+    against = [[row[place] for place in (0, 1, 2)] for row in SCORES]  # later steps move as the score does
+    (link,) = retrieval.summarise(ranked(SCORES, [1] * 4, MOVED, [[9 * x for x in row] for row in against])).budgets
+    assert {one.measure for one in link.correlations} == {"isolated", "theta", "propagated", "lost"}
+    assert {one.measure for one in link.circular} == {"kl", "drift", "kl_all", "drift_all", "propagated_all"}
+    np.testing.assert_allclose(link.measured["propagated"], MOVED)  # of step 0 alone
+    np.testing.assert_allclose(link.measured["kl_all"], (np.array(MOVED) + 9 * np.array(against)) / 2)
+    first = {one.measure: one.rho for one in link.correlations if one.outcome == "score"}
+    later = {one.measure: one.rho for one in link.circular if one.outcome == "score"}
+    assert first["propagated"] < later["propagated_all"]
+
+
+def test_budgets_are_never_mixed_and_two_methods_have_no_ranks() -> None:
+    more = [config(name, 128) for name in ("attention", "two-stage", "random")]
+    scores, moved = [[1, 0, 0, 0, 0, 1]], [[0.1, 0.5, 0.9, 0.1, 0.5, 0.9]]
+    small, large = retrieval.summarise(ranked(scores, [1], moved, configs=[*THREE, *more])).budgets
+    assert (small.budget, large.budget) == ("64", "128")
+    assert small.of("score")[0].rho == pytest.approx(-large.of("score")[0].rho)
+    assert small.of("score")[0].rho < 0
+    few = retrieval.summarise(made([[1, 0]], [1], [[0.1, 0.2]]))
+    assert (few.budgets, few.too_few) == ((), ("64",))
+
+
+def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
+    made_trace = ranked([[1, 0, 0]], [1], [[0.1, 0.2, 0.2 + 1e-9]])
+    place = made_trace.arrays["kept_offset"][0]
+    for where in np.ndindex(2, 2):
+        first, second = int(place[(1, *where)]), int(place[(2, *where)])
+        made_trace.arrays["kept_position"][second : second + 3] = made_trace.arrays["kept_position"][first : first + 3]
+    measured = retrieval.summarise(made_trace).budgets[0].measured["propagated"]
+    assert measured[0, 1] == measured[0, 2] != measured[0, 0]
 
 
 def test_correlation_of_scores_that_are_all_alike_is_none() -> None:
-    result = retrieval.summarise(made([[1, 1], [1, 1]], [1, 1], [[0.1, 0.2], [0.3, 0.4]]))
-    assert all(np.isnan(one.rho) and np.isnan(one.within) and one.interval is None for one in result.correlations)
-    assert result.to_dict()["correlations"][0]["rho"] is None
-    none = retrieval.summarise(made([[1, 0]], [0], [[0.1, 0.2]]))
+    (link,) = retrieval.summarise(ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])).budgets
+    assert all(np.isnan(one.rho) and one.interval is None and one.deciding == 0 for one in link.of("score"))
+    none = retrieval.summarise(ranked([[1, 0, 0]], [0], [[0.1, 0.2, 0.3]]))
     assert none.samples == 0
-    assert all(np.isnan(one.rho) for one in none.correlations)
+    assert none.to_dict()["budgets"][0]["correlations"][0]["rho"] is None
 
 
 def growing(samples: int = 3, steps: int = 6) -> Trace:
@@ -139,23 +195,57 @@ def growing(samples: int = 3, steps: int = 6) -> Trace:
 
 
 def test_growth_is_the_last_third_over_the_first() -> None:
-    result = horizon.summarise(growing(), ["attention", "two-stage"])
-    assert (result.steps, result.third, len(result.configs)) == (6, 2, 2)
+    result = horizon.summarise(growing(7), ["attention", "two-stage"])
+    assert (result.steps, result.grown, result.short, len(result.configs)) == (6, 7, 0, 2)
     curve = result.configs[0].curves["propagated"]
-    np.testing.assert_allclose(curve.relative, [0.8] * 4 + [0.8 * 4.5 / 4] * 2)  # mean level 8 of norm 10
+    np.testing.assert_allclose(curve.relative, [1.6] * 4 + [1.6 * 4.5 / 4] * 2)  # mean level 16 of norm 10
+    assert (curve.first, curve.last) == pytest.approx((1.6, 1.6 * 4.5 / 4))
     assert curve.growth == pytest.approx(4.5 / 4)
-    assert curve.growth_interval == pytest.approx((4.5 / 4, 4.5 / 4))
+    assert curve.growth_interval == Interval(pytest.approx(4.5 / 4), pytest.approx(4.5 / 4))
     np.testing.assert_allclose(curve.head_growth, [[2, 0.5], [1, 1]])
-    assert curve.head_verdict.tolist() == [[1, -1], [0, 0]]
+    assert curve.head_verdict.tolist() == [[1, -1], [0, 0]]  # 2 of 128 flips: p = 0.016, of two heads in four
     np.testing.assert_allclose(result.configs[0].curves["isolated"].relative, curve.relative / 2)
     np.testing.assert_allclose(result.noise_floor, 0.01)
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_one_sample_has_verdicts_and_no_intervals() -> None:
+def test_five_samples_are_too_few_to_decide_any_head() -> None:
+    decided = horizon.summarise(growing(5), ["attention"]).configs[0].curves["propagated"].decided
+    assert decided.least_together == 0  # the smallest p is 2/32, above 0.05
+    assert not decided.verdict.any()
+
+
+def test_one_sample_has_no_intervals_and_no_verdicts() -> None:
     curve = horizon.summarise(growing(1), ["attention"]).configs[0].curves["propagated"]
     assert curve.growth_interval is None
     assert curve.relative_interval is None
-    assert curve.head_verdict.tolist() == [[1, -1], [0, 0]]
+    assert not curve.head_verdict.any()
+
+
+def test_growth_is_of_each_samples_own_steps_and_short_texts_are_left_out() -> None:
+    """Sample 0 has all six steps, 1 three, 2 two: it has no thirds; the steps behind a text's end are NaN."""
+    whole = growing(3)
+    whole.arrays["steps_measured"] = np.array([6, 3, 2])  # type: ignore[index]
+    for name in ("perturbation_propagated", "perturbation_isolated", "logit_kl", "output_norm", "noise_floor"):
+        axis = VARIABLES[name].dims.index("step") + 1
+        by_step = np.moveaxis(whole.arrays[name], axis, 1)
+        by_step[1, 3:], by_step[2, 2:] = np.nan, np.nan
+    whole.arrays["perturbation_propagated"][1, :, 2] *= 3
+    result = horizon.summarise(whole, ["attention"])
+    assert result.samples_at.tolist() == [3, 3, 2, 1, 1, 1]
+    assert (result.grown, result.short) == (2, 1)
+    curve = result.configs[0].curves["propagated"]
+    # Σ over four heads: 16 per step in sample 0, 18 in its last third of two steps; 32 in sample 1, 96 in its last step
+    assert curve.first == pytest.approx((16 + 32) / (40 + 40))
+    assert curve.last == pytest.approx((18 + 96) / (40 + 40))
+    assert curve.growth == pytest.approx(114 / 48)
+    np.testing.assert_allclose(curve.relative, [96 / 120, 96 / 120, 112 / 80, 16 / 40, 18 / 40, 18 / 40])
+    assert curve.relative_interval is not None
+    assert (curve.relative_interval.low[2], curve.relative_interval.high[2]) == pytest.approx((16 / 40, 96 / 40))
+    assert np.isnan(curve.relative_interval.low[3:]).all()  # one sample has these steps
+    whole.arrays["steps_measured"][2] = 3
+    with pytest.raises(TraceError, match="got NaN in 'output_norm'"):
+        horizon.summarise(whole, ["attention"])
 
 
 def test_two_steps_are_no_horizon() -> None:

@@ -32,6 +32,7 @@ def hand_made(
     for place in range(count):
         made = dict(sample_trace(f"s{place}", configs=len(configs), layers=layers, heads=heads, seed=place).arrays)
         made["evicted"] = np.ones(len(configs), dtype=np.uint8)
+        made["prompt_tokens"] = np.asarray(100)
         made["output_norm"] = np.full((1, layers, heads), 10.0)
         for name, values in arrays.items():
             made[name] = _with_step(name, np.asarray(values[place], dtype=VARIABLES[name].dtype))

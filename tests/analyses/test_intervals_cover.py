@@ -1,0 +1,140 @@
+"""Intervals against naive formulas, and how often they hold the truth in skewed populations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from perturbkv.analyses import intervals
+from perturbkv.analyses.arithmetic import half_share, plain
+from perturbkv.analyses.intervals import CORRELATION, POSITIVE, RATIO, Interval, Kind, share_of
+
+DRAW = np.random.default_rng(0)
+POPULATION = 40
+
+
+def test_a_share_of_samples_has_the_interval_of_clopper_and_pearson() -> None:
+    for samples in (2, 8, 36):
+        for hits in range(samples + 1):
+            found = intervals.of_samples(np.arange(samples) < hits)
+            exact = stats.binomtest(hits, samples).proportion_ci(method="exact")
+            assert found is not None
+            assert (found.low, found.high, found.kind) == (pytest.approx(exact.low), pytest.approx(exact.high), "interval")
+    none = intervals.of_samples(np.zeros(8, dtype=bool))
+    assert none is not None
+    assert f"[{100 * none.low:.0f}, {100 * none.high:.0f}]" == "[0, 37]"
+
+
+def test_a_ratio_of_sums_has_the_jackknifes_interval_on_the_logarithm() -> None:
+    top, bottom = DRAW.lognormal(size=8), DRAW.lognormal(size=8)
+    left_out = [math.log((top.sum() - t) / (bottom.sum() - b)) for t, b in zip(top, bottom, strict=True)]
+    error = math.sqrt(7 / 8 * sum((x - sum(left_out) / 8) ** 2 for x in left_out))
+    reach = stats.t.ppf(0.975, 7 / 32 * 8) * error
+    middle = math.log(top.sum() / bottom.sum())
+    found = intervals.scalar(lambda weights: (weights @ top) / (weights @ bottom), 8, RATIO)
+    assert found == Interval(pytest.approx(math.exp(middle - reach)), pytest.approx(math.exp(middle + reach)))
+
+
+def test_a_plain_mean_has_students_interval_with_the_kinds_degrees_of_freedom() -> None:
+    values = DRAW.uniform(0.3, 0.5, size=8)
+    found = intervals.of_mean(values, CORRELATION)
+    reach = stats.t.ppf(0.975, 3) * values.std(ddof=1) / math.sqrt(8)
+    assert found == Interval(pytest.approx(values.mean() - reach), pytest.approx(values.mean() + reach))
+    wide = intervals.of_mean(values, share_of(270))  # never surer than so many independent heads
+    share = values.mean()
+    error = math.sqrt(values.var(ddof=1) / 8 + share * (1 - share) / (8 * 270))
+    assert wide == Interval(
+        pytest.approx(share - stats.t.ppf(0.975, 3) * error), pytest.approx(share + stats.t.ppf(0.975, 3) * error)
+    )
+
+
+def test_a_median_lies_between_two_of_the_samples() -> None:
+    values = np.array([5.0, 1, 8, 2, 7, 3, 6, 4])
+    assert intervals.of_medians(values[:, None]) == Interval(np.array([2.0]), np.array([7.0]))
+    for samples in range(5, 30):
+        found = intervals.of_medians(np.arange(samples, dtype=float))
+        assert found is not None
+        below = int(found.low)
+        covered = 1 - 2 * sum(math.comb(samples, k) for k in range(below + 1)) / 2**samples
+        narrower = 1 - 2 * sum(math.comb(samples, k) for k in range(below + 2)) / 2**samples
+        assert narrower < 0.92 <= covered
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4])
+def test_fewer_than_five_samples_have_a_range_and_it_is_called_one(samples: int) -> None:
+    values = np.array([3.0, 1, 2, 5])[:samples]
+    assert intervals.of_mean(values, POSITIVE) == Interval(1.0, values.max(), "range")
+    assert plain(intervals.of_mean(values, POSITIVE)) == {"low": 1.0, "high": float(values.max()), "kind": "range"}
+    assert intervals.of_mean(values[:1], POSITIVE) is None
+    assert intervals.of_mean(np.array([np.nan, 1.0]), POSITIVE) is None
+
+
+def test_equal_sides_give_exactly_1_and_shares_without_any_head_are_as_sure_as_their_samples() -> None:
+    values = DRAW.lognormal(size=8)
+    assert intervals.scalar(lambda weights: (weights @ values) / (weights @ values), 8, RATIO) == Interval(1.0, 1.0)
+    assert intervals.of_mean(np.zeros(8), share_of(270)) == Interval(0.0, pytest.approx(1 - 0.025 ** (1 / 8)))
+    assert intervals.of_mean(np.ones(8), share_of(270)) == Interval(pytest.approx(0.025 ** (1 / 8)), 1.0)
+
+
+def test_zeros_on_a_logarithm_fall_back_on_the_plain_scale() -> None:
+    found = intervals.of_mean(np.array([0.0] * 7 + [1.0]), POSITIVE)
+    assert found is not None
+    assert found.low == 0
+    assert 0.125 < found.high < 10
+    assert intervals.of_mean(np.zeros(8), POSITIVE) == Interval(0.0, 0.0)
+
+
+def coverage(truth: float, make: Callable[[np.ndarray], Interval[float] | None], draws: int = 1500) -> float:
+    """How often the interval of eight samples, drawn with replacement from the population, holds its value."""
+    held = 0
+    for drawn in np.random.default_rng(7).integers(0, POPULATION, size=(draws, 8)):
+        found = make(drawn)
+        held += found is not None and found.low - 1e-12 <= truth <= found.high + 1e-12
+    return held / draws
+
+
+def population(kind: str) -> np.ndarray:
+    """40 skewed results: lognormal ones, or shares near 1 that a few samples leave."""
+    draw = np.random.default_rng(11)
+    return draw.lognormal(sigma=1.2, size=POPULATION) if kind == "lognormal" else draw.beta(18, 2, size=POPULATION)
+
+
+MEANS: dict[str, tuple[str, Kind]] = {
+    "a skewed positive mean": ("lognormal", POSITIVE),
+    "a share of heads near 1": ("beta", share_of(270)),
+    "a skewed correlation": ("beta", CORRELATION),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_covered_in_at_least_92_percent_of_draws_of_eight(name: str) -> None:
+    values, kind = population(MEANS[name][0]), MEANS[name][1]
+    assert coverage(values.mean(), lambda drawn: intervals.of_mean(values[drawn], kind)) >= 0.92
+
+
+def test_a_ratio_of_skewed_sums_is_covered_and_a_percentile_bootstrap_would_not() -> None:
+    bottom = population("lognormal")
+    top = bottom * np.random.default_rng(12).lognormal(sigma=0.5, size=POPULATION)
+    truth = top.sum() / bottom.sum()
+
+    def ours(drawn: np.ndarray) -> Interval[float] | None:
+        return intervals.scalar(lambda weights: (weights @ top[drawn]) / (weights @ bottom[drawn]), 8, RATIO)
+
+    def percentile(drawn: np.ndarray) -> Interval[float]:
+        again = drawn[np.random.default_rng(13).integers(0, 8, size=(400, 8))]
+        low, high = np.quantile(top[again].sum(axis=1) / bottom[again].sum(axis=1), (0.025, 0.975))
+        return Interval(float(low), float(high))
+
+    assert coverage(truth, ours) >= 0.92
+    assert coverage(truth, percentile, 600) < 0.92
+
+
+def test_half_of_a_sum_lies_in_the_fewest_parts_that_reach_it() -> None:
+    assert half_share(np.array([1.0, 1, 6, 2])) == 0.25
+    assert half_share(np.ones(4)) == 0.5
+    assert half_share(np.array([3.0, 2, 2, 2])) == 0.5
+    assert math.isnan(half_share(np.zeros(3)))
