@@ -158,7 +158,12 @@ def _print(checks: list[Check], document: dict[str, Any]) -> None:
     ]
     console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], found)
     decided = [
-        (one["dtype"], one["measure"], f"{one['by_difference']['decided']:,}", _percent(one["by_difference"]["share"]))
+        (
+            one["dtype"],
+            f"{one['kind']} {one['distance']}",
+            f"{one['by_difference']['decided']:,}",
+            _percent(one["by_difference"]["share"]),
+        )
         for one in document["ties"]
     ]
     console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], decided)

@@ -1,7 +1,14 @@
 """README's table of ties: do verdicts in half precision hold in float32? `python docs/ties.py FLOAT32.h5 BF16.h5 …`.
 
 Every trace is of `perturbkv trace`, measured with --dtype float32 and then with others, all else alike; of each dataset
-one is in float32. Traces of one dataset need not stand together.
+one is in float32. In bash:
+
+    for dtype in float32 bfloat16; do
+      more="--samples 8 --dtype $dtype"
+      perturbkv trace $more -o runs/ties/needle-$dtype.h5
+      perturbkv trace $more -d multi_news --data-dir FOLDER --max-tokens 800 -o runs/ties/news-$dtype.h5
+    done
+    python docs/ties.py runs/ties/*.h5
 """
 
 from __future__ import annotations
@@ -10,6 +17,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from perturbkv.analyses.distances import DISTANCES
+from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.ties import Agreement, Ties, compare
 from perturbkv.errors import TraceError
 from perturbkv.store import read_trace
@@ -47,7 +56,7 @@ def row(exact: Trace, rounded: Trace, ties: Ties) -> list[str]:
     return [
         Path(rounded.run.dataset).stem,
         rounded.run.dtype,
-        ties.measure,
+        f"{ties.kind} {DISTANCES[ties.distance]}",
         f"{ties.samples}{left_out}",
         f"{found.decided:,} of {ties.heads:,}",
         f"{share(found, ties.share_interval)}; {OLD}: {share(ties.alone)}",
@@ -56,9 +65,9 @@ def row(exact: Trace, rounded: Trace, ties: Ties) -> list[str]:
     ]
 
 
-def share(found: Agreement, interval: tuple[float, float] | None = None) -> str:
-    """'97.2 % [95.0, 98.8]'."""
-    ends = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
+def share(found: Agreement, interval: Scalar = None) -> str:
+    """'97.2 % [95.0, 98.8]'; of fewer than five samples the brackets hold their range."""
+    ends = f" [{100 * interval.low:.1f}, {100 * interval.high:.1f}]" if interval else ""
     return f"{100 * found.share:.1f} %{ends}" if found.decided else "–"
 
 

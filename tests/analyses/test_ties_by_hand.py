@@ -30,10 +30,8 @@ def made(
         "noise_floor": floors,
     }
     trace = hand_made(CONFIGS, arrays, heads=len(baseline[0]))
-    counts = np.array(trace.arrays["kept_count"])
-    counts[:, 1] -= 1
     tokens = np.array(token or [7] * len(baseline))[:, None]
-    return dataclasses.replace(trace, arrays={**trace.arrays, "kept_count": counts, "token_id": tokens})
+    return dataclasses.replace(trace, arrays={**trace.arrays, "token_id": tokens})
 
 
 EXACT = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 6, 5, 4], [4, 6, 5, 4]], 1e-9)
@@ -42,7 +40,7 @@ EXACT = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 6, 5, 4], [4, 6, 5, 4]], 1e-9)
 def test_decided_heads_agree_oppose_or_are_tied_in_the_exact_trace() -> None:
     rounded = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 4, 4, 4.9], [4, 6, 5, 4]], 0.1)
     isolated, propagated = compare(EXACT, rounded, "attention", "two-stage")
-    assert (isolated.measure, propagated.measure) == ("isolated L1", "propagated L1")
+    assert [(one.kind, one.distance) for one in (isolated, propagated)] == [("isolated", "l1"), ("propagated", "l1")]
     found = isolated.by_difference
     assert (found.decided, found.agreeing, found.opposite, found.tied) == (6, 4, 1, 1)
     assert found.share == 4 / 6
@@ -69,9 +67,9 @@ def test_a_sample_that_decodes_another_token_is_counted_and_left_out() -> None:
 
 def test_equal_kept_sets_tie_whatever_rounding_says() -> None:
     rounded = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 4, 4, 4], [4, 4, 4, 4]], 0.1)
-    counts = np.array(rounded.arrays["kept_count"])
-    counts[0, 1, 0, 2:] += 1
-    same = dataclasses.replace(rounded, arrays={**rounded.arrays, "kept_count": counts})
+    places = np.array(rounded.arrays["kept_offset"])
+    places[0, 1, 0, 2:] = places[0, 0, 0, 2:]
+    same = dataclasses.replace(rounded, arrays={**rounded.arrays, "kept_offset": places})
     assert [ties.by_difference.decided for ties in compare(EXACT, same, "attention", "two-stage")] == [6, 6]
 
 

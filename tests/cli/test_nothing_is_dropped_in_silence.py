@@ -15,6 +15,7 @@ from perturbkv.cli import effects
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.spreading import options
+from perturbkv.policies import registry
 from perturbkv.store import read_run
 from tests.support.asked import instead
 from tests.support.measured import MEASURED
@@ -84,6 +85,8 @@ IDLE = {
     "a folder for needle": (["trace", "--dataset", "needle", "--data-dir", "x"], ["--data-dir"]),
     "a seed of nothing drawn": (["trace", "--seed", "3"], ["--seed", "random"]),
     "adakv's floor": (["heads", "--policy", "snapkv", "--floor", "0.2"], ["--floor", "--policy adakv"]),
+    "adakv's safeguard": (["trace", "--safeguard", "guaranteed"], ["--safeguard", "--policy adakv"]),
+    "pyramidkv's line": (["trace", "--pyramid-line", "total"], ["--pyramid-line", "--policy pyramidkv"]),
     "pyramidkv's slope": (["trace", "--pyramid-beta", "20"], ["--pyramid-beta", "--policy pyramidkv"]),
     "streaming-llm's sinks": (["trace", "--sinks", "4"], ["--sinks", "--policy streaming-llm"]),
     "headkv's share": (["trace", "--head-beta", "2"], ["--head-beta", "--policy headkv"]),
@@ -119,7 +122,7 @@ def test_an_option_without_effect_is_an_error(
 @pytest.mark.parametrize(
     "more",
     [
-        ["--policy", "adakv", "--floor", 0.2],
+        ["--policy", "adakv", "--floor", 0.2, "--protect-first", 4],
         ["--compare", "attention,adakv", "--floor", 0.3],
         ["--seed", 1, "--compare", "attention,random"],
         ["--alpha", 0.5, "--split", "total", "--compare", "attention,value"],
@@ -219,3 +222,11 @@ def test_every_name_of_the_table_is_an_option() -> None:
     assert set(effects.NEEDS) <= set(options(RunOptions))
     for command, names in effects.UNUSED.items():
         assert set(names) <= {parameter.name for parameter in commands[command].params}
+
+
+def test_an_option_whose_help_names_what_it_is_for_needs_that() -> None:
+    known = {info.name: f"--policy {info.name}" for info in registry.known()} | {"needle": "--dataset needle"}
+    for name, annotated in options(RunOptions).items():
+        said = next(option.help for option in annotated.__metadata__).partition(":")[0]
+        if said in known:
+            assert effects.NEEDS[name].words == known[said]
