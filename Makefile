@@ -5,6 +5,7 @@ VENV  ?= .venv
 TORCH ?= torch==2.13.0
 PY     = $(VENV)/bin/python
 BIN    = $(VENV)/bin/perturbkv
+GPU_PY ?= $(PY)
 
 NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare snapkv:attention,snapkv:two-stage
@@ -13,7 +14,7 @@ SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
 KVPRESS = .venv-kvpress
 
-.PHONY: demo test test-kvpress check figures tables needle bench install develop clean
+.PHONY: demo test test-kvpress check figures tables needle bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -93,7 +94,14 @@ needle: install
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
 
 bench: install
-	$(BIN) bench --output docs/bench/cpu.json
+	$(BIN) bench --output docs/bench/cpu.json --overwrite
+
+# Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing:
+# the package is laid out under build/gpu, and no folder of the same name beside it is looked at.
+gpu: $(if $(filter $(PY),$(GPU_PY)),install)
+	rm -rf build/gpu && mkdir -p build/gpu && cp -r perturbkv build/gpu/ && cp -r analyses figures cli build/gpu/perturbkv/
+	PYTHONSAFEPATH=1 PYTHONPATH=build/gpu:$$PYTHONPATH $(GPU_PY) -c "from perturbkv.cli.main import main; main()" \
+		selfcheck --output docs/bench/gpu.json --overwrite
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

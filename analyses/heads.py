@@ -13,7 +13,7 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.distances import suffix
 from perturbkv.analyses.head_kind import HeadKind, compare
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.reading import EVIDENCE, at_step, held_shares, values
+from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
 from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
@@ -98,10 +98,23 @@ def summarise(trace: Trace, baseline: str, treatment: str, step: int = 0, distan
 def _kind(
     trace: Trace, kind: str, distance: str, sides: tuple[int, int], step: int, flagged: NDArray[np.bool_]
 ) -> HeadKind:
+    both, floor = perturbed(trace, kind, distance, sides, step)
     ending = suffix(distance)
-    both = values(trace, f"perturbation_{kind}{ending}", ANALYSIS, step)
-    floor = values(trace, f"noise_floor{'_isolated' if kind == 'isolated' else ''}{ending}", ANALYSIS, step)
     norm = np.ones_like(floor) if distance == "cosine" else values(trace, f"output_norm{ending}", ANALYSIS, step)
+    return compare(*both, floor, norm, flagged)
+
+
+def perturbed(
+    trace: Trace, kind: str, distance: str, sides: tuple[int, int], step: int
+) -> tuple[tuple[Floats, Floats], Floats]:
+    """Baseline and treatment, and their noise floor: (sample, layer, head) each. `kind` is isolated or propagated.
+
+    Where the kept sets say that both are equal, the treatment is the baseline. Raises TraceError for what the trace
+    lacks.
+    """
+    ending = suffix(distance)
+    found = values(trace, f"perturbation_{kind}{ending}", ANALYSIS, step)
+    floor = values(trace, f"noise_floor{'_isolated' if kind == 'isolated' else ''}{ending}", ANALYSIS, step)
     same = {"isolated": kept_sets.isolated, "propagated": kept_sets.propagated}[kind](trace, *sides)
-    baseline = both[:, sides[0]]
-    return compare(baseline, np.where(same, baseline, both[:, sides[1]]), floor, norm, flagged)
+    baseline = found[:, sides[0]]
+    return (baseline, np.where(same, baseline, found[:, sides[1]])), floor

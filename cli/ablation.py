@@ -44,8 +44,8 @@ def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
     """The whole chain at every α; what has no stages once."""
     alphas = run.alpha or list(_ALPHAS)
     made: list[EvictionConfig] = []
-    for granularity in [run.granularity] if run.granularity else ["query", "kv"]:
-        wanted = dataclasses.replace(run, granularity=granularity, group_product="product-of-means")
+    for granularity in run.granularity or ["query", "kv"]:
+        wanted = dataclasses.replace(run, granularity=[granularity], group_product="product-of-means")
         made += dataclasses.replace(wanted, alpha=alphas[:1]).configs(_UNSTAGED)
         made += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
         if granularity == "kv":

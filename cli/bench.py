@@ -12,13 +12,17 @@ from typer import Argument, Option
 from perturbkv.aliases import DEFAULT
 from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
+from perturbkv.cli.once import OnceCommand, OnceGroup
 from perturbkv.cli.options import JsonOption
+from perturbkv.cli.saving import free
+from perturbkv.cli.spreading import typed
+from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.benchmark.comparison import Change
     from perturbkv.benchmark.rows import Report, Row
 
-bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True)
+bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True, cls=OnceGroup)
 
 
 @bench.callback()
@@ -36,6 +40,7 @@ def run(
         Path | None,
         Option("--output", "-o", help="Where the JSON goes. Default: runs/<time>-bench.json.", show_default=False),
     ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure every row: time, memory, growth, value norms, writing, generating; those of a GPU where there is one.
@@ -46,13 +51,14 @@ def run(
     files side by side.
     """
     if context.invoked_subcommand is not None:
+        _check_nothing_typed(context)
         return
     from perturbkv.benchmark import suite
     from perturbkv.benchmark.rows import check_names
     from perturbkv.files import written_whole
 
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
-    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
+    path = free(output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json", overwrite)
     with written_whole(path) as beside, console.progress("groups", suite.groups(settings)) as bar:
         report = suite.measure(settings, targets, lambda name: bar.advance(bar.task_ids[0]))
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
@@ -65,7 +71,7 @@ def run(
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=OnceCommand)
 def compare(
     old: Annotated[Path, Argument(help="JSON of the earlier run.", show_default=False)],
     new: Annotated[Path, Argument(help="JSON of the later run.", show_default=False)],
@@ -91,6 +97,14 @@ def compare(
     if regressed:
         console.note(f"{counted(len(regressed), 'row')} worse by more than {tolerance:.0%}: {', '.join(regressed)}")
         raise typer.Exit(1)
+
+
+def _check_nothing_typed(context: typer.Context) -> None:
+    """Raise ConfigError for an option that stands before a subcommand, which takes none of them."""
+    for name in sorted(typed(context)):
+        option, command = name.removeprefix("as_"), context.invoked_subcommand
+        msg = f"--{option} has no effect on bench {command}; leave it out, or write it behind {command} if it takes it"
+        raise ConfigError(msg)
 
 
 def _show(report: Report) -> None:

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from perturbkv.errors import ConfigError, UnknownNameError
 
 DEFAULT_COMPARE = "attention,two-stage"
+_Value = TypeVar("_Value")
 
 
 def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
     """Numbers that were given one by one or with commas."""
     pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
     try:
-        return tuple(float(piece) for piece in pieces)
+        found = tuple(float(piece) for piece in pieces)
     except ValueError:
         msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
         raise ConfigError(msg) from None
+    return tuple(apart(option, found))
+
+
+def apart(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
+    """The values. Raises ConfigError where one is there twice."""
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            said = f"{value:g}" if isinstance(value, float) else value
+            msg = f"expected different values for {option}, got {said} twice; leave one out"
+            raise ConfigError(msg)
+    return values
 
 
 def parse_compare(text: str) -> list[str]:
-    """`attention,two-stage` -> its names, the baseline first. Raises ConfigError for fewer than two."""
+    """`attention,two-stage` -> its names, the baseline first. Raises ConfigError for fewer than two, or one twice."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) < 2:
         msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
         raise ConfigError(msg)
-    return names
+    return list(apart("--compare", names))
 
 
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:

@@ -10,8 +10,8 @@ from typer import Argument, Option
 
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
+from perturbkv.cli.saving import free
 from perturbkv.cli.trace import say_failures
-from perturbkv.errors import ConfigError
 
 
 def export(
@@ -31,7 +31,7 @@ def export(
     paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
     for path in paths:
         check_suffix(path)
-        _check_free(path, overwrite)
+        free(path, overwrite)
     finished = read_trace(trace)
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
         counts = {str(path): write(finished, path, lambda: bar.advance(bar.task_ids[0])) for path in paths}
@@ -43,9 +43,3 @@ def export(
     say_failures(dict(finished.failures))
     if finished.failures:
         raise typer.Exit(1)
-
-
-def _check_free(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        msg = f"expected no file at {path}, got one; --overwrite replaces it"
-        raise ConfigError(msg)

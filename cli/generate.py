@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.analyses.naming import counted
-from perturbkv.cli import answers, console
+from perturbkv.cli import answers, console, effects
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.spreading import with_options
@@ -48,6 +48,7 @@ def generate(
     the next sample.
     """
     configs = run.configs(selection or ["attention", "two-stage"])
+    effects.check("generate", run, configs)
     _check(configs, max_new_tokens, compress_every)
     planned = plan(run, configs, generate=max_new_tokens)
     if run.max_memory is not None and len(planned.batches.places) > 1:

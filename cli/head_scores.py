@@ -11,7 +11,7 @@ from typer import Option
 from perturbkv.aliases import DEFAULT
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
-from perturbkv.errors import ConfigError
+from perturbkv.cli.saving import free
 from perturbkv.files import clear_leftovers, written_whole
 
 _SHOWN = 10
@@ -34,10 +34,7 @@ def head_scores(
     As HeadKV's released detection: the model's own greedy answer, right answers only, a distractor beside the needle;
     but on needle's prompts, so that scores are not those of the released files.
     """
-    if output.exists() and not overwrite:
-        msg = f"{output} is there already; give --overwrite or another --output"
-        raise ConfigError(msg)
-    clear_leftovers(output)
+    clear_leftovers(free(output, overwrite))
     with written_whole(output) as beside:
         scores, right = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
         beside.write_text(_text(scores))

@@ -23,6 +23,8 @@ from perturbkv.cli.info import info
 from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
+from perturbkv.cli.once import OnceCommand, OnceGroup
+from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
@@ -31,10 +33,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
+    cls=OnceGroup,
 )
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, needle, horizon)
-for command in (*ANALYSES, trace, generate, head_scores, info, export, models, datasets, policies, doctor):
-    app.command()(command)
+for command in (*ANALYSES, trace, generate, head_scores, info, export, models, datasets, policies, doctor, selfcheck):
+    app.command(cls=OnceCommand)(command)
 app.add_typer(bench, name="bench")
 
 

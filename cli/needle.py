@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console, numbers
+from perturbkv.cli.choices import apart
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
@@ -77,7 +78,7 @@ def _names(compare: str) -> list[str]:
     if not names:
         msg = f"--compare takes methods such as {_METHODS.partition(',')[0]}, got none"
         raise ConfigError(msg)
-    return names
+    return list(apart("--compare", names))
 
 
 def _print(result: Needle, link: Retrieval) -> None:

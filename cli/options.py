@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +11,10 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from perturbkv.aliases import DEFAULT
-from perturbkv.cli.choices import check_choice, numbers
+from perturbkv.cli.choices import apart, check_choice, numbers
 from perturbkv.config import CACHES, PRESETS, SCENARIOS, Budget, EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.grid import ORDER, grid
+from perturbkv.grid import ORDER, grid, names_policy
 from perturbkv.resources import Resources, parse_size
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
@@ -45,7 +46,10 @@ def _run(*names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user asked for, as typed; `configs` turns it into eviction configurations."""
+    """What the user asked for, as typed; `configs` turns it into eviction configurations.
+
+    `typed` names the options that stand on the command line.
+    """
 
     model: Annotated[
         str, _data("--model", "-m", help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).")
@@ -77,7 +81,10 @@ class RunOptions:
         _data("--chat-template/--no-chat-template", help="Default: on where the tokenizer has one, but off for "
               "LongBench's few-shot and code sets.", show_default=False),
     ] = None  # fmt: skip
-    policy: Annotated[str, _evict(help="Eviction system (`perturbkv policies`).")] = "snapkv"
+    policy: Annotated[
+        list[str] | None,
+        _evict(help="Eviction system (`perturbkv policies`); repeatable. Default: snapkv.", show_default=False),
+    ] = None
     budget: Annotated[
         list[str] | None,
         _evict("--budget", "-b", help="Entries kept per head, window included: tokens (128) or a fraction (0.05); "
@@ -91,7 +98,9 @@ class RunOptions:
     window: Annotated[int | None, _evict(help="Last queries that vote and always stay.")] = None
     pool: Annotated[str | None, _evict(help="max, average or none.")] = None
     kernel: Annotated[int | None, _evict(help="Odd width of the pooling.")] = None
-    granularity: Annotated[str | None, _evict(help="One kept set per query head or per kv head: query, kv.")] = None
+    granularity: Annotated[
+        list[str] | None, _evict(help="One kept set per query head or per kv head: query, kv; repeatable.")
+    ] = None
     stage2_score: Annotated[str | None, _evict(help="accumulated (unpooled) or pooled.")] = None
     epsilon: Annotated[float | None, _evict(help="Added to the score before it is multiplied by the norm.")] = None
     split: Annotated[
@@ -147,6 +156,7 @@ class RunOptions:
         bool, _run("--dry-run", help="Print samples, tokens, configurations and memory; run nothing.")
     ] = False
     as_json: JsonOption = False
+    typed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.chunk_mib < 1:
@@ -196,24 +206,31 @@ class RunOptions:
     def choices(self) -> dict[str, Any]:
         """What every configuration is asked to be, but for its selection, as `perturbkv.grid` takes it.
 
-        Raises BudgetError for a budget that is none.
+        Raises BudgetError for a budget that is none, ConfigError for one that is asked for twice.
         """
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in ORDER}
-        budgets = [Budget.parse(text) for text in self.budget or ["128"]]
-        return {**asked, "preset": self.preset or "paper", "budget": budgets, "alpha": self.alpha or None}
+        budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
+        several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
+        return {**asked, **several, "alpha": self.alpha or None, "granularity": self.granularity or None}
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
-        """Every preset × budget × alpha × selection, what policy and cache cannot do refused.
+        """Every preset × budget × alpha × granularity × policy × selection, what policy and cache cannot do refused.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
-        `random` alone is the selection.
+        `random` alone is the selection. Raises ConfigError for a --policy that no selection leaves open.
         """
+        if "policy" in self.typed and all(map(names_policy, selections)):
+            msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
+            raise ConfigError(msg)
         return grid(**self.choices(), selection=selections, cache=self.cache)
 
 
 @dataclass(frozen=True)
 class LookOptions:
-    """Which trace an analysis looks at, where in it, and how its figures come out."""
+    """Which trace an analysis looks at, where in it, and how its figures come out.
+
+    `asked` holds the analysis' own options: what it is asked of the trace.
+    """
 
     trace: Annotated[
         Path | None,
@@ -228,6 +245,7 @@ class LookOptions:
     columns: Annotated[
         int, Option(help="Width of the figures in a journal's columns: 1 (84 mm) or 2 (174 mm).", rich_help_panel=_LOOK)
     ] = 2
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for suffix in self.formats:

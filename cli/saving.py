@@ -1,14 +1,24 @@
-"""Saving figures, with the run's identity in the file's metadata."""
+"""Where files may be written, and figures, with the run's identity in the file's metadata."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perturbkv.errors import ConfigError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from perturbkv.analyses.identity import RunIdentity
+
+
+def free(path: Path, overwrite: bool) -> Path:
+    """The path. Raises ConfigError where a file is there already that may not be replaced."""
+    if path.exists() and not overwrite:
+        msg = f"expected no file at {path}, got one; --overwrite replaces it"
+        raise ConfigError(msg)
+    return path
 
 
 def save_figure(figure: Figure, identity: RunIdentity, stem: Path, formats: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The decorator that gives a command the options of a dataclass, as if they were its own parameters.
 
-`typed` tells which of a command's options the user really wrote.
+Every field that is annotated with an option becomes one. A field `typed` gets the names of what the user really wrote,
+a field `asked` the values of the command's own parameters.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -25,16 +26,15 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         if name not in groups
     ]
     spread = [parameter for group in groups.values() for parameter in _parameters(group)]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
     @functools.wraps(command)
-    def wrapper(**values: Any) -> None:
-        made = {
-            name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
-            for name, group in groups.items()
-        }
+    def wrapper(context: typer.Context, **values: Any) -> None:
+        told = {"typed": typed(context), "asked": {parameter.name: values[parameter.name] for parameter in own}}
+        made = {name: _made(group, values, told) for name, group in groups.items()}
         command(**made, **values)
 
-    parameters = [*own, *spread]
+    parameters = [context, *own, *spread]
     wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
@@ -46,11 +46,26 @@ def typed(context: typer.Context) -> frozenset[str]:
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
+def options(group: Any) -> dict[str, Any]:
+    """The annotations of a dataclass' fields that are options, by name."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
+    return {
+        field.name: hints[field.name]
         for field in dataclasses.fields(group)
+        if get_origin(hints[field.name]) is Annotated
+    }
+
+
+def _made(group: Any, values: dict[str, Any], told: dict[str, Any]) -> Any:
+    """The dataclass of its options' values, which are taken out of `values`, and of what is told of the command."""
+    named = {field.name for field in dataclasses.fields(group)}
+    chosen = {name: values.pop(name) for name in options(group)}
+    return group(**chosen, **{name: value for name, value in told.items() if name in named})
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    defaults = {field.name: field.default for field in dataclasses.fields(group)}
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+        for name, hint in options(group).items()
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perturbkv.cli import console, dry_run
+from perturbkv.cli import console, dry_run, effects
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import save_figure
@@ -67,7 +67,7 @@ class Study:
             "run": json.loads(self.trace.run.to_json()),
             "failed": dict(self.trace.failures),
         }
-        own = {**numbers, "figures": self.figures}
+        own = {"asked": asked(self.look), **numbers, "figures": self.figures}
         _write_summary(self.folder / "summary.json", header, self.name, own)
         if self.as_json:
             console.print_json({"analysis": self.name, **header, **own})
@@ -103,8 +103,11 @@ def open_study(
     from perturbkv.store import read_trace
 
     if look.trace is not None:
-        return Study(name, read_trace(look.trace), run.output or look.trace.parent, look, run.as_json)
-    planned = plan(run, configs(), leave_out_unfit, generate)
+        effects.check_finished(name, run, look.trace)
+        return _of_finished(name, run, look, look.trace)
+    asked = tuple(configs())
+    effects.check(name, run, asked)
+    planned = plan(run, asked, leave_out_unfit, generate)
     if look.step >= run.step_count:
         msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}; --steps {look.step + 1} records it"
         raise ConfigError(msg)
@@ -112,20 +115,60 @@ def open_study(
         dry_run.show(planned, run.as_json)
         return None
     folder = run_folder(run)
-    finished = read_trace(make_trace(run, planned, folder / "trace.h5"))
+    path = folder / "trace.h5"
+    _check_free(folder, name, look, run, path)
+    return Study(name, read_trace(make_trace(run, planned, path)), folder, look, run.as_json)
+
+
+def _of_finished(name: str, run: RunOptions, look: LookOptions, path: Path) -> Study:
+    from perturbkv.store import read_trace
+
+    finished, folder = read_trace(path), run.output or path.parent
+    _check_free(folder, name, look, run, path, finished.digest)
     return Study(name, finished, folder, look, run.as_json)
+
+
+def _check_free(folder: Path, name: str, look: LookOptions, run: RunOptions, trace: Path, digest: str = "") -> None:
+    """Raise ConfigError where the folder holds figures and numbers of another trace, or of another question to it.
+
+    The same question replaces its old answer, and so does one that only adds to it.
+    """
+    path = folder / "summary.json"
+    if run.overwrite or not path.exists():
+        return
+    before = _read_summary(path)
+    if before["trace_digest"] != digest and Path(before["trace"]).resolve() != trace.resolve():
+        msg = f"{path} is of another trace, {before['trace']}; give another --output, or --overwrite to replace it"
+        raise ConfigError(msg)
+    old, new = before["analyses"].get(name, {}).get("asked"), asked(look)
+    for option in new if old is not None else ():
+        if old.get(option) not in (new[option], False):
+            said = f"--{option.replace('_', '-')}"
+            msg = (
+                f"{path} holds {name} with {said} {old.get(option)}, not {new[option]}; give another --output, or "
+                "--overwrite to replace its numbers and figures"
+            )
+            raise ConfigError(msg)
+
+
+def asked(look: LookOptions) -> dict[str, Any]:
+    """What an analysis was asked, as summary.json keeps it: its own options, and the step."""
+    return {**look.asked, "step": look.step}
 
 
 def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[str, Any]) -> None:
     """Put one analysis into summary.json; those of the same trace that stand there already stay."""
-    others: dict[str, Any] = {}
-    if path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            if before["trace_digest"] == header["trace_digest"]:
-                others = dict(before.get("analyses", {}))
-        except (ValueError, KeyError, TypeError):
-            msg = f"expected a summary of ours at {path}, got another file; move it away or give another --output"
-            raise ConfigError(msg) from None
+    before: dict[str, Any] = _read_summary(path) if path.exists() else {"trace_digest": ""}
+    others: dict[str, Any] = before["analyses"] if before["trace_digest"] == header["trace_digest"] else {}
     document = {**header, "analyses": {**others, name: numbers}}
     write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """A summary of ours: its trace, its digest, its analyses. Raises ConfigError for any other file."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        return {"trace": before["trace"], "trace_digest": before["trace_digest"], "analyses": dict(before["analyses"])}
+    except (ValueError, KeyError, TypeError):
+        msg = f"expected a summary of ours at {path}, got another file; move it away or give another --output"
+        raise ConfigError(msg) from None

@@ -174,6 +174,10 @@ def _entry(key: Key, place: Place, node: Any, lists: bool) -> Entry:
         raise place.refusal(msg)
     places = tuple(Place(place.path, _line(one), place.key) for one in nodes)
     values = tuple(_value(key, one, here) for one, here in zip(nodes, places, strict=True))
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            msg = f"expected every value once, got {value} in line {places[values.index(value)].line} already"
+            raise places[index].refusal(msg)
     return Entry(key, place, values, places)
 
 

@@ -5,7 +5,6 @@ They are read off `RunOptions`, so that an option that is added there is a key a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from perturbkv.cli.options import RunOptions
+from perturbkv.cli.spreading import options
 from perturbkv.config import Budget
 from perturbkv.errors import ConfigError
 from perturbkv.grid import ORDER
@@ -85,12 +85,11 @@ class Key:
 
 def known() -> dict[str, Key]:
     """Every key by its spellings, words joined by '-'."""
-    hints, annotated = get_type_hints(RunOptions), get_type_hints(RunOptions, include_extras=True)
+    hints = get_type_hints(RunOptions)
     found = {"selection": Key("selection", str, many=True)}
-    for field in dataclasses.fields(RunOptions):
-        if field.name not in _TYPED_ALONE:
-            key = _key(field.name, hints[field.name])
-            found |= dict.fromkeys(_spellings(field.name, annotated[field.name]), key)
+    for name, annotated in options(RunOptions).items():
+        if name not in _TYPED_ALONE:
+            found |= dict.fromkeys(_spellings(name, annotated), _key(name, hints[name]))
     return found
 
 

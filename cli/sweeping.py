@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perturbkv.cli import effects
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.sweep_file import Entries, Entry, SweepFile, read
@@ -75,8 +76,18 @@ def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[E
     for own in file.grids:
         entries = {**file.options, **own}
         choices = {**given, **{name: entry.values for name, entry in entries.items() if name in ORDER}}
-        made += [_made(combination, entries, run.cache) for combination in combinations(choices)]
+        grid = [_made(combination, entries, run.cache) for combination in combinations(choices)]
+        _check_used(own, run, grid)
+        made += grid
+    _check_used(file.options, run, made)
     return unique(made)
+
+
+def _check_used(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:
+    """Raise ConfigError for a key that makes no difference to the configurations that it is for."""
+    for entry in entries.values():
+        if reason := effects.idle("trace", entry.key.field, run, configs):
+            raise entry.place.refusal(reason)
 
 
 def _made(combination: dict[str, Any], entries: Entries, cache: str) -> EvictionConfig:

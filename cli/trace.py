@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from perturbkv.cli import console, dry_run
+from perturbkv.cli import console, dry_run, effects
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
-from perturbkv.cli.spreading import typed, with_options
+from perturbkv.cli.spreading import with_options
 from perturbkv.cli.sweeping import resolve
 from perturbkv.cli.tracing import make_trace, run_folder
 
@@ -20,7 +20,6 @@ _HDF5 = (".h5", ".hdf5")
 
 @with_options
 def trace(
-    context: typer.Context,
     run: RunOptions,
     config: Annotated[
         Path | None,
@@ -43,9 +42,12 @@ def trace(
     """
     selections = selection or ["attention", "two-stage"]
     if config is None:
-        planned = plan(run, run.configs(selections))
+        configs = run.configs(selections)
+        effects.check("trace", run, configs)
+        planned = plan(run, configs)
     else:
-        sweep = resolve(config, run, selections, typed(context))
+        sweep = resolve(config, run, selections, run.typed)
+        effects.check("trace", sweep.run, sweep.configs)
         run, planned = sweep.run, sweep.plan()
     if run.dry_run:
         dry_run.show(planned, run.as_json)

@@ -1,11 +1,12 @@
 """What two-stage selection in the first layer alone does to the whole run: `python docs/first_layer.py [LONGBENCH]`.
 
 The preset `paper` at budget 128, once as it is and once with the baseline's selection in the first layer, on the
-demo's needle prompts and, with LongBench's folder, on README's `multi_news` samples.
+demo's needle prompts and, with LongBench's folder, on README's `multi_news` samples. `--help` lists what can be other.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from perturbkv.aliases import DEFAULT
 from perturbkv.config import Budget, EvictionConfig, RunConfig, from_preset
 from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
@@ -46,15 +48,28 @@ def compare(adapter: Adapter, prompts: list[EncodedPrompt], words: str) -> None:
     )
 
 
+def asked() -> argparse.Namespace:
+    """The command line; its defaults are README's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("longbench", nargs="?", type=Path)
+    parser.add_argument("--model", default=DEFAULT)
+    parser.add_argument("--samples", default=4, type=int, help="needle prompts")
+    parser.add_argument("--length", default=1000, type=int, help="tokens of a needle prompt")
+    return parser.parse_args()
+
+
 def main() -> None:
     """Both kinds of prompts, both ways."""
-    adapter = load_model("smollm2-135m-q4_1", device="cpu")
-    cases: list[tuple[str, DatasetOptions, int | None]] = [("needle", DatasetOptions(4), None)]
-    if len(sys.argv) > 1:
-        cases.append(("multi_news", DatasetOptions(8, data_dir=Path(sys.argv[1])), 1500))
+    given = asked()
+    adapter = load_model(given.model, device="cpu")
+    needle = DatasetOptions(given.samples, lengths=(given.length,))
+    cases: list[tuple[str, DatasetOptions, int | None]] = [("needle", needle, None)]
+    if given.longbench:
+        cases.append(("multi_news", DatasetOptions(8, data_dir=given.longbench), 1500))
     for name, options, longest in cases:
         samples = load(name, options, adapter.tokenizer).samples
-        prompts = [encode(sample, adapter.tokenizer, chat_template=True, max_tokens=longest) for sample in samples]
+        template = bool(adapter.tokenizer.chat_template)
+        prompts = [encode(sample, adapter.tokenizer, chat_template=template, max_tokens=longest) for sample in samples]
         compare(adapter, prompts, f"{name}, two-stage in every layer")
         with patch("perturbkv.layerwise.families", first_layer_by_attention):
             compare(adapter, prompts, f"{name}, attention in the first layer")

@@ -73,8 +73,9 @@ def link(folder: Path) -> None:
 
 def levels(folder: Path) -> None:
     """Mean of every measure per configuration, over prompts."""
-    say(f"\n{folder}: means")
-    for budget in needle_of(folder)["correlation"]["budgets"]:
+    told = needle_of(folder)["correlation"]
+    say(f"\n{folder}: means over {told['samples']} prompts that the full cache answers")
+    for budget in told["budgets"] if told["samples"] else []:
         names = short(budget["labels"])
         for measure, rows in budget["measured"].items():
             means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))

@@ -17,6 +17,7 @@ from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.loading import load_model
 from perturbkv.policies.base import WindowVotes
 from perturbkv.prefill import prefill
+from perturbkv.resources import Resources
 from perturbkv.store import read_trace
 from perturbkv.trace import Trace
 
@@ -101,7 +102,7 @@ def spread(trace: Trace, data_dir: Path) -> None:
     options = DatasetOptions(run.samples, seed=run.seed, data_dir=data_dir)
     for sample in load(run.dataset, options, adapter.tokenizer).samples:
         prompt = encode(sample, adapter.tokenizer, chat_template=run.chat_template, max_tokens=run.max_tokens)
-        seen = prefill(adapter, prompt.token_ids, run.configs, 2**28, prompt.sample_id).statistics
+        seen = prefill(adapter, prompt.token_ids, run.configs, Resources(), prompt.sample_id).statistics
         for name, layers in (("ν", seen.norms), ("window attention", seen.accumulated[voting])):
             per_head = [layer[:, SINKS:].std(dim=1) / layer[:, SINKS:].mean(dim=1) for layer in layers]
             found[name].append(float(np.median(np.concatenate(per_head))))

@@ -94,6 +94,11 @@ def _listed(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
+def names_policy(selection: str) -> bool:
+    """Whether a selection, as `grid` takes it, says of which policy it is."""
+    return bool(_policy_and_selection(selection, "")[0])
+
+
 def _policy_and_selection(text: str, policy: str) -> tuple[str, str]:
     named, colon, selection = text.partition(":")
     if colon:

@@ -68,7 +68,12 @@ def test_analyses_of_one_trace_share_a_summary_and_another_trace_starts_anew(
     summary = json.loads(Path("out/summary.json").read_text())
     assert set(summary["analyses"]) == {"assumption", "ablation"}
     assert summary["trace_digest"] == read_trace(measured).digest
-    perturbkv("heads", shutil.copy(GOLDEN, tmp_path / "golden.h5"), "-o", "out", "--format", "png")
+    other = [shutil.copy(GOLDEN, tmp_path / "golden.h5"), "-o", "out", "--format", "png"]
+    ran = perturbkv("heads", *other)
+    assert ran.code == 2
+    assert "out/summary.json is of another trace" in ran.err
+    assert json.loads(Path("out/summary.json").read_text()) == summary
+    perturbkv("heads", *other, "--overwrite")
     assert set(json.loads(Path("out/summary.json").read_text())["analyses"]) == {"heads"}
 
 

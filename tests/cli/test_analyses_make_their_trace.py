@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from perturbkv.store import read_run
+from tests.support.asked import instead
 
 Run = Callable[..., Any]
 
@@ -54,7 +55,7 @@ def test_budgets_that_nobody_chose_are_left_out_where_they_do_not_fit(perturbkv:
 
 
 def test_where_no_budget_fits_that_is_an_error(perturbkv: Run, unbudgeted: list[object]) -> None:
-    ran = perturbkv("assumption", *unbudgeted, "--window", 150, "-o", "out")
+    ran = perturbkv("assumption", *instead(unbudgeted, "--window", 150), "-o", "out")
     assert ran.code == 2
     assert "window of 150" in ran.err
 
@@ -67,7 +68,8 @@ def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object
 
 @pytest.mark.parametrize("command", ["bound-tightness", "assumption", "layers"])
 def test_every_command_leaves_trace_figures_and_summary(perturbkv: Run, unbudgeted: list[object], command: str) -> None:
-    ran = perturbkv(command, *unbudgeted, "--samples", 1, "-b", 24, "-b", 60, "--steps", 2, "--step", 1, "-o", "out")
+    once = instead(unbudgeted, "--samples", 1)
+    ran = perturbkv(command, *once, "-b", 24, "-b", 60, "--steps", 2, "--step", 1, "-o", "out")
     assert ran.code == 0, ran.err
     assert "One sample: no intervals." in " ".join(ran.out.split())
     names = {path.name for path in Path("out").iterdir()}

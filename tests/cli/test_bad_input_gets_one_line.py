@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from perturbkv.store import read_trace
+from tests.support.asked import instead
 from tests.support.folders import model_folder
 
 Run = Callable[..., Any]
@@ -34,7 +35,7 @@ def refused(ran: Any, *words: str) -> None:
         (["--preset", "papr"], ["unknown preset 'papr'; known: paper"]),
         (["--compare", "attention,twostage"], ["unknown selection 'twostage'; known: two-stage"]),
         (["--compare", "attention"], ["two or more selections"]),
-        (["--compare", "attention,attention"], ["attention"]),
+        (["--compare", "attention,attention"], ["different values for --compare, got attention twice"]),
         (["--policy", "streaming-llm"], ["streaming-llm", "selection 'attention'", "streaming-llm with position"]),
         (["--policy", "headkv"], ["'headkv' needs scores", "--head-scores FILE", "snapkv, pyramidkv, h2o"]),
         (["--policy", "headkv", "--head-scores", "none.json"], ["none.json, which does not exist"]),
@@ -81,8 +82,8 @@ def refused(ran: Any, *words: str) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
 )
 def test_options(perturbkv: Run, tiny: list[object], options: list[str], words: list[str]) -> None:
-    budget = [] if options[0] == "--budget" else ["--budget", "24"]
-    refused(perturbkv("heads", *tiny[:-4], *budget, "--window", "8", *options, "-o", "out"), *words)
+    refused(perturbkv("heads", *instead(tiny, *options), "-o", "out"), *words)
+    assert not Path("out").exists()
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -92,7 +93,7 @@ def lines(path: Path, *rows: object) -> Path:
 
 def test_data_files(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     def heads(path: object) -> Any:
-        return perturbkv("heads", *tiny, "--dataset", path)
+        return perturbkv("heads", *instead(tiny, "--dataset", path))
 
     refused(heads(lines(tmp_path / "a.jsonl", {"prompt": "x"}, "{broken")), "a.jsonl, line 2", "no JSON")
     refused(heads(lines(tmp_path / "b.jsonl", {"prompt": " "})), "b.jsonl, line 1", "empty prompt")
@@ -131,15 +132,15 @@ def test_traces(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     refused(perturbkv("info", "half.h5"), "truncated")
     refused(perturbkv("info", "none.h5"), "got nothing")
     refused(perturbkv("heads", "t.h5", "--compare", "attention,value"), "snapkv:attention, snapkv:two-stage")
-    refused(perturbkv("trace", *tiny, "--seed", 9, "-o", "t.h5"), "seed", "--overwrite")
+    refused(perturbkv("trace", *tiny, "--max-tokens", 99, "-o", "t.h5"), "max_tokens", "--overwrite")
     assert (tmp_path / "t.h5").read_bytes() == content
-    assert perturbkv("trace", *tiny, "--seed", 9, "-o", "t.h5", "--overwrite").code == 0
-    assert read_trace(tmp_path / "t.h5").run.seed == 9
+    assert perturbkv("trace", *tiny, "--max-tokens", 99, "-o", "t.h5", "--overwrite").code == 0
+    assert read_trace(tmp_path / "t.h5").run.max_tokens == 99
 
 
 def test_nothing_is_left_behind(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     perturbkv("heads", *tiny, "--alpha", 7, "-o", "out")
-    perturbkv("heads", *tiny, "--dataset", "missing.jsonl")
+    perturbkv("heads", *instead(tiny, "--dataset", "missing.jsonl"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,7 +192,7 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
     ids=lambda value: " ".join(value) if value[0] in ("generate", "needle", "horizon") else "",
 )
 def test_commands_that_decode(perturbkv: Run, tiny: list[object], command: list[str], words: list[str]) -> None:
-    refused(perturbkv(command[0], *tiny, *command[1:], "-o", "out"), *words)
+    refused(perturbkv(command[0], *instead(tiny, *command[1:]), "-o", "out"), *words)
     assert not Path("out").exists()
 
 

@@ -16,6 +16,7 @@ import pytest
 from perturbkv.cli import console
 from perturbkv.runner import trace as run_trace
 from perturbkv.store import read_trace
+from tests.support.asked import instead
 from tests.support.gguf_files import gguf_file
 
 Run = Callable[..., Any]
@@ -85,7 +86,7 @@ def test_a_second_run_goes_on_and_a_longer_one_extends(perturbkv: Run, tiny: lis
     first = read_trace(tmp_path / "t.h5")
     again = perturbkv("trace", *tiny, "-o", "t.h5")
     assert "2 of 2 samples are there already" in again.err
-    assert perturbkv("trace", *tiny, "--samples", 3, "-o", "t.h5").code == 0
+    assert perturbkv("trace", *instead(tiny, "--samples", 3), "-o", "t.h5").code == 0
     longer = read_trace(tmp_path / "t.h5")
     assert longer.sample_ids == ("p0", "p1", "p2")
     np.testing.assert_array_equal(longer.arrays["theta"][:2], first.arrays["theta"])
@@ -165,7 +166,7 @@ def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch
 
 
 def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
-    options = [*map(str, tiny), "--samples", "6", "-o", str(tmp_path / "t.h5")]
+    options = [*map(str, instead(tiny, "--samples", 6)), "-o", str(tmp_path / "t.h5")]
     command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()", "trace", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     journal = tmp_path / "t.h5.journal"
@@ -219,7 +220,7 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
 
     assert perturbkv("trace", *tiny, "-o", "t.h5").code == 0
     monkeypatch.setattr("perturbkv.runner.trace", watched)
-    more = [*tiny, "--budget", 60, "--samples", 3]
+    more = [*instead(tiny, "--samples", 3), "--budget", 60]
     ran = perturbkv("trace", *more, "-o", "t.h5")
     assert ran.code == 0, ran.err
     assert "2 samples with 2 of 4 configurations there already: measuring 2 more" in ran.err

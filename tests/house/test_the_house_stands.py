@@ -67,7 +67,7 @@ TORCH_SIDE = (
     ("layerwise",),
     ("assembly",),
     ("runner", "retrieval"),
-    ("benchmark",),
+    ("benchmark", "selfcheck"),
 )
 BESIDE = {"benchmark": {"writer"}}
 """What a module of the torch side takes from the other: the benchmark times the writing of traces."""

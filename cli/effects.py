@@ -1,0 +1,154 @@
+"""Which option needs what to make a difference. One that is given and makes none is refused, and nothing is written.
+
+Only what stands on the command line or in a sweep file counts: a default asks for nothing. An option that is in none of
+these tables always has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perturbkv.cli.options import RunOptions
+from perturbkv.config import EvictionConfig
+from perturbkv.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Need:
+    """What makes an option matter: `met` by at least one configuration of the run, in `words` otherwise."""
+
+    met: Callable[[RunOptions, EvictionConfig], bool]
+    words: str
+
+
+def _policy(name: str) -> Need:
+    return Need(lambda run, config: config.policy == name, f"--policy {name}")
+
+
+def _staged(run: RunOptions, config: EvictionConfig) -> bool:
+    return config.selection in ("two-stage", "two-stage-uniform")
+
+
+def _scored(run: RunOptions, config: EvictionConfig) -> bool:
+    """Whether the accumulated attention decides over what stays; AdaKV's budgets come from it too."""
+    return _staged(run, config) or config.selection in ("attention", "attention-unpooled") or config.policy == "adakv"
+
+
+def _pooled(run: RunOptions, config: EvictionConfig) -> bool:
+    """Whether it is looked at pooled."""
+    return _scored(run, config) and (config.selection != "attention-unpooled" or config.policy == "adakv")
+
+
+def _random(run: RunOptions, config: EvictionConfig) -> bool:
+    """Whether anything is drawn: needle's text, weights, kept entries."""
+    drawn = "random" in (config.selection, config.policy)
+    return drawn or run.dataset == "needle" or run.model.startswith("random:")
+
+
+def _from_folder(run: RunOptions, config: EvictionConfig) -> bool:
+    from perturbkv.datasets.registry import is_file
+
+    return run.dataset != "needle" and not is_file(run.dataset)
+
+
+_NEEDLE = Need(lambda run, config: run.dataset == "needle", "--dataset needle")
+NEEDS: Mapping[str, Need] = {
+    "length": _NEEDLE,
+    "depth": _NEEDLE,
+    "haystack": _NEEDLE,
+    "data_dir": Need(_from_folder, "a LongBench name as --dataset"),
+    "seed": Need(_random, "--dataset needle, a random: model, or a random selection or policy"),
+    "sinks": _policy("streaming-llm"),
+    "pyramid_beta": _policy("pyramidkv"),
+    "pyramid_line": _policy("pyramidkv"),
+    "floor": _policy("adakv"),
+    "safeguard": _policy("adakv"),
+    "head_beta": _policy("headkv"),
+    "head_scores": _policy("headkv"),
+    "recent": _policy("h2o"),
+    "history": _policy("scissorhands"),
+    "pool": Need(_pooled, "a selection or policy that looks at pooled attention"),
+    "kernel": Need(
+        lambda run, config: _pooled(run, config) and config.pool != "none",
+        "a selection or policy that looks at pooled attention, and a --pool other than none",
+    ),
+    "stage2_score": Need(
+        lambda run, config: _staged(run, config) and config.pool != "none",
+        "a two-stage selection, and a --pool other than none",
+    ),
+    "epsilon": Need(lambda run, config: config.selection == "two-stage", "the selection two-stage"),
+    "group_score": Need(
+        lambda run, config: _scored(run, config) and config.granularity == "kv",
+        "--granularity kv and a selection that looks at attention",
+    ),
+    "group_product": Need(
+        lambda run, config: _staged(run, config) and config.granularity == "kv",
+        "--granularity kv and a two-stage selection",
+    ),
+}
+"""Option -> what it needs. α and its split are no matter of the selection: every one has a stage 1 for its bounds."""
+
+_STAGES = Need(_staged, "a two-stage selection")
+_OWN: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": _STAGES, "split": _STAGES}}
+"""Where a command asks for more: generation has no bounds."""
+
+UNUSED: Mapping[str, Mapping[str, str]] = {
+    "generate": {
+        "steps": "answers are as long as --max-new-tokens says",
+        "save": "generate measures no outputs; perturbkv trace does",
+    },
+    "ablation": {"group_product": "both products are measured where --granularity kv is"},
+    "horizon": {"step": "it shows all of them"},
+    "needle": {"step": "perturbation is averaged over all of them"},
+}
+"""Command -> options that it shares with others and has no use for, and why."""
+
+_ON_A_TRACE = frozenset({
+    "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
+    "compare", "distance", "per_sample", "budgets", "selection",
+})  # fmt: skip
+"""What can be asked of a finished trace; everything else says how one is made."""
+_NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
+    "bound-tightness": frozenset({"compare"}),
+    "needle": frozenset({"compare"}),
+}
+"""Command -> what it asks of a trace that it makes, and not of a finished one."""
+
+
+def idle(command: str, name: str, run: RunOptions, configs: Iterable[EvictionConfig]) -> str:
+    """Why an option makes no difference to any of these configurations, in words; empty where it makes one."""
+    need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
+    if name in UNUSED.get(command, {}) or need is None or any(need.met(run, config) for config in configs):
+        return _unused(command, name)
+    return f"has no effect here: it needs {need.words}; leave it out"
+
+
+def check(command: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> None:
+    """Raise ConfigError for the first option that was typed and makes no difference to the run."""
+    _refuse_first(run, lambda name: idle(command, name, run, configs))
+
+
+def check_finished(command: str, run: RunOptions, path: Path) -> None:
+    """Raise ConfigError for the first option that was typed and makes no difference to a finished trace."""
+    known = _ON_A_TRACE - _NOT_ON_A_TRACE.get(command, frozenset())
+    instead = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
+    _refuse_first(run, lambda name: _unused(command, name) if name in known else instead)
+
+
+def _unused(command: str, name: str) -> str:
+    why = UNUSED.get(command, {}).get(name)
+    return f"has no effect on {command}: {why}; leave it out" if why else ""
+
+
+def _refuse_first(run: RunOptions, reason: Callable[[str], str]) -> None:
+    for name in sorted(run.typed):
+        if said := reason(name):
+            msg = f"{spelled(name)} {said}"
+            raise ConfigError(msg)
+
+
+def spelled(name: str) -> str:
+    """How an option is written on the command line."""
+    return f"--{name.removeprefix('as_').replace('_', '-')}"

@@ -1,0 +1,52 @@
+"""Commands that refuse what Click takes in silence: an option that is given twice, of which the last would win."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from perturbkv.cli.choices import apart
+from perturbkv.errors import ConfigError
+
+
+class _Once:
+    """Reads the command line once more, for the order in which its options stand there.
+
+    Raises ConfigError for an option that takes one value and is given twice, in whichever spelling, and for one that
+    takes several and is given the same value twice.
+    """
+
+    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
+        """Click's parsing, refused where something of it would be dropped."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        if not any(getattr(given, "is_eager", False) for given in order):
+            _check_once(order)
+        left: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        for parameter in order:
+            _check_apart(parameter, ctx.params)
+        return left
+
+
+class OnceCommand(_Once, TyperCommand):
+    """A command whose options are given once."""
+
+
+class OnceGroup(_Once, TyperGroup):
+    """A group whose own options are given once."""
+
+
+def _check_once(order: list[Any]) -> None:
+    for parameter in dict.fromkeys(order):
+        times = order.count(parameter)
+        if parameter.param_type_name == "option" and not parameter.multiple and times > 1:
+            names = "/".join([*parameter.opts, *parameter.secondary_opts])
+            msg = f"expected {names} once, got it {times} times; leave all but one out"
+            raise ConfigError(msg)
+
+
+def _check_apart(parameter: Any, values: dict[str, Any]) -> None:
+    """What is repeatable names different things."""
+    given = values.get(parameter.name)
+    if isinstance(given, (list, tuple)):
+        apart(parameter.opts[0], given)

@@ -1,0 +1,182 @@
+"""`perturbkv selfcheck`: everything that waits for a GPU: is it equal to its reference there, and how fast is it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from perturbkv.cli import console
+from perturbkv.cli.options import JsonOption, RunOptions
+from perturbkv.cli.saving import free
+from perturbkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from perturbkv.analyses.ties import Ties
+    from perturbkv.benchmark.rows import Report
+    from perturbkv.selfcheck.checks import Check
+
+FORMAT = 1
+GPU_ROWS = ("triton-time", "triton-rate", "cuda-24", "cuda-decode")
+_HALVES = ("bfloat16", "float16")
+
+
+def selfcheck(
+    device: Annotated[str, Option(help="What is checked; cpu checks what a CPU can.")] = "cuda",
+    model: Annotated[
+        str | None,
+        Option(help="Of the table of ties. Default: the embedded one, or random weights of its shapes.",
+               show_default=False),
+    ] = None,
+    samples: Annotated[int, Option(help="Needle prompts of the table of ties.")] = 4,
+    length: Annotated[int, Option(help="Tokens of each of them.")] = 1000,
+    entries: Annotated[int, Option(help="Entries of the cache that is checked.")] = 1024,
+    placed: Annotated[str, Option(help="Random model that --device-map auto lays out.")] = "random:smollm2-135m",
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="The JSON file. Default: runs/gpu.json.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Hold the compact cache, the Triton kernel and layers over several GPUs against their references.
+
+    Beside that the table of ties in half precision, and the benchmark's rows of a GPU. Exits with 1 where something is
+    not equal, or could not be checked.
+    """
+    from perturbkv.files import written_whole
+
+    place, path = _device(device), free(output or Path("runs/gpu.json"), overwrite)
+    start = time.monotonic()
+    with written_whole(path) as beside:
+        checks = [check for checks in _checks(place, entries, placed) for check in checks]
+        ties = _ties(RunOptions(model=model or _trained(), samples=samples, length=[str(length)], device=device))
+        bench = _bench(place)
+        document = _document(checks, ties, bench, device, time.monotonic() - start)
+        beside.write_text(console.as_json(document), encoding="utf-8")
+    if as_json:
+        console.print_json(document)
+    else:
+        _print(checks, document)
+        console.say(f"written to {path}, after {document['seconds']:.0f} s")
+    if not document["equal"]:
+        raise typer.Exit(1)
+
+
+def _device(name: str) -> torch.device:
+    """The device. Raises ConfigError where it is not there."""
+    import torch
+
+    from perturbkv.loading import pick_device
+
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        msg = "selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
+        raise ConfigError(msg)
+    return pick_device(name)
+
+
+def _trained() -> str:
+    from perturbkv.aliases import DEFAULT
+    from perturbkv.loading import embedded_gguf
+
+    return DEFAULT if embedded_gguf() else f"random:{DEFAULT}"
+
+
+def _checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
+    """One group of checks after the other, told on stderr as it begins."""
+    from perturbkv.selfcheck import equality, kernel, placement
+    from perturbkv.selfcheck.checks import tried
+
+    sizes = equality.Sizes(entries)
+    work = {
+        **{f"{layout} cache": partial(equality.check, device, sizes, layout) for layout in equality.LAYOUTS},
+        "Triton norms": partial(kernel.check, device),
+        "--device-map auto": partial(placement.check, placed, device, 256),
+    }
+    for name, check in work.items():
+        console.note(name)
+        yield tried(name, "", check)
+
+
+def _ties(asked: RunOptions) -> list[tuple[str, Ties]]:
+    """What becomes of float32's verdicts in half precision, on needle prompts."""
+    import dataclasses
+
+    from perturbkv.analyses.ties import compare
+    from perturbkv.cli.planning import plan
+    from perturbkv.cli.tracing import make_trace
+    from perturbkv.store import read_trace
+
+    traces = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in ("float32", *_HALVES):
+            console.note(f"ties: {dtype}")
+            run = dataclasses.replace(asked, dtype=dtype)
+            planned = plan(run, run.configs(["attention", "two-stage"]))
+            traces[dtype] = read_trace(make_trace(run, planned, Path(folder) / f"{dtype}.h5"))
+        return [
+            (dtype, ties)
+            for dtype in _HALVES
+            for ties in compare(traces["float32"], traces[dtype], "attention", "two-stage")
+        ]
+
+
+def _bench(device: torch.device) -> Report:
+    from perturbkv.benchmark import rows, suite
+
+    console.note("bench")
+    return suite.measure(suite.Settings(device=str(device)), rows.check_names(GPU_ROWS))
+
+
+def _document(
+    checks: list[Check], ties: list[tuple[str, Ties]], bench: Report, device: str, seconds: float
+) -> dict[str, Any]:
+    from perturbkv.benchmark.process import machine
+
+    return {
+        "format": FORMAT,
+        "machine": dict(machine(device, "auto")),
+        "seconds": seconds,
+        "equal": all(check.equal or not check.needed for check in checks) and not bench.failed,
+        "checks": [check.to_dict() for check in checks],
+        "ties": [{"dtype": dtype, **one.to_dict()} for dtype, one in ties],
+        "bench": bench.to_dict(),
+    }
+
+
+def _print(checks: list[Check], document: dict[str, Any]) -> None:
+    found = [
+        (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}", _word(check))
+        for check in checks
+    ]
+    console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], found)
+    decided = [
+        (
+            one["dtype"],
+            f"{one['kind']} {one['distance']}",
+            f"{one['by_difference']['decided']:,}",
+            _percent(one["by_difference"]["share"]),
+        )
+        for one in document["ties"]
+    ]
+    console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], decided)
+    rows = [
+        (row["name"], "–" if row["value"] is None else f"{row['value']:.3f}", row["verdict"])
+        for row in document["bench"]["rows"]
+    ]
+    console.table("bench", ["row", "#value", ""], rows)
+
+
+def _word(check: Check) -> str:
+    return check.reason or ("equal" if check.equal else "NOT EQUAL")
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"

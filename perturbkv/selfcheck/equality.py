@@ -1,0 +1,197 @@
+"""Decoding from a compact cache against decoding from the full one with what was evicted masked.
+
+The reference keeps all entries, masks those that a head does not keep, and computes the weights in float32. It decodes
+random tokens; at every step and in every layer the cache is asked with the same queries, and compared head by head.
+Rounding is not a difference: row 0 keeps everything, in the same layout and through the same kernel, and its distance
+from its reference is the noise floor.
+
+Then the model decodes from the cache alone. In float32 this has to give the reference again; half precision may be no
+farther from the float32 reference than twice what the reference in half precision is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from perturbkv import ragged
+from perturbkv.cache import CompactCache, CompactLayer
+from perturbkv.capture import Observer, capture, decode_from, intercept_attention
+from perturbkv.entries import KeptEntries
+from perturbkv.models import Adapter
+from perturbkv.selfcheck.checks import Check
+from perturbkv.selfcheck.small import D_HEAD, HEADS, KV_HEADS, LAYERS, full_cache, small_model, tokens
+
+FLOORS = 4
+"""More noise floors than this are a difference (METHOD: Audit)."""
+LAYOUTS = ("padded", "packed", "rectangular")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS = 4
+_WORSE = 2
+_SAME = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; same queries"
+_WHOLE = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; the whole decoding"
+_EXACT = f"{_WORSE} times the distance of the reference in this dtype from the one in float32; the whole decoding"
+
+Sets = list[list[list[Tensor]]]
+"""Kept positions: layer, row, kept set."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is checked: entries of the prompt, and steps decoded after it."""
+
+    entries: int = 1024
+    steps: int = 8
+
+
+def check(device: torch.device, sizes: Sizes, layout: str) -> list[Check]:
+    """Every dtype and granularity of one layout; packed ones where the device has the kernel for them."""
+    models = {dtype: small_model(dtype, device) for dtype in DTYPES if has(layout, dtype, device)}
+    if not models:
+        return [Check(layout, None, 0.0, _SAME, "no variable-length attention here: caches are padded", needed=False)]
+    exact, found = models.get(torch.float32) or small_model(torch.float32, device), []
+    for sets in (HEADS, KV_HEADS):
+        kept = kept_sets(sets, sizes.entries, even=layout == "rectangular")
+        reference, _ = masked(exact, kept, sizes)
+        for adapter in models.values():
+            found += compare(adapter, kept, sizes, layout, reference)
+    return found
+
+
+def has(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether entries of a dtype can lie in this layout on the device."""
+    return layout != "packed" or ragged.kernel_for(torch.empty(0, dtype=dtype, device=device)) is not None
+
+
+def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
+    """One dtype of one layout, against the reference of this dtype and against that of float32."""
+    name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
+    own, asked = masked(adapter, kept, sizes, compacted(adapter, kept, sizes, layout))
+    cache = compacted(adapter, kept, sizes, layout)
+    whole = _decode(adapter, cache, sizes, lambda: decode_from(adapter, cache))
+    found = [_within_floors(f"{name}: attention", asked, own, adapter.dtype, _SAME)]
+    if adapter.dtype == torch.float32:
+        return [*found, _within_floors(f"{name}: decoding", whole, own, adapter.dtype, _WHOLE)]
+    bound = _WORSE * distance(own[1:], reference[1:])
+    return [*found, Check(f"{name}: decoding", distance(whole[1:], reference[1:]), bound, _EXACT)]
+
+
+def _within_floors(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype, rule: str) -> Check:
+    """All rows but the first, which sets the floor."""
+    bound = max(FLOORS * distance(found[:1], expected[:1]), float(torch.finfo(dtype).eps))
+    return Check(name, distance(found[1:], expected[1:]), bound, rule)
+
+
+def kept_sets(sets: int, entries: int, even: bool) -> Sets:
+    """Row 0 keeps everything; the others from a single entry to all, or the same number in every head."""
+    generator = torch.Generator().manual_seed(sets)
+    layers = []
+    for _ in range(LAYERS):
+        rows = [[torch.arange(entries)] * sets]
+        for row in range(1, _ROWS):
+            most = torch.randint(1, entries + 1, (sets,), generator=generator).tolist()
+            most = [entries // (2 * row)] * sets if even else [1, *most[1:]]
+            rows.append([torch.randperm(entries, generator=generator)[:count].sort().values for count in most])
+        layers.append(rows)
+    return layers
+
+
+def compacted(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> CompactCache:
+    """The prompt's cache with nothing but the kept entries."""
+    full, spelled = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
+    layers = []
+    with _kernel(layout):
+        for held, rows in zip(full.layers, kept, strict=True):
+            entries = [_entries(held.keys[0], held.values[0], row) for row in rows]
+            layers.append(CompactLayer(entries, adapter.heads, sizes.entries, spelled))
+    return CompactCache(layers)
+
+
+def _kernel(layout: str) -> AbstractContextManager[Any]:
+    """A padded cache is what a device without the kernel gets, so it is built as if there were none."""
+    return patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext()
+
+
+def _entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntries:
+    sharing = len(sets) // len(keys)
+    places = [(head // sharing, positions.to(keys.device)) for head, positions in enumerate(sets)]
+    return KeptEntries.of(
+        [keys[head, positions] for head, positions in places], [values[head, positions] for head, positions in places]
+    )
+
+
+def masked(adapter: Adapter, kept: Sets, sizes: Sizes, beside: CompactCache | None = None) -> tuple[Tensor, Tensor]:
+    """Head outputs (row, layer, head, step, d_head) from the full cache, masked by hand.
+
+    Then what `beside`, which decodes along, gives for the same queries; without it the same once more.
+    """
+    cache: DynamicCache = full_cache(adapter, sizes.entries)
+    cache.batch_repeat_interleave(_ROWS)
+    masks = [_mask(rows, adapter.heads, sizes.entries).to(adapter.device) for rows in kept]
+    asked: list[Tensor] = []
+
+    def attend(stock: Any, module: Any, args: Any, kwargs: Any) -> tuple[Tensor, None]:
+        query, key, value = args[:3]
+        output = attention(query, key, value, masks[module.layer_idx], kwargs["scaling"])
+        if beside is not None:
+            layer = beside.layers[module.layer_idx]
+            layer.update(key[:, :, -1:], value[:, :, -1:])
+            asked.append(layer.attend(query, kwargs["scaling"])[:, -1].float())
+        return output, None
+
+    if beside is not None:
+        beside.attach(True)
+    own = _decode(adapter, cache, sizes, lambda: intercept_attention(adapter, attend))
+    return own, _in_order(asked, sizes) if asked else own
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Softmax attention in float32 over the entries that each row's head keeps, and over all that came after."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
+    later = mask.new_ones(*mask.shape[:2], key.shape[2] - mask.shape[2])
+    hidden = ~torch.cat([mask, later], dim=2).unsqueeze(2)
+    weights = (query.float() @ keys.transpose(2, 3) * scale).masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return (weights @ values).transpose(1, 2).to(query.dtype)
+
+
+def _mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
+    """(row, head, key) True where a head keeps the entry."""
+    mask = torch.zeros(len(rows), heads, entries, dtype=torch.bool)
+    for row, sets in enumerate(rows):
+        for head in range(heads):
+            mask[row, head, sets[head * len(sets) // heads]] = True
+    return mask
+
+
+def _decode(
+    adapter: Adapter, cache: Any, sizes: Sizes, attention: Callable[[], AbstractContextManager[None]]
+) -> Tensor:
+    """The same random tokens in every row, one by one."""
+    found: list[Tensor] = []
+
+    def keep(layer: int, mixed: Tensor) -> None:
+        found.append(mixed[:, -1].float().view(_ROWS, adapter.heads, adapter.d_head))
+
+    with torch.inference_mode(), attention(), capture(adapter, Observer(head_output=keep)):
+        for token in tokens(sizes.steps, 1, adapter.device):
+            adapter.model(input_ids=token.expand(_ROWS, 1), past_key_values=cache, logits_to_keep=1)
+    return _in_order(found, sizes)
+
+
+def _in_order(found: list[Tensor], sizes: Sizes) -> Tensor:
+    """(row, head, d_head) of every step and layer as (row, layer, head, step, d_head)."""
+    return torch.stack(found).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The worst head's: root mean square over steps and components of the difference, over that of the reference."""
+    off, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (found - expected, expected))
+    return float((off / size).max())

@@ -1,0 +1,63 @@
+"""`perturbkv selfcheck`: one JSON and an exit code that says whether everything is equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perturbkv import aliases
+from perturbkv.selfcheck import equality, kernel
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Everything as small as it can be."""
+    shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
+    monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
+    monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
+    return ["--model", model, "--samples", 1, "--length", 300, "--entries", 24, "--placed", "random:small"]
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = perturbkv("selfcheck")
+    assert ran.code == 2
+    assert (
+        ran.err == "error: selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_file_holds_checks_ties_and_rows(perturbkv: Run, small: list[object]) -> None:
+    ran = perturbkv("selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
+    assert ran.code == 0, ran.out + ran.err
+    told = json.loads(Path("gpu.json").read_text())
+    assert told["equal"] is True
+    assert {check["name"].split(",")[0] for check in told["checks"]} >= {"padded", "packed", "rectangular"}
+    assert {one["dtype"] for one in told["ties"]} == {"bfloat16", "float16"}
+    assert {(row["name"], row["verdict"]) for row in told["bench"]["rows"]} == {
+        (name, "not measured") for name in ("triton-time", "triton-rate", "cuda-24", "cuda-decode")
+    }
+    again = perturbkv("selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
+    assert again.code == 2
+    assert "--overwrite replaces it" in again.err
+
+
+def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
+    perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equality, "FLOORS", 0)
+    monkeypatch.setattr(equality, "_WORSE", 0)
+    ran = perturbkv("selfcheck", "--device", "cpu", *small, "--json")
+    assert ran.code == 1
+    assert ran.json()["equal"] is False
+    assert ran.json()["checks"] == json.loads(Path("runs/gpu.json").read_text())["checks"]

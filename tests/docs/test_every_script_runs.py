@@ -1,0 +1,133 @@
+"""Every script under docs/ runs on a small trace of a tiny model and says what its page needs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from perturbkv.cli import console
+from perturbkv.cli.main import main
+from tests.support.folders import model_folder
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BY_OTHERS = {"coverage.py"}
+"""Scripts that have a test of their own."""
+SMALL = ["--budget", 40, "--window", 8, "--format", "png"]
+GRID = ["--lengths", "300,340", "--depths", "0.5", "--haystack", "noise", "--max-new-tokens", 2, "--steps", 1]
+SIDES = ["--compare", "snapkv:attention,snapkv:two-stage"]
+
+
+def quietly(work: Callable[[], object], *arguments: object) -> str:
+    """What `work` writes to stdout with these arguments on its command line."""
+    out = io.StringIO()
+    screens = mock.patch.multiple(console, out=console.Console(file=out), err=console.Console(file=io.StringIO()))
+    with contextlib.redirect_stdout(out), screens, mock.patch.object(sys, "argv", [*map(str, arguments)]):
+        try:
+            work()
+        except SystemExit as left:
+            assert not left.code, out.getvalue()
+    return out.getvalue()
+
+
+def perturbkv(*arguments: object) -> None:
+    quietly(main, "perturbkv", *arguments)
+
+
+def script(name: str, *arguments: object) -> str:
+    """What a script says, run as `python docs/name.py` runs it."""
+    path = str(DOCS / f"{name}.py")
+    return quietly(lambda: runpy.run_path(path, run_name="__main__"), path, *arguments)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models") / "tiny", positions=512)
+
+
+@pytest.fixture(scope="module")
+def longbench(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LongBench's multi_news, as small as it can be."""
+    folder = tmp_path_factory.mktemp("longbench")
+    rows = [
+        {"_id": f"n{place}", "input": "", "context": f"{place} The river is wide and slow. " * 6, "answers": ["slow"]}
+        for place in range(8)
+    ]
+    (folder / "multi_news.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: Path, longbench: Path) -> Path:
+    """What the commands of `make tables` leave, of two samples."""
+    folder = tmp_path_factory.mktemp("runs")
+    news = ["--model", model, "--dataset", "multi_news", "--data-dir", longbench, "--samples", 2, *SMALL]
+    perturbkv("bound-tightness", *news, "--max-tokens", 200, "-o", folder)
+    trace, more = folder / "trace.h5", ["--format", "png"]
+    perturbkv("assumption", trace, *more)
+    perturbkv("layers", trace, "--per-sample", "--budgets", *more)
+    perturbkv("ablation", *news, "--max-tokens", 200, "-o", folder / "ablation")
+    return folder
+
+
+def test_every_script_has_a_test_here() -> None:
+    tested = Path(__file__).read_text()
+    names = {path.name for path in DOCS.glob("*.py")} - BY_OTHERS
+    assert {name for name in names if f'script("{name.removesuffix(".py")}"' not in tested} == set()
+
+
+def test_cost_shows_the_rows_and_where_the_sweeps_spend_their_seconds() -> None:
+    said = script("cost", DOCS / "bench" / "cpu.json")
+    assert "| `sweep-24` |" in said
+    assert "sweep-24: " in said
+
+
+def test_tables_shows_every_analysis(folder: Path) -> None:
+    said = script("tables", folder / "summary.json", folder / "ablation" / "summary.json")
+    for title in ("bound-tightness, two-stage", "rank agreement", "assumption", "layers", "budgets", "ablation, "):
+        assert f"\n{title}" in said
+
+
+def test_readings_shows_every_part_and_reads_the_prompts_again(folder: Path, longbench: Path) -> None:
+    said = script("readings", folder / "trace.h5", longbench)
+    assert "retained mass" in said
+    assert "first layer: L × " in said
+    assert "coefficient of variation of ν: " in said
+    assert "coefficient of variation of window attention: " in said
+
+
+def test_first_layer_measures_both_ways(model: Path, longbench: Path) -> None:
+    said = script("first_layer", longbench, "--model", model, "--samples", 1, "--length", 300)
+    assert [line.partition(":")[0] for line in said.splitlines()] == [
+        f"{data}, {what}"
+        for data in ("needle", "multi_news")
+        for what in ("two-stage in every layer", "attention in the first layer")
+    ]
+
+
+def test_needle_reads_the_four_runs(model: Path, tmp_path: Path) -> None:
+    for part, more in {".": [], "context": ["--scenario", "context-only"], "pooled": [], "kernel": []}.items():
+        perturbkv("needle", "--model", model, *GRID, *SMALL, *SIDES, *more, "-o", tmp_path / part)
+    said = script("needle", tmp_path)
+    assert said.count("| full cache |") == 4
+    assert said.count("tokens of the number that a head keeps") == 3
+
+
+def test_ties_pairs_the_traces_of_each_dataset(model: Path, longbench: Path, tmp_path: Path) -> None:
+    names = []
+    for dtype in ("bfloat16", "float32"):
+        for dataset, more in {"needle": ["--length", 300], "multi_news": ["--data-dir", longbench]}.items():
+            names.append(tmp_path / f"{dataset}-{dtype}.h5")
+            shared = ["--model", model, "--dataset", dataset, "--samples", 2, *SMALL[:4]]
+            perturbkv("trace", *shared, *more, "--dtype", dtype, "-o", names[-1])
+    said = script("ties", *names)
+    rows = [line.split(" | ") for line in said.splitlines()[2:]]
+    assert {(row[0], row[1]) for row in rows} == {("| needle", "bfloat16"), ("| multi_news", "bfloat16")}
+    assert {row[2] for row in rows} >= {"isolated L1", "propagated L1"}

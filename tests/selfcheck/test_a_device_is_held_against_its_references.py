@@ -1,0 +1,122 @@
+"""The checks that wait for a GPU, on the CPU: what is right is equal, and what is planted wrong is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from perturbkv import aliases, ragged
+from perturbkv.errors import ConfigError
+from perturbkv.selfcheck import equality, kernel, placement
+from perturbkv.selfcheck.checks import Check, tried
+
+CPU = torch.device("cpu")
+SIZES = equality.Sizes(48, 3)
+
+
+def varlen(query, key, value, query_starts, key_starts, longest_query, longest, scale):  # type: ignore[no-untyped-def]
+    """What torch's variable-length kernel is documented to do, segment by segment, with weights in its own dtype."""
+    output, totals = torch.empty_like(query), torch.empty(query.shape[1], len(query))
+    bounds = zip(query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], strict=True)
+    for first, last, start, end in bounds:
+        logits = torch.einsum("qhd,kd->hqk", query[first:last].float(), key[start:end, 0].float()) * scale
+        output[first:last] = torch.einsum("hqk,kd->qhd", logits.softmax(dim=-1).to(value.dtype), value[start:end, 0])
+        totals[:, first:last] = logits.logsumexp(dim=-1)
+    return output, totals
+
+
+@pytest.fixture
+def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: half precision is packed, float32 padded."""
+    monkeypatch.setattr(ragged, "kernel_for", lambda like: None if like.dtype == torch.float32 else varlen)
+
+
+@pytest.mark.usefixtures("with_kernel")
+@pytest.mark.parametrize("layout", equality.LAYOUTS)
+def test_every_layout_equals_the_masked_reference(layout: str) -> None:
+    checks = equality.check(CPU, SIZES, layout)
+    assert len(checks) == 2 * 2 * (2 if layout == "packed" else 3)
+    assert [check for check in checks if not check.equal] == []
+    assert all(check.rule for check in checks)
+
+
+@pytest.mark.usefixtures("with_kernel")
+@pytest.mark.parametrize("layout", equality.LAYOUTS)
+def test_keys_that_lie_one_place_off_are_found_in_every_dtype(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = equality._entries
+
+    def shifted(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> Any:
+        return entries(keys.roll(1, dims=1), values, sets)
+
+    monkeypatch.setattr(equality, "_entries", shifted)
+    checks = equality.check(CPU, SIZES, layout)
+    everything = [check for check in checks if check.name.endswith("attention")]
+    assert len(everything) >= 4
+    # Row 0 is off too and lifts the floor, but never by the whole size of an output.
+    assert all(check.distance is not None and check.distance > 0.1 for check in everything)
+
+
+def test_one_entry_too_few_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = equality._entries
+
+    def short(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> Any:
+        everything = all(len(one) == SIZES.entries for one in sets)
+        return entries(keys, values, sets if everything else [one[1:] if len(one) > 1 else one for one in sets])
+
+    monkeypatch.setattr(equality, "_entries", short)
+    checks = equality.check(CPU, SIZES, "padded")
+    assert [check.name for check in checks if check.equal and check.name.endswith("attention")] == []
+
+
+def test_where_nothing_can_be_packed_that_is_said_and_is_no_failure() -> None:
+    (check,) = equality.check(CPU, SIZES, "packed")
+    assert (check.equal, check.needed) == (False, False)
+    assert "variable-length" in check.reason
+
+
+def test_the_kernel_is_checked_at_every_head_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
+    checks = kernel.check(CPU)
+    assert len(checks) == 5 * 3
+    assert all(check.equal for check in checks)
+    monkeypatch.setattr(kernel, "projected_value_norms", lambda value, w_o, kernel: 1.01 * kernel_loop(value, w_o))
+    assert not any(check.equal for check in kernel.check(CPU))
+
+
+def kernel_loop(value: Tensor, w_o: Tensor) -> Tensor:
+    return kernel.loop(value, w_o).float()
+
+
+def test_a_device_that_cannot_run_the_kernel_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    (check,) = tried("Triton norms", "rule", lambda: kernel.check(CPU))
+    assert not check.equal
+    assert "TRITON_INTERPRET=1" in check.reason
+
+
+def test_layers_that_accelerate_lays_out_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 2, "vocab_size": 300}
+    monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
+    checks = placement.check("random:small", CPU, 160)
+    assert len(checks) == 5
+    assert all(check.equal for check in checks)
+
+
+def test_a_check_that_fails_lets_the_others_go_on() -> None:
+    def fail() -> list[Check]:
+        msg = "expected a GPU,\n got none"
+        raise ConfigError(msg)
+
+    (check,) = tried("it", "rule", fail)
+    assert (check.name, check.equal, check.reason) == ("it", False, "expected a GPU, got none")
+
+
+def test_nan_is_not_equal_and_is_json() -> None:
+    check = Check("it", math.nan, 1.0, "rule")
+    assert not check.equal
+    assert check.to_dict()["distance"] == "nan"
