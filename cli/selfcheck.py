@@ -84,7 +84,7 @@ def _device(name: str) -> torch.device:
 
 def _trained() -> str:
     from perturbkv.aliases import DEFAULT
-    from perturbkv.loading import embedded_gguf
+    from perturbkv.sources import embedded_gguf
 
     return DEFAULT if embedded_gguf() else f"random:{DEFAULT}"
 

@@ -53,7 +53,7 @@ def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--model", default=DEFAULT)
-    parser.add_argument("--samples", default=4, type=int, help="needle prompts")
+    parser.add_argument("--samples", default=8, type=int, help="needle prompts")
     parser.add_argument("--length", default=1000, type=int, help="tokens of a needle prompt")
     return parser.parse_args()
 
@@ -65,7 +65,7 @@ def main() -> None:
     needle = DatasetOptions(given.samples, lengths=(given.length,))
     cases: list[tuple[str, DatasetOptions, int | None]] = [("needle", needle, None)]
     if given.longbench:
-        cases.append(("multi_news", DatasetOptions(8, data_dir=given.longbench), 1500))
+        cases.append(("multi_news", DatasetOptions(40, data_dir=given.longbench, at_most=True), 1500))
     for name, options, longest in cases:
         samples = load(name, options, adapter.tokenizer).samples
         template = bool(adapter.tokenizer.chat_template)

@@ -50,8 +50,8 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
         axes.plot(percent, shown, color=colour, marker=marker, markersize=3, markerfacecolor="none", label=curve.name,
                   gid=f"{quantity} {curve.name}")  # fmt: skip
         if interval is not None:
-            ends = (style.positive(end) if log else end for end in (interval.low, interval.high))
-            axes.fill_between(percent, *ends, color=colour, alpha=0.13, linewidth=0)
+            low, high = (style.positive(end) if log else end for end in (interval.low, interval.high))
+            axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
     axes.set(xlabel=f"{'held / full cache' if _told(result) else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
