@@ -1,10 +1,10 @@
 """Which heads look at the sentence that holds the answer while the model gives it? The scores headkv budgets by.
 
 Measured as HeadKV's released detection does (Fu et al., 2024, https://arxiv.org/abs/2410.19258, section 3.1; code:
-FYYFU/HeadKV, retrieval_head_detection_r2.py). The model answers greedily, at most as many tokens as the answer has; at
-each step a head scores the attention on the sentence that holds the answer, counting only entries among the head's
-|sentence| largest, over |sentence| · |answer|. A prompt counts only where the answer is right: F1 of its words above
-0.5. A head's score is its mean over those prompts.
+FYYFU/HeadKV, retrieval_head_detection_r2.py). The model answers greedily, at most as many tokens as the answer has, a
+space before it included; at each step a head scores the attention on the sentence that holds the answer, counting only
+entries among the head's |sentence| largest, over |sentence| · |answer|. A prompt counts only where the answer is right:
+F1 of its words above 0.5. A head's score is its mean over those prompts.
 
 What differs: the prompts are needle's with one distractor, a sentence of the same words about another city, while the
 release hides three sentences, a reasoning step and a wrong answer among them, in essays; they go through the chat
@@ -76,7 +76,7 @@ def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[
 def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
     """Every head's score on one prompt, whatever is answered, and the answer. Raises DatasetError."""
     place = locate(evidence, adapter.tokenizer)
-    most = min(len(_tokens(answer, adapter.tokenizer)) for answer in evidence.prompt.answers)
+    most = len(_tokens(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
     scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:

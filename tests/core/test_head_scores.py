@@ -34,7 +34,7 @@ def prompt(text: str = "Well. It is 4711 here. So it is", answer: str = "4711") 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_scores_equal_the_naive_loop_over_the_models_own_answer(heads: tuple[int, int]) -> None:
     adapter = exact_adapter("llama", *heads)
-    place, steps = range(5, 22), 4  # " It is 4711 here.", and the answer's four bytes
+    place, steps = range(5, 22), 5  # " It is 4711 here.", and the bytes of " 4711"
     decoder = Decoder(adapter.model)
     records = [decoder.step(token) for token in prompt().token_ids]
     made = [int(records[-1].logits.argmax())]

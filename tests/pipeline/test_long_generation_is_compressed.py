@@ -92,11 +92,13 @@ class Naive:
             for other, row in enumerate(pooled)
         ]
         budget = min(self._budgets(real, longest)[head], len(held) - WINDOW)
-        places = range(first, prefix)
+        ends = (first + self.config.protect_first, longest - self.config.protect_recent)
+        forced = [place for place in range(first, prefix) if place < ends[0] or place >= ends[1]]
+        places, budget = [place for place in range(first, prefix) if place not in forced], budget - len(forced)
         count = int(self.config.alpha * budget + 1e-9)
         stage1 = selection.top({place: pooled[head][place] for place in places}, count)
         rest = {place: votes[head][place] * norms[head][place] for place in places if place not in stage1}
-        kept = sorted([*stage1, *selection.top(rest, budget - count), *range(prefix, longest)])
+        kept = sorted([*forced, *stage1, *selection.top(rest, budget - count), *range(prefix, longest)])
         positions = [held[place - first] for place in kept]
         keys, values = self._entries(layer, head)
         query = self.queries[layer][-1][head]
@@ -123,9 +125,11 @@ class Naive:
         return self.decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
-def test_compressions_equal_the_naive_runs(policy: str) -> None:
-    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config(policy)
+@pytest.mark.parametrize(
+    ("policy", "fields"), [("snapkv", {}), ("adakv", {}), ("snapkv", {"protect_first": 2, "protect_recent": 7})]
+)
+def test_compressions_equal_the_naive_runs(policy: str, fields: dict[str, int]) -> None:
+    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config(policy, **fields)
     naive = Naive(adapter, chosen)
     expected = naive.generate()
     found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
@@ -179,5 +183,6 @@ def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
             registry.check_compressible(config(policy))
     for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"):
         registry.check_compressible(config(policy))
-    with pytest.raises(ConfigError, match="next query"):
-        registry.check_generating(config("snapkv", selection="hindsight"))
+    for name in ("hindsight", "hindsight-attention"):
+        with pytest.raises(ConfigError, match=f"'{name}' looks at the next query"):
+            registry.check_generating(config("snapkv", selection=name))
