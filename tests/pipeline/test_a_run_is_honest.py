@@ -56,6 +56,29 @@ def test_half_precision_is_measured_against_its_own_noise(dtype: torch.dtype) ->
     assert arrays["perturbation_propagated"][1].max() <= 3 * floor
 
 
+@pytest.mark.parametrize(
+    ("dtype", "epsilon"), [(torch.float32, 2**-23), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)], ids=str
+)
+def test_every_floor_is_at_least_one_rounding_of_what_it_is_the_floor_of(dtype: torch.dtype, epsilon: float) -> None:
+    """The head whose output is nothing at all has no length to round, and a floor above 0 all the same."""
+    adapter = tiny_adapter(dtype=dtype)
+    with torch.no_grad():
+        adapter.output_projection(0)[:, : adapter.d_head] = 0
+    arrays = trace_sample(adapter, prompt(), run(config(16))).arrays
+    assert (arrays["output_norm"][:, 0, 0] == 0).all()
+    scales = {"": "_norm", "_l2": "_norm_l2"}
+    for kind, norm in scales.items():
+        assert (arrays[f"noise_floor{kind}"] >= 0.999 * epsilon * arrays[f"output{norm}"]).all()
+        assert (arrays[f"noise_floor_isolated{kind}"] >= 0.9 * 2.0**-52 * arrays[f"output{norm}"]).all()
+        assert (arrays[f"hidden_noise_floor{kind}"] >= 0.999 * epsilon * arrays[f"hidden{norm}"]).all()
+    assert (arrays["final_noise_floor"] >= 0.999 * epsilon * arrays["final_norm"]).all()
+    assert min(arrays[name].min() for name in ("noise_floor_cosine", "hidden_noise_floor_cosine")) >= epsilon**2 / 2
+    assert arrays["final_noise_floor_cosine"].min() >= epsilon**2 / 2
+    assert arrays["noise_floor_isolated_cosine"].min() >= 2.0**-105
+    assert arrays["logit_kl_noise_floor"].min() >= epsilon
+    assert all(array.min() > 0 for name, array in arrays.items() if "noise_floor" in name)
+
+
 def test_results_do_not_depend_on_what_else_is_measured() -> None:
     alone = trace_sample(tiny_adapter(), prompt(), run(config(16))).arrays
     among = trace_sample(tiny_adapter(), prompt(), run(config(20, granularity="kv"), config(16), config(30))).arrays
