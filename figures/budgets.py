@@ -16,7 +16,7 @@ from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
 
-_ROW_MM = 66
+_ROW_MM, _LONG = 66, 22
 
 
 def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
@@ -32,7 +32,8 @@ def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
         handles, _ = axes[0].get_legend_handles_labels()
-        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 4)
+        longest = max(len(curve.name) for curve in result.curves)
+        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2 if longest > _LONG else 4)
         style.foot(
             figure, result.identity, f"drift and KL: medians over samples · {style.about(result.identity.samples)}"
         )
@@ -50,8 +51,8 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
         axes.plot(percent, shown, color=colour, marker=marker, markersize=3, markerfacecolor="none", label=curve.name,
                   gid=f"{quantity} {curve.name}")  # fmt: skip
         if interval is not None:
-            ends = (style.positive(end) if log else end for end in (interval.low, interval.high))
-            axes.fill_between(percent, *ends, color=colour, alpha=0.13, linewidth=0)
+            low, high = (style.positive(end) if log else end for end in (interval.low, interval.high))
+            axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
     axes.set(xlabel=f"{'held / full cache' if _told(result) else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
