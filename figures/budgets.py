@@ -16,7 +16,7 @@ from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
 
-_ROW_MM = 66
+_ROW_MM, _LONG = 66, 22
 
 
 def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
@@ -32,7 +32,8 @@ def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
         handles, _ = axes[0].get_legend_handles_labels()
-        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 4)
+        longest = max(len(curve.name) for curve in result.curves)
+        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2 if longest > _LONG else 4)
         style.foot(
             figure, result.identity, f"drift and KL: medians over samples · {style.about(result.identity.samples)}"
         )

@@ -49,7 +49,7 @@ def _panel(axes: Axes, link: BudgetLink) -> None:
     axes.set(
         xlim=(-1.05, 1.05),
         ylim=(max(places.values()) + 0.5, -0.5),
-        xlabel="Spearman’s ρ within a prompt; left: perturbed, lost",
+        xlabel="Spearman’s ρ within a prompt",
     )
     deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
     title = (

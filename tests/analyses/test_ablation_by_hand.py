@@ -90,6 +90,22 @@ def test_settings_stay_apart() -> None:
     assert [result.rows[0].compared.isolated.sum_ratio for result in found] == pytest.approx([0.5, 0.25])
 
 
+def test_controls_protect_what_the_methods_protect() -> None:
+    protected = {"protect_first": 4, "protect_recent": 40}
+    configs = [config(name, **more) for more in ({}, protected) for name in ("attention", "two-stage", "random")]
+    bare, kept = ablation.summarise(made(configs, [4, 2, 9, 3, 1, 6]))
+    assert bare.controls == (configs[0].label(), configs[2].label())
+    assert kept.controls == (configs[3].label(), configs[5].label())
+    assert isolated(kept.rows) == pytest.approx({"two-stage α=0.25": 1 / 3, "random": 2})
+
+
+def test_knowing_the_query_is_told_with_and_without_the_norms() -> None:
+    names = ("attention", "two-stage", "hindsight-attention", "hindsight")
+    (found,) = ablation.summarise(made([config(name) for name in names], [4, 3, 2, 1]))
+    assert isolated(found.brings) == pytest.approx({"knowing the query α=0.25": 1 / 3, "ν, knowing the query": 0.5})
+    assert isolated(found.rows)["hindsight-attention"] == 0.5
+
+
 def test_one_sample_has_no_intervals() -> None:
     (found,) = ablation.summarise(made(CHAIN, L1, samples=1))
     assert found.rows[0].compared.isolated.sum_ratio_interval is None
