@@ -23,7 +23,11 @@ def test_a_share_of_samples_has_the_interval_of_clopper_and_pearson() -> None:
             found = intervals.of_samples(np.arange(samples) < hits)
             exact = stats.binomtest(hits, samples).proportion_ci(method="exact")
             assert found is not None
-            assert (found.low, found.high, found.kind) == (pytest.approx(exact.low), pytest.approx(exact.high), "interval")
+            assert (found.low, found.high, found.kind) == (
+                pytest.approx(exact.low),
+                pytest.approx(exact.high),
+                "interval",
+            )
     none = intervals.of_samples(np.zeros(8, dtype=bool))
     assert none is not None
     assert f"[{100 * none.low:.0f}, {100 * none.high:.0f}]" == "[0, 37]"
