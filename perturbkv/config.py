@@ -12,8 +12,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
+from perturbkv.budget import Budget
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.eviction import PRESETS, SELECTIONS, Budget, EvictionConfig, from_preset
+from perturbkv.eviction import PRESETS, SELECTIONS, EvictionConfig, from_preset
 
 __all__ = [
     "CACHES",

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from perturbkv.budget import parse_entries
+from perturbkv.budget import Budget, parse_entries
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.eviction import SELECTIONS, Budget, EvictionConfig
+from perturbkv.eviction import SELECTIONS, EvictionConfig
 from perturbkv.policies import registry
 
 _OUTER, _INNER = ("preset", "budget", "alpha"), ("policy", "selection")

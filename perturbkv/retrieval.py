@@ -1,52 +1,103 @@
-"""Which heads look at the answer while it is copied? The scores that headkv shares budgets out by.
+"""Which heads look at the sentence that holds the answer while the model gives it? The scores headkv budgets by.
 
-The prompt's answer is written after it, and every head's attention is read at each token of the answer: its score is
-the attention that falls on the answer's own place in the prompt, counting only the entries among the head's |answer|
-largest (HeadKV, section 3.1, on needle prompts), averaged over the answer's tokens and the prompts.
+Measured as HeadKV's released detection does (Fu et al., 2024, https://arxiv.org/abs/2410.19258, section 3.1; code:
+FYYFU/HeadKV, retrieval_head_detection_r2.py). The model answers greedily, at most as many tokens as the answer has; at
+each step a head scores the attention on the sentence that holds the answer, counting only entries among the head's
+|sentence| largest, over |sentence| · |answer|. A prompt counts only where the answer is right: F1 of its words above
+0.5. A head's score is its mean over those prompts.
+
+What differs: the prompts are needle's with one distractor, a sentence of the same words about another city, while the
+release hides three sentences, a reasoning step and a wrong answer among them, in essays; they go through the chat
+template where there is one and end in the answer's first words; the sentence is found where its tokens stand, not
+where they overlap most; attention is in float64; and the release multiplies by 10, which no share notices. So scores of
+a model are not those of the released files, and what headkv does with them speaks of these prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import string
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import DynamicCache
 
 from perturbkv.capture import Observer, capture
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import DatasetError
+from perturbkv.generation import end_tokens
 from perturbkv.models import Adapter
 from perturbkv.scores import causal_rows
 from perturbkv.theory import WORK
 
 
-@torch.inference_mode()
-def head_scores(
-    adapter: Adapter, prompts: Iterable[EncodedPrompt], finished: Callable[[], None] = lambda: None
-) -> Float[Tensor, "layer head"]:
-    """Mean score of every head, in [0, 1]. Raises DatasetError for a prompt that does not hold its answer."""
-    found = []
-    for prompt in prompts:
-        found.append(_of_prompt(adapter, prompt))
+@dataclass(frozen=True)
+class Evidence:
+    """A prompt and the sentence of it that holds its answer."""
+
+    prompt: EncodedPrompt
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean score of every head over the prompts that were answered right, and how many those are."""
+
+    scores: Float[Tensor, "layer head"]
+    right: int
+
+
+def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> Measured:
+    """Score every head. Raises DatasetError for a prompt without its sentence, and where no answer is right."""
+    found, prompts = [], 0
+    for evidence in asked:
+        prompts += 1
+        scores, text = score_prompt(adapter, evidence)
+        if right(text, evidence.prompt.answers):
+            found.append(scores)
         finished()
-    return torch.stack(found).mean(dim=0)
+    if not found:
+        msg = (
+            f"expected a right answer to one of {prompts} prompts at least, got none, and head scores count right "
+            "answers alone; use a shorter --length, more --samples or a model that finds the needle"
+        )
+        raise DatasetError(msg)
+    return Measured(torch.stack(found).mean(dim=0), len(found))
 
 
-def _of_prompt(adapter: Adapter, prompt: EncodedPrompt) -> Tensor:
-    place, answer = locate_answer(prompt, adapter.tokenizer)
-    scores: list[Tensor] = []
+@torch.inference_mode()
+def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
+    """Every head's score on one prompt, whatever is answered, and the answer. Raises DatasetError."""
+    place = locate(evidence, adapter.tokenizer)
+    most = min(len(_tokens(answer, adapter.tokenizer)) for answer in evidence.prompt.answers)
+    scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        scores.append(copying(query[0, :, -len(answer) :], key[0], adapter.scale(layer), place).cpu())
+        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), place)
+        scores[layer] += mass.cpu() / (len(place) * most)
 
-    ids = torch.tensor([[*prompt.token_ids, *answer[:-1]]], device=adapter.device)
     with capture(adapter, Observer(attention=observe)):
-        adapter.model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    return torch.stack(scores)
+        answer = _answer(adapter, evidence.prompt.token_ids, most, end_tokens(adapter))
+    return scores, str(adapter.tokenizer.decode(answer, skip_special_tokens=True))
 
 
-def copying(
+def _answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
+    """The model's own greedy tokens: at most `most`, and none after an end or a new line, which is the last."""
+    cache, given, made = DynamicCache(), list(prompt), list[int]()
+    while len(made) < most:
+        ids = torch.tensor([given], device=adapter.device)
+        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        given = [int(logits[0, -1].argmax())]
+        made += given
+        if given[0] in ends or "\n" in adapter.tokenizer.decode(given):
+            break
+    return made
+
+
+def attention_inside(
     query: Float[Tensor, "head query d_head"], key: Float[Tensor, "kv_head key d_head"], scale: float, place: range
 ) -> Float[Tensor, " head"]:
     """Attention of the last queries on the entries at `place`, where they are among the |place| largest; mean."""
@@ -61,15 +112,34 @@ def copying(
     return torch.cat(found)
 
 
-def locate_answer(prompt: EncodedPrompt, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> tuple[range, list[int]]:
-    """Where the first answer stands in the prompt, and its tokens. Raises DatasetError where it does not."""
-    for text in [f" {answer}" for answer in prompt.answers] + list(prompt.answers):
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def right(text: str, answers: Sequence[str]) -> bool:
+    """Whether F1 of the text's words and an answer's, in lower case and without punctuation, exceeds 0.5."""
+    return any(_f1(_words(text), _words(answer)) > 0.5 for answer in answers)
+
+
+def _f1(found: Counter[str], wanted: Counter[str]) -> float:
+    return 2 * (found & wanted).total() / max(1, found.total() + wanted.total())
+
+
+def _words(text: str) -> Counter[str]:
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
+    return Counter(word for word in bare if word not in ("a", "an", "the"))
+
+
+def locate(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
+    """Where the sentence's tokens stand in the prompt. Raises DatasetError where they do not, or there is no answer."""
+    prompt = evidence.prompt
+    for text in (f" {evidence.sentence}", evidence.sentence):
+        ids = _tokens(text, tokenizer)
         for start in range(len(prompt.token_ids) - len(ids) + 1):
-            if list(prompt.token_ids[start : start + len(ids)]) == ids:
-                return range(start, start + len(ids)), ids
+            if prompt.answers and list(prompt.token_ids[start : start + len(ids)]) == ids:
+                return range(start, start + len(ids))
     msg = (
-        f"expected sample '{prompt.sample_id}' to hold its answer ({', '.join(prompt.answers) or 'it has none'}), got "
-        "a prompt without it; head scores need prompts that copy their answer, such as needle's"
+        f"expected sample '{prompt.sample_id}' to have an answer ({', '.join(prompt.answers) or 'it has none'}) and to "
+        f"hold '{evidence.sentence}', got a prompt without; head scores need prompts that hold their answer's sentence"
     )
     raise DatasetError(msg)
+
+
+def _tokens(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

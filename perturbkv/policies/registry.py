@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from perturbkv.budget import Budget
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.eviction import SELECTIONS, Budget, EvictionConfig, from_preset
+from perturbkv.eviction import SELECTIONS, EvictionConfig, from_preset
 
 if TYPE_CHECKING:
     from perturbkv.policies.base import Policy

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.cells import cell_len
@@ -108,14 +109,20 @@ def test_long_generation_records_every_compression(perturbkv: Run, tiny: list[ob
 
 
 def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, tiny: list[object]) -> None:
-    ran = perturbkv("head-scores", "--model", model, "--samples", 2, "--length", 300, "-o", "scores.json")
+    measure = ("head-scores", "--model", model, "--samples", 2, "--length", 300, "-o", "scores.json")
+    refused = perturbkv(*measure)
+    assert (refused.code, Path("scores.json").exists()) == (2, False)
+    assert "expected a right answer to one of 2 prompts" in refused.err
+    with mock.patch("perturbkv.retrieval.right", return_value=True):
+        ran = perturbkv(*measure)
     assert ran.code == 0, ran.err
+    assert "2 of 2 prompts that were answered right" in " ".join(ran.out.split())
     assert narrow(ran.out), ran.out
     scores = json.loads(Path("scores.json").read_text())
     assert set(scores) == {f"{layer}-{head}" for layer in range(2) for head in range(4)}
     kept = perturbkv("head-scores", "--model", model, "-o", "scores.json")
     assert kept.code == 2
-    assert "is there already" in kept.err
+    assert "--overwrite replaces it" in kept.err
     ran = perturbkv("trace", *tiny, "--policy", "headkv", "--head-scores", "scores.json", "-o", "t.h5")
     assert ran.code == 0, ran.err
     trace = read_trace(Path("t.h5"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,43 +13,95 @@ import pytest
 
 from perturbkv import head_scores as files
 from perturbkv import retrieval
+from perturbkv.datasets import needle
+from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.registry import DatasetOptions
 from perturbkv.errors import ConfigError, DatasetError
+from perturbkv.retrieval import Evidence
 from perturbkv.tokenization import ByteTokenizer
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder
 from tests.support.models import HEADS, exact_adapter
 
+SENTENCE = "It is 4711 here."
 
-def prompt(text: str = "It is 4711 here. So it is", answer: str = "4711") -> EncodedPrompt:
+
+def prompt(text: str = "Well. It is 4711 here. So it is", answer: str = "4711") -> EncodedPrompt:
     return EncodedPrompt("s", tuple(text.encode()), 0, answers=(answer,))
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_scores_equal_the_naive_loop(heads: tuple[int, int]) -> None:
+def test_scores_equal_the_naive_loop_over_the_models_own_answer(heads: tuple[int, int]) -> None:
     adapter = exact_adapter("llama", *heads)
-    given = prompt()
-    answer, place = b" 4711", range(5, 10)
+    place, steps = range(5, 22), 4  # " It is 4711 here.", and the answer's four bytes
     decoder = Decoder(adapter.model)
-    records = [decoder.step(token) for token in (*given.token_ids, *answer[:-1])]
+    records = [decoder.step(token) for token in prompt().token_ids]
+    made = [int(records[-1].logits.argmax())]
+    while len(made) < steps and made[-1] != 10:
+        records.append(decoder.step(made[-1]))
+        made.append(int(records[-1].logits.argmax()))
     expected = np.zeros((decoder.layers, decoder.heads))
     for layer in range(decoder.layers):
         for head in range(decoder.heads):
             keys = decoder.keys[layer][head * decoder.kv_heads // decoder.heads]
-            for step in range(len(given.token_ids) - 1, len(records)):
+            for step in range(len(prompt().token_ids) - 1, len(records)):
                 query = records[step].query[layer][head]
                 weights = theory.softmax([float(query @ key) / decoder.d_head**0.5 for key in keys[: step + 1]])
                 largest = sorted(range(len(weights)), key=lambda entry: -weights[entry])[: len(place)]
-                expected[layer, head] += sum(weights[entry] for entry in largest if entry in place) / len(answer)
-    np.testing.assert_allclose(retrieval.head_scores(adapter, [given]).numpy(), expected, rtol=1e-9, atol=1e-15)
+                inside = sum(weights[entry] for entry in largest if entry in place)
+                expected[layer, head] += inside / (len(place) * steps)
+    found, text = retrieval.score_prompt(adapter, Evidence(prompt(), SENTENCE))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-15)
     assert expected.any()
+    assert text == adapter.tokenizer.decode(made)
 
 
-def test_the_answer_is_found_where_it_stands() -> None:
-    assert retrieval.locate_answer(prompt(), ByteTokenizer()) == (range(5, 10), list(b" 4711"))
-    assert retrieval.locate_answer(prompt("(4711)"), ByteTokenizer()) == (range(1, 5), list(b"4711"))
-    with pytest.raises(DatasetError, match="to hold its answer \\(4712\\)"):
-        retrieval.locate_answer(prompt(answer="4712"), ByteTokenizer())
+def test_only_prompts_that_were_answered_right_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = exact_adapter("llama", 4, 2)
+    asked = [Evidence(prompt(f"{word} It is 4711 here. So it is"), SENTENCE) for word in ("Well.", "No.", "So.")]
+    texts = [retrieval.score_prompt(adapter, one)[1] for one in asked]
+    alone = [retrieval.score_prompt(adapter, one)[0] for one in asked]
+    with pytest.raises(DatasetError, match="one of 3 prompts at least, got none"):
+        retrieval.head_scores(adapter, asked)
+    verdicts = iter([True, False, True])
+    seen: list[str] = []
+    monkeypatch.setattr(retrieval, "right", lambda text, answers: seen.append(text) or next(verdicts))
+    found = retrieval.head_scores(adapter, asked)
+    assert (found.right, seen) == (2, texts)
+    np.testing.assert_allclose(found.scores.numpy(), (alone[0] + alone[2]).numpy() / 2, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [(" 4711.", True), ("The 4711!", True), ("4711 it", True), ("it is 4711", False), ("4712", False), ("", False)],
+)
+def test_an_answer_is_right_where_more_than_half_of_its_words_agree(text: str, verdict: bool) -> None:
+    """F1 of one word among k is 2 / (k + 1): 1, 0.67, and 0.5 of three, which is not more than a half."""
+    assert retrieval.right(text, ("4711",)) is verdict
+
+
+def test_the_sentence_is_found_where_it_stands() -> None:
+    assert retrieval.locate(Evidence(prompt(), SENTENCE), ByteTokenizer()) == range(5, 22)
+    assert retrieval.locate(Evidence(prompt("(It is 4711 here.)"), SENTENCE), ByteTokenizer()) == range(1, 17)
+    with pytest.raises(DatasetError, match="to hold 'It is 4712 here.', got a prompt without"):
+        retrieval.locate(Evidence(prompt(), "It is 4712 here."), ByteTokenizer())
+
+
+def test_a_distractor_says_the_same_of_another_city() -> None:
+    options = DatasetOptions(6, 1, haystack="noise", lengths=(300,), depths=(0.5,))
+    for sample in needle.load("needle", options, ByteTokenizer()).samples:
+        asked, sentence = distracted(sample, 1)
+        city = next(city for city in needle.CITIES if city in sample.question)
+        assert sentence == f"The magic number of {city} is {sample.answers[0]}."
+        before, after = asked.context.split(sentence)
+        other, number = re.match(r" The magic number of (\w+) is (\d{7})\.", after).groups()  # type: ignore[union-attr]
+        assert other in needle.CITIES and other != city and number != sample.answers[0]
+        assert (asked.question, asked.answers) == (sample.question, sample.answers)
+        assert len(asked.context) == len(sample.context) + len(f" The magic number of {other} is {number}.")
+        assert before and distracted(sample, 1)[0] == asked
+    with pytest.raises(DatasetError, match="to hold needle's fact"):
+        distracted(replace(sample, answers=("12",)), 1)
 
 
 def model(layers: int = 2, heads: int = 2) -> SimpleNamespace:

@@ -26,14 +26,16 @@ def configs(granularity: str) -> tuple[EvictionConfig, ...]:
     base = EvictionConfig(budget=Budget(14), window=WINDOW, granularity=granularity, kernel=3)
     names = ("attention", "two-stage", "hindsight", "value")
     wide = replace(base, budget=Budget(0.6), alpha=0.5, stage2_score="pooled", epsilon=1e-4)
-    return (*(replace(base, selection=name) for name in names), wide)
+    ends = replace(base, selection="hindsight-attention", protect_first=3, protect_recent=0.5)
+    return (*(replace(base, selection=name) for name in names), wide, ends)
 
 
 def policy_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     fields = {"window": WINDOW, "kernel": 3, "granularity": granularity, "history": 12}
     names = ("pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova")
     made = [registry.configured("paper", Budget(14), name, **fields) for name in names]
-    return (*made, replace(made[1], selection="attention"), replace(made[3], window=3))
+    guaranteed = replace(made[1], safeguard="guaranteed", floor=0.7, protect_first=2, split="total")
+    return (*made, replace(made[1], selection="attention"), replace(made[3], window=3), guaranteed)
 
 
 class Reference:
