@@ -96,12 +96,13 @@ needle: install
 bench: install
 	$(BIN) bench --output docs/bench/cpu.json --overwrite
 
-# Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing:
-# the package is laid out under build/gpu, and no folder of the same name beside it is looked at.
+# Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing,
+# nor the embedded model: MODEL=folder brings another for the table of ties. The package is laid out under build/gpu,
+# and no folder of the same name beside it is looked at.
 gpu: $(if $(filter $(PY),$(GPU_PY)),install)
 	rm -rf build/gpu && mkdir -p build/gpu && cp -r perturbkv build/gpu/ && cp -r analyses figures cli build/gpu/perturbkv/
 	PYTHONSAFEPATH=1 PYTHONPATH=build/gpu:$$PYTHONPATH $(GPU_PY) -c "from perturbkv.cli.main import main; main()" \
-		selfcheck --output docs/bench/gpu.json --overwrite
+		selfcheck $(if $(MODEL),--model $(MODEL)) --output docs/bench/gpu.json --overwrite
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

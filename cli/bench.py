@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from perturbkv.benchmark.comparison import Change
     from perturbkv.benchmark.rows import Report, Row
 
+_OWN_SHAPES = {"norms-time", "norms-memory", "triton-time", "triton-rate", "cuda-24", "cuda-decode"}
+"""Rows whose model, prompt and dtype are their own."""
+
 bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True, cls=OnceGroup)
 
 
@@ -58,6 +61,7 @@ def run(
     from perturbkv.files import written_whole
 
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
+    _check_used(context, {target.name for target in targets})
     path = free(output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json", overwrite)
     with written_whole(path) as beside, console.progress("groups", suite.groups(settings)) as bar:
         report = suite.measure(settings, targets, lambda name: bar.advance(bar.task_ids[0]))
@@ -105,6 +109,14 @@ def _check_nothing_typed(context: typer.Context) -> None:
         option, command = name.removeprefix("as_"), context.invoked_subcommand
         msg = f"--{option} has no effect on bench {command}; leave it out, or write it behind {command} if it takes it"
         raise ConfigError(msg)
+
+
+def _check_used(context: typer.Context, names: set[str]) -> None:
+    """Raise ConfigError for an option that none of these rows looks at."""
+    for name in ("model", "tokens", "dtype"):
+        if name in typed(context) and names <= _OWN_SHAPES:
+            msg = f"--{name} has no effect on {', '.join(sorted(names))}, of shapes of their own; leave it out"
+            raise ConfigError(msg)
 
 
 def _show(report: Report) -> None:

@@ -33,7 +33,7 @@ def selfcheck(
     device: Annotated[str, Option(help="What is checked; cpu checks what a CPU can.")] = "cuda",
     model: Annotated[
         str | None,
-        Option(help="Of the table of ties. Default: the embedded one, or random weights of its shapes.",
+        Option(help="Trained model of the table of ties. Default: the embedded one; without one there is no table.",
                show_default=False),
     ] = None,
     samples: Annotated[int, Option(help="Needle prompts of the table of ties.")] = 4,
@@ -53,11 +53,11 @@ def selfcheck(
     """
     from perturbkv.files import written_whole
 
-    place, path = _device(device), free(output or Path("runs/gpu.json"), overwrite)
+    place, path, trained = _device(device), free(output or Path("runs/gpu.json"), overwrite), _trained(model)
     start = time.monotonic()
     with written_whole(path) as beside:
         checks = [check for checks in _checks(place, entries, placed) for check in checks]
-        ties = _ties(RunOptions(model=model or _trained(), samples=samples, length=[str(length)], device=device))
+        ties = _ties(trained, samples, length, device)
         bench = _bench(place)
         document = _document(checks, ties, bench, device, time.monotonic() - start)
         beside.write_text(console.as_json(document), encoding="utf-8")
@@ -82,11 +82,20 @@ def _device(name: str) -> torch.device:
     return pick_device(name)
 
 
-def _trained() -> str:
+def _trained(model: str | None) -> str:
+    """The model of the table of ties: the given one, the embedded one, or empty. Raises ConfigError for random weights.
+
+    Those are drawn anew in every dtype: it would be another model's verdict.
+    """
     from perturbkv.aliases import DEFAULT
     from perturbkv.sources import embedded_gguf
 
-    return DEFAULT if embedded_gguf() else f"random:{DEFAULT}"
+    if model is None:
+        return DEFAULT if embedded_gguf() else ""
+    if model.startswith("random:"):
+        msg = f"expected a trained model for the table of ties, got {model}, whose weights differ by dtype"
+        raise ConfigError(msg)
+    return model
 
 
 def _checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
@@ -105,8 +114,11 @@ def _checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Ch
         yield tried(name, "", check)
 
 
-def _ties(asked: RunOptions) -> list[tuple[str, Ties]]:
-    """What becomes of float32's verdicts in half precision, on needle prompts."""
+def _ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
+    """What becomes of float32's verdicts in half precision, on needle prompts; nothing without a model."""
+    if not model:
+        console.note("ties: no trained model is here; --model brings one")
+        return []
     import dataclasses
 
     from perturbkv.analyses.ties import compare
@@ -114,7 +126,7 @@ def _ties(asked: RunOptions) -> list[tuple[str, Ties]]:
     from perturbkv.cli.tracing import make_trace
     from perturbkv.store import read_trace
 
-    traces = {}
+    asked, traces = RunOptions(model=model, samples=samples, length=[str(length)], device=device), {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("float32", *_HALVES):
             console.note(f"ties: {dtype}")

@@ -10,8 +10,8 @@ from perturbkv.selfcheck.checks import Check
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-SHAPES = {"one entry": (2, 2, 1, 70), "grouped by 3": (6, 2, 35, 33), "multi-query, two tiles": (4, 1, 257, 130)}
-"""Query heads, key/value heads, entries, d_model: tiles of both are left uneven and crossed."""
+SHAPES = {"one entry": (2, 2, 1, 130), "grouped by 3": (6, 2, 35, 130), "multi-query, two tiles": (4, 1, 257, 130)}
+"""Query heads, key/value heads, entries, d_model: tiles are left uneven and crossed; one d_model, one compilation."""
 _RULE = "relative error of every norm; sums are in float32, and half precision's products are exact there"
 
 

@@ -124,7 +124,7 @@ def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, 
     assert set(scores) == {f"{layer}-{head}" for layer in range(2) for head in range(4)}
     kept = perturbkv("head-scores", "--model", model, "-o", "scores.json")
     assert kept.code == 2
-    assert "is there already" in kept.err
+    assert "--overwrite replaces it" in kept.err
     ran = perturbkv("trace", *tiny, "--policy", "headkv", "--head-scores", "scores.json", "-o", "t.h5")
     assert ran.code == 0, ran.err
     trace = read_trace(Path("t.h5"))

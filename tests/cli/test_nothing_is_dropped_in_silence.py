@@ -171,6 +171,18 @@ def test_a_finished_trace_takes_no_option_that_makes_one(
     assert not Path("out").exists()
 
 
+def test_a_benchmark_says_what_its_rows_do_not_look_at(perturbkv: Run, tmp_path: Path) -> None:
+    ran = perturbkv("bench", "--only", "norms-time", "--tokens", 2048, "-o", "b.json")
+    refused(ran, "--tokens has no effect on norms-time", "leave it out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_benchmark_replaces_no_file_unasked(perturbkv: Run, tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text("mine")
+    refused(perturbkv("bench", "--only", "norms-time", "-o", "b.json"), "got one; --overwrite replaces it")
+    assert (tmp_path / "b.json").read_text() == "mine"
+
+
 SWEEPS = {
     "a key of another policy": ("samples: 1\nfloor: 0.3", 2, "floor", "--policy adakv"),
     "a key that no grid uses": ("floor: 0.3\ngrids:\n- policy: h2o\n- policy: tova", 1, "floor", "--policy adakv"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from perturbkv import aliases
+from perturbkv.cli import selfcheck
 from perturbkv.selfcheck import equality, kernel
 
 Run = Callable[..., Any]
@@ -61,3 +62,18 @@ def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
     assert ran.code == 1
     assert ran.json()["equal"] is False
     assert ran.json()["checks"] == json.loads(Path("runs/gpu.json").read_text())["checks"]
+
+
+def test_random_weights_have_no_ties_and_no_model_is_said(
+    perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selfcheck, "_checks", lambda *asked: iter([]))
+    monkeypatch.setattr("perturbkv.loading.embedded_gguf", lambda: None)
+    ran = perturbkv("selfcheck", "--device", "cpu", "--model", "random:small", "-o", "gpu.json")
+    assert ran.code == 2
+    assert "expected a trained model for the table of ties, got random:small" in ran.err
+    assert not Path("gpu.json").exists()
+    ran = perturbkv("selfcheck", "--device", "cpu", "-o", "gpu.json")
+    assert ran.code == 0, ran.err
+    assert "no trained model is here" in ran.err
+    assert json.loads(Path("gpu.json").read_text())["ties"] == []

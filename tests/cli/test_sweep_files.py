@@ -96,6 +96,7 @@ def test_lists_make_the_product(tmp_path: Path) -> None:
         """,
     )
     kvpress = {"split": "total", "stage2_score": "pooled", "epsilon": 1e-4, "pool": "average", "kernel": 5}
+    kvpress |= {"pyramid_line": "total", "safeguard": "guaranteed"}
     expected = [
         EvictionConfig(Budget(budget), "snapkv", selection, 8, alpha, granularity=granularity, **preset)  # type: ignore[arg-type]
         for preset, budget, alpha, granularity, selection in product(
