@@ -90,12 +90,14 @@ class HeadKind:
         return numbers
 
 
-def compare(baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, flagged: NDArray[np.bool_]) -> HeadKind:
+def compare(
+    baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, flagged: NDArray[np.bool_], distance: str = "l1"
+) -> HeadKind:
     """(sample, layer, head) each but `flagged` (layer, head): what is equal in both is a tie, and so is noise."""
     samples, *shape = baseline.shape
     heads = int(np.prod(shape))
     means = [part.mean(axis=0) for part in (baseline, treatment, floor)]
-    each = verdicts(baseline, treatment, floor)
+    each = verdicts(baseline, treatment, floor, distance)
     better = (each == 1).reshape(samples, -1)
     relative = quantiles(ratio(means[2], norm.mean(axis=0)), (0.5, 1.0))
 
@@ -110,7 +112,7 @@ def compare(baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, fl
         baseline_mean=means[0],
         treatment_mean=means[1],
         floor_mean=means[2],
-        verdict=verdicts(means[0], means[1], means[2]),
+        verdict=verdicts(means[0], means[1], means[2], distance),
         better_share=float(better.mean()),
         better_share_interval=intervals.of_mean(better.mean(axis=1), share_of(heads)),
         unflagged_better_share=float(better[:, ~flagged.reshape(-1)].mean()) if not flagged.all() else float("nan"),

@@ -101,7 +101,7 @@ def _kind(
     both, floor = perturbed(trace, kind, distance, sides, step)
     ending = suffix(distance)
     norm = np.ones_like(floor) if distance == "cosine" else values(trace, f"output_norm{ending}", ANALYSIS, step)
-    return compare(*both, floor, norm, flagged)
+    return compare(*both, floor, norm, flagged, distance)
 
 
 def perturbed(

@@ -67,7 +67,7 @@ def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1",
     held = at_step(trace, ANALYSIS, step)
     first, second = (side[:, -1] for side in sides(held, (baseline, treatment), distance, ANALYSIS, step))
     floor = floors(held, distance, ANALYSIS, step)
-    verdict = verdicts(first, second, np.zeros_like(first) if floor is None else floor[:, -1])
+    verdict = verdicts(first, second, np.zeros_like(first) if floor is None else floor[:, -1], distance)
     place = np.argsort(-first, kind="stable")
     names = [name for name, whole in zip(held.sample_ids, held.ok, strict=True) if whole]
     improved = verdict == 1

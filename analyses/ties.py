@@ -139,7 +139,7 @@ def _both_rules(trace: Trace, kind: str, distance: str, first: str, second: str)
     both, floor = perturbed(trace, kind, distance, sides, 0)
     sign = np.sign(both[0] - both[1]).astype(np.int8)
     alone = np.where(np.maximum(*both) < ALONE_FLOORS * floor, np.int8(0), sign)
-    return verdicts(*both, floor), alone
+    return verdicts(*both, floor, distance), alone
 
 
 def _agreement(expected: Verdicts, found: Verdicts) -> Agreement:

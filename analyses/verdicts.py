@@ -10,9 +10,18 @@ TIE_FLOORS = 2
 
 
 def verdicts(
-    baseline: NDArray[np.float64], treatment: NDArray[np.float64], floor: NDArray[np.float64]
+    baseline: NDArray[np.float64],
+    treatment: NDArray[np.float64],
+    floor: NDArray[np.float64],
+    distance: str = "l1",
 ) -> NDArray[np.int8]:
-    """1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties; any shape."""
-    under_noise = np.abs(baseline - treatment) <= TIE_FLOORS * floor
+    """1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties; any shape.
+
+    1 − cos grows with the square of the angle, in which noise adds: as its `distance` the roots are compared, or a
+    floor of an angle δ would be held against differences of 2 φ δ.
+    """
+    sides = (baseline, treatment, floor)
+    first, second, noise = (np.sqrt(side) for side in sides) if distance == "cosine" else sides
+    under_noise = np.abs(first - second) <= TIE_FLOORS * noise
     sign: NDArray[np.int8] = np.sign(baseline - treatment).astype(np.int8)
     return np.where(under_noise, np.int8(0), sign)

@@ -126,19 +126,22 @@ def test_fewer_than_five_samples_show_their_range_and_one_shows_nothing() -> Non
     assert one.sum_ratio_interval is None
 
 
-@pytest.mark.parametrize("distance", ["l2", "cosine"])
-def test_each_distance_has_its_own_numbers_and_its_own_floor(distance: str) -> None:
+@pytest.mark.parametrize(("distance", "noise"), [("l2", 0.1), ("cosine", 0.01)])
+def test_each_distance_has_its_own_numbers_and_its_own_floor(distance: str, noise: float) -> None:
     samples = []
     for sample in hand_made():
         arrays = dict(sample.arrays)
         for kind, floor in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
             arrays[f"perturbation_{kind}_{distance}"] = arrays[f"perturbation_{kind}"] / 10
-            arrays[f"{floor}_{distance}"] = np.full((1, 2, 2), 0.1 if kind == "isolated" else 1e-9)
+            arrays[f"{floor}_{distance}"] = np.full((1, 2, 2), noise if kind == "isolated" else 1e-15)
         arrays["output_norm_l2"] = np.full((1, 2, 2), 5.0)
         samples.append(SampleTrace(sample.sample_id, arrays))
     result = compare(trace(*samples), distance=distance)
     np.testing.assert_allclose(result.isolated.baseline_mean, [[0.4, 0.2], [1e-4, 0.3]])
-    assert result.isolated.verdict.tolist() == [[0, -1], [0, 0]]  # 0.2 apart is two floors, 0.3 is more
+    assert result.isolated.verdict.tolist() == [
+        [0, -1],
+        [0, 0],
+    ]  # 0.4 and 0.2 are within noise, 0.2 and 0.5 not
     assert result.propagated.verdict.tolist() == [[1, -1], [-1, 0]]
     with pytest.raises(TraceError, match=f"heads needs the variable 'perturbation_isolated_{distance}'"):
         compare(trace(*hand_made()), distance=distance)
@@ -235,3 +238,17 @@ def test_bare_selections_are_compared_within_each_policy() -> None:
     assert pairs(run, "attention", "two-stage") == [(labels[0], labels[1]), (labels[2], labels[3])]
     assert pairs(run, "attention", "adakv:two-stage") == [(labels[0], labels[3])]
     assert pairs(run, "attention", "h2o") == [(labels[0], labels[4])]  # which does not pool: part of what it is
+
+
+def test_noise_adds_in_the_angle_so_equal_cosines_that_both_shake_are_tied() -> None:
+    angle, noise = 0.3, 1e-3  # the same true angle on both sides, each measured with the angle of the floor beside it
+    baseline, treatment = (np.array([1 - np.cos(angle + sign * noise)]) for sign in (1, -1))
+    floor = np.array([1 - np.cos(noise)])
+    assert verdicts(baseline, treatment, floor, "cosine") == 0
+    assert verdicts(baseline, treatment, floor) == 1  # held against the difference, noise would decide
+
+
+def test_cosines_that_lie_further_apart_than_their_noise_are_decided() -> None:
+    baseline, treatment, floor = (np.array([1 - np.cos(angle)]) for angle in (0.3, 0.29, 1e-3))
+    assert verdicts(baseline, treatment, floor, "cosine") == 1
+    assert verdicts(treatment, baseline, floor, "cosine") == -1
