@@ -11,10 +11,9 @@ import numpy as np
 
 from perturbkv.analyses.naming import short
 from perturbkv.analyses.retrieval import CIRCULAR, MEASURES
-from perturbkv.datasets.encode import encode
+from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.loading import open_model
-from perturbkv.retrieval import locate_answer
 from perturbkv.store import read_trace
 from perturbkv.trace import Trace
 
@@ -127,7 +126,15 @@ def _answer_places(trace: Trace) -> list[range]:
     )  # fmt: skip
     samples = load("needle", options, tokenizer).samples
     prompts = [encode(one, tokenizer, chat_template=run.chat_template, max_tokens=None) for one in samples]
-    return [locate_answer(prompt, tokenizer)[0][-7:] for prompt in prompts]
+    return [_answer_place(prompt, tokenizer) for prompt in prompts]
+
+
+def _answer_place(prompt: EncodedPrompt, tokenizer: Any) -> range:
+    """Where the number's digits stand in the prompt: a token each."""
+    digits = [*tokenizer(prompt.answers[0], add_special_tokens=False)["input_ids"]]
+    starts = range(len(prompt.token_ids) - len(digits) + 1)
+    start = next(start for start in starts if [*prompt.token_ids[start : start + len(digits)]] == digits)
+    return range(start, start + len(digits))
 
 
 if __name__ == "__main__":

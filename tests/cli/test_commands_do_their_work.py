@@ -35,7 +35,7 @@ def test_heads_leaves_trace_figure_summary_and_table(perturbkv: Run, tiny: list[
     (comparison,) = summary["analyses"]["heads"]["comparisons"]
     trace = read_trace(tmp_path / "out" / "trace.h5")
     mean = trace.arrays["perturbation_isolated"][:, 1, 0].mean()
-    assert comparison["isolated"]["treatment_mean_l1"] == pytest.approx(mean)
+    assert comparison["isolated"]["treatment_mean"] == pytest.approx(mean)
     assert f"{comparison['isolated']['improved']}" in ran.out
     assert all(len(line) <= 80 for line in ran.out.splitlines())
 

@@ -147,8 +147,8 @@ def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest
     held: list[list[float]] = []
     original = generation._next
 
-    def watched(adapter, cache, ids):  # type: ignore[no-untyped-def]
-        following = original(adapter, cache, ids)
+    def watched(adapter, cache, ids, check):  # type: ignore[no-untyped-def]
+        following = original(adapter, cache, ids, check)
         held.append([mean_entries(cache, row) for row in range(cache.layers[0].batch)])
         return following
 

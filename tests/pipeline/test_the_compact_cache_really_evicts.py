@@ -17,6 +17,7 @@ from perturbkv.models import Adapter
 from perturbkv.resources import SLACK
 from tests.support.caches import gather
 from tests.support.models import HEADS, tiny_adapter, token_ids
+from tests.support.varlen import varlen
 
 N, STEPS = 40, 32
 Positions = list[torch.Tensor]
@@ -90,21 +91,6 @@ def counts_of(adapter: Adapter, granularity: str) -> list[tuple[int, ...]]:
     return [(row * adapter.kv_heads)[: adapter.kv_heads] for row in RAGGED["kv"]]
 
 
-def fake_varlen(query, key, value, query_starts, key_starts, longest_query, longest, scale, lengths):  # type: ignore[no-untyped-def]
-    """What torch's kernel is documented to do, segment by segment; of each only its first entries where told so."""
-    output, totals = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
-    ends = key_starts[1:] if lengths is None else key_starts[:-1] + lengths
-    assert all(starts.dtype == torch.int32 for starts in (query_starts, key_starts, ends))
-    assert int((ends - key_starts[:-1]).max()) == longest
-    assert key.is_contiguous()
-    assert len(key) == key_starts[-1]
-    for first, last, start, end in zip(query_starts[:-1], query_starts[1:], key_starts[:-1], ends, strict=True):
-        logits = torch.einsum("qhd,kd->hqk", query[first:last], key[start:end, 0]) * scale
-        output[first:last] = torch.einsum("hqk,kd->qhd", logits.softmax(dim=-1), value[start:end, 0])
-        totals[:, first:last] = logits.logsumexp(dim=-1)
-    return output, totals
-
-
 @pytest.mark.parametrize("path", ["padded", "packed"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("granularity", ["query", "kv"])
@@ -113,7 +99,7 @@ def test_decoding_equals_the_masked_full_cache(
 ) -> None:
     adapter = tiny_adapter("llama", *heads)
     if path == "packed":
-        monkeypatch.setattr(ragged, "kernel_for", lambda like: fake_varlen)
+        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
     rows = counts_of(adapter, granularity)
     positions = [
         [kept_positions(counts, seed=10 * layer + row) for row, counts in enumerate(rows)]
@@ -227,7 +213,7 @@ def test_rows_that_keep_everything_go_through_the_kernel_of_the_evicted_ones(
 
     def kernel(query, *more):  # type: ignore[no-untyped-def]
         seen.append(len(query) * query.shape[1])
-        return fake_varlen(query, *more)
+        return varlen(query, *more)
 
     monkeypatch.setattr(ragged, "kernel_for", lambda like: kernel)
     full, tokens = full_cache(adapter), list(token_ids(5, seed=5))
@@ -248,7 +234,7 @@ def test_what_is_borrowed_is_read_where_it_lies_and_counted_as_borrowed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "packed":
-        monkeypatch.setattr(ragged, "kernel_for", lambda like: fake_varlen)
+        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
     adapter = tiny_adapter()
     full = full_cache(adapter)
     with torch.inference_mode():

@@ -14,6 +14,7 @@ import torch
 from perturbkv.benchmark.rows import check_names
 from perturbkv.benchmark.suite import Settings, measure
 from perturbkv.config import Budget, RunConfig, from_preset
+from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.prose import sentences
 from perturbkv.datasets.registry import DatasetOptions, load
@@ -22,7 +23,7 @@ from perturbkv.generation import answer, end_tokens
 from perturbkv.loading import load_model
 from perturbkv.models import Adapter
 from perturbkv.policies import registry
-from perturbkv.retrieval import head_scores
+from perturbkv.retrieval import Evidence, head_scores
 from perturbkv.runner import trace_sample
 from perturbkv.sources import embedded_gguf
 from tests.oracle import theory
@@ -101,8 +102,14 @@ def test_it_generates_what_transformers_generates_where_nothing_is_evicted(
     assert exact_number(adapter.tokenizer.decode(found.full), (number,)) == 1
 
 
-def test_heads_that_look_at_the_answer_are_few(adapter: Adapter, needle: tuple[EncodedPrompt, str]) -> None:
-    scores = head_scores(adapter, [needle[0]])
+def test_heads_that_look_at_the_answer_are_few(adapter: Adapter) -> None:
+    samples = load("needle", DatasetOptions(2, lengths=(500,), depths=(0.4,)), adapter.tokenizer).samples
+    asked = []
+    for sample, sentence in (distracted(sample, seed=1) for sample in samples):
+        asked.append(Evidence(encode(sample, adapter.tokenizer, chat_template=True, max_tokens=None), sentence))
+    measured = head_scores(adapter, asked)
+    scores = measured.scores
+    assert measured.right >= 1
     assert scores.shape == (30, 9)
     assert float(scores.max()) > 0.5
     assert float(scores.median()) < 0.05

@@ -14,20 +14,10 @@ from perturbkv import aliases, ragged
 from perturbkv.errors import ConfigError
 from perturbkv.selfcheck import equality, kernel, placement
 from perturbkv.selfcheck.checks import Check, tried
+from tests.support.varlen import varlen
 
 CPU = torch.device("cpu")
 SIZES = equality.Sizes(48, 3)
-
-
-def varlen(query, key, value, query_starts, key_starts, longest_query, longest, scale):  # type: ignore[no-untyped-def]
-    """What torch's variable-length kernel is documented to do, segment by segment, with weights in its own dtype."""
-    output, totals = torch.empty_like(query), torch.empty(query.shape[1], len(query))
-    bounds = zip(query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], strict=True)
-    for first, last, start, end in bounds:
-        logits = torch.einsum("qhd,kd->hqk", query[first:last].float(), key[start:end, 0].float()) * scale
-        output[first:last] = torch.einsum("hqk,kd->qhd", logits.softmax(dim=-1).to(value.dtype), value[start:end, 0])
-        totals[:, first:last] = logits.logsumexp(dim=-1)
-    return output, totals
 
 
 @pytest.fixture
