@@ -158,9 +158,49 @@ def ablation(found: dict[str, Any]) -> None:
             table(f"ablation, {setting['setting']}: {part}", heads, rows)
 
 
+def heads(found: dict[str, Any]) -> None:
+    """Every treatment against its baseline, isolated and propagated."""
+    rows, before = [], ""
+    for one in found["comparisons"]:
+        setting = one["baseline"].partition(" ")[2]
+        cells = [setting if setting != before else "", one["treatment"].split()[0].partition(":")[2],
+                 number(one["held_over_full_treatment"])]  # fmt: skip
+        for kind in (one["isolated"], one["propagated"]):
+            counts = " / ".join(str(kind[name]) for name in ("improved", "tied", "worsened"))
+            cells += [counts, percent(kind["better_share"], kind["better_share_interval"]),
+                      number(kind["sum_ratio"], kind["sum_ratio_interval"]),
+                      number(kind["median_ratio"], kind["median_ratio_interval"])]  # fmt: skip
+        rows.append(cells)
+        before = setting
+    sides = [f"{side}: {what}" for side in ("isolated", "propagated") for what in ("+ / = / −", "share", "Σ", "median")]
+    table("heads", ["setting", "treatment", "held / full", *sides], rows)
+
+
+def horizon(found: dict[str, Any]) -> None:
+    """First and last third of the steps, and how many heads grow or shrink beyond chance."""
+    rows = []
+    for config in found["configs"]:
+        for curve in config["curves"]:
+            decided = curve["sign_flips"]
+            rows.append([config["label"].split()[0].partition(":")[2], curve["kind"], number(curve["first"], digits=3),
+                         number(curve["last"], digits=3), number(curve["growth"], curve["growth_interval"]),
+                         f"{decided['above']} / {decided['below']}"])  # fmt: skip
+    table(
+        f"horizon, {found['samples_with_growth']} samples",
+        ["", "", "first third", "last third", "growth", "+ / −"],
+        rows,
+    )
+
+
+TABLES = {
+    "heads": heads,
+    "bound-tightness": bound_tightness,
+    "assumption": assumption,
+    "layers": layers,
+    "ablation": ablation,
+    "horizon": horizon,
+}
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         for analysis, numbers in json.loads(Path(name).read_text())["analyses"].items():
-            {"bound-tightness": bound_tightness, "assumption": assumption, "layers": layers, "ablation": ablation}[
-                analysis
-            ](numbers)
+            TABLES[analysis](numbers)

@@ -73,7 +73,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path, longbench: Pat
     trace, more = folder / "trace.h5", ["--format", "png"]
     perturbkv("assumption", trace, *more)
     perturbkv("layers", trace, "--per-sample", "--budgets", *more)
+    perturbkv("heads", trace, *more)
     perturbkv("ablation", *news, "--max-tokens", 200, "-o", folder / "ablation")
+    perturbkv("horizon", *news, "--max-tokens", 200, "--steps", 3, "-o", folder / "horizon")
     return folder
 
 
@@ -90,8 +92,17 @@ def test_cost_shows_the_rows_and_where_the_sweeps_spend_their_seconds() -> None:
 
 
 def test_tables_shows_every_analysis(folder: Path) -> None:
-    said = script("tables", folder / "summary.json", folder / "ablation" / "summary.json")
-    for title in ("bound-tightness, two-stage", "rank agreement", "assumption", "layers", "budgets", "ablation, "):
+    said = script("tables", *(folder / part / "summary.json" for part in (".", "ablation", "horizon")))
+    analyses = (
+        "heads",
+        "bound-tightness, two-stage",
+        "rank agreement",
+        "assumption",
+        "layers",
+        "budgets",
+        "ablation, ",
+    )
+    for title in (*analyses, "horizon, "):
         assert f"\n{title}" in said
 
 
