@@ -98,7 +98,7 @@ def single(trace: Trace, config: int) -> Iterator[Statistic]:
         yield mean(f"mean of {name}", POSITIVE, each)
         yield Statistic(f"median of {name}", POSITIVE, None, each)
     third = trace.run.steps // LEAST_STEPS
-    if third and "steps_measured" not in trace.arrays:
+    if third and trace.measured[trace.ok].all():
         moved = values(trace, "perturbation_propagated", "coverage")[:, config].sum(axis=(2, 3))
         relative = moved / values(trace, "output_norm", "coverage").sum(axis=(2, 3))
         yield over("growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1))
