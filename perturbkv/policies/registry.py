@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.budget import Budget
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.eviction import SELECTIONS, EvictionConfig, from_preset
+from perturbkv.eviction import IN_CACHE, SELECTIONS, EvictionConfig, from_preset
 
 if TYPE_CHECKING:
     from perturbkv.policies.base import Policy
@@ -103,6 +103,9 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
+    if config.positions == IN_CACHE:
+        msg = "--compress-every leaves entries at their own positions; it does not go with --positions in-cache"
+        raise ConfigError(msg)
     able = ", ".join(one.name for one in known() if not one.carries_history)
     if info(config.policy).carries_history:
         msg = f"policy '{config.policy}' counts queries that decoding forgets; --compress-every works with {able}"
