@@ -110,12 +110,6 @@ class EvictionConfig:
         for field, known in _CHOICES.items():
             if getattr(self, field) not in known:
                 raise UnknownNameError(getattr(self, field), field.replace("_", "-"), known)
-        if self.positions == IN_CACHE and self.policy != "streaming-llm":
-            msg = (
-                f"policy '{self.policy}' leaves every entry at its own position; --positions in-cache works with "
-                "streaming-llm alone: leave it out, or ask for streaming-llm apart"
-            )
-            raise ConfigError(msg)
         self._check_ranges()
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")

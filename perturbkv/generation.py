@@ -58,7 +58,7 @@ def read_evicting(
     `with_full` puts a row that keeps everything first, for which all layers stay. A prompt of at most `above` entries
     is kept whole, for compressions that come later.
 
-    Raises ModelError where a configuration moves keys and the model's rotations do not compose.
+    Raises what `positions.check` raises.
     """
     positions.check(configs, adapter.config, adapter.name)
     layers: list[CompactLayer] = []

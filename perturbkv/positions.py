@@ -18,6 +18,7 @@ from perturbkv.entries import KeptEntries
 from perturbkv.errors import ModelError
 from perturbkv.eviction import IN_CACHE, EvictionConfig
 from perturbkv.keeping import Kept
+from perturbkv.policies import registry
 from perturbkv.theory import WORK
 
 COMPOSING = ("default", "linear", "llama3", "yarn")
@@ -25,9 +26,15 @@ COMPOSING = ("default", "linear", "llama3", "yarn")
 
 
 def check(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError where a configuration moves keys and the model's rotations do not compose."""
+    """Raise ModelError where a configuration moves keys and the model's rotations do not compose.
+
+    ConfigError where its policy does not take positions in the cache.
+    """
+    moving = [config for config in configs if config.positions == IN_CACHE]
+    for config in moving:
+        registry.check_positions(config)
     kind = model_config.rope_parameters["rope_type"]
-    if kind not in COMPOSING and any(config.positions == IN_CACHE for config in configs):
+    if moving and kind not in COMPOSING:
         msg = (
             f"--positions in-cache expects rotary frequencies of the type {', '.join(COMPOSING)}, got '{kind}' of "
             f"model '{name}', which change with the length of the text; use --positions kept"

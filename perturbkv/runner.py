@@ -74,7 +74,7 @@ def trace_sample(
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
     for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,
-    ModelError where one moves keys and the model's rotations do not compose.
+    what `positions.check` raises.
     """
     positions.check(run.configs, adapter.config, adapter.name)
     sample = prompt.sample_id

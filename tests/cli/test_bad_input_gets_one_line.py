@@ -43,6 +43,12 @@ def refused(ran: Any, *words: str) -> None:
         (["--cache", "padded"], ["unknown cache 'padded'", "ragged"]),
         (["--scenario", "context"], ["unknown scenario 'context'; known: context-only"]),
         (["--scenario", "context-only"], ["no question of its own", "--scenario regular"]),
+        (["--positions", "inside"], ["unknown positions 'inside'; known: ", "in-cache", "kept"]),
+        (["--positions", "in-cache"], ["'snapkv' leaves every entry at its own position", "streaming-llm alone"]),
+        (
+            ["--compare", "snapkv:value,streaming-llm", "--positions", "in-cache"],
+            ["'snapkv'", "--positions in-cache works with streaming-llm alone", "a grid of its own in a --config file"],
+        ),
         (["--floor", "2"], ["floor must lie in [0, 1], got 2"]),
         (["--recent", "-1"], ["recent must lie in [0, 1]"]),
         (["--pyramid-beta", "0"], ["pyramid-beta must be at least 1"]),
@@ -138,6 +144,18 @@ def test_traces(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.h5").run.max_tokens == 99
 
 
+def test_positions_that_a_models_rotations_cannot_take(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    asked = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = model_folder(tmp_path / "changing", rope_parameters=asked)
+    inside = ["--policy", "streaming-llm", "--selection", "position", "--positions", "in-cache"]
+    for more in ([], ["--dry-run"]):
+        ran = perturbkv("trace", *instead(tiny, "--model", model, *inside, "-o", "out"), *more)
+        refused(
+            ran, "expects rotary frequencies of the type default, linear, llama3, yarn", "got 'dynamic'", "changing"
+        )
+        assert not Path("out").exists()
+
+
 def test_nothing_is_left_behind(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     perturbkv("heads", *tiny, "--alpha", 7, "-o", "out")
     perturbkv("heads", *instead(tiny, "--dataset", "missing.jsonl"))
@@ -177,6 +195,22 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
         (["generate", "--compress-every", "24"], ["--compress-every 24 needs a budget in tokens below it"]),
         (["generate", "--compress-every", "90", "--budget", "0.5"], ["needs a budget in tokens", "0.5"]),
         (["generate", "--compress-every", "90", "--policy", "h2o"], ["'h2o'", "works with snapkv"]),
+        (
+            [
+                "generate",
+                "--compress-every",
+                "90",
+                "--policy",
+                "streaming-llm",
+                "--selection",
+                "position",
+                "--budget",
+                "24",
+                "--positions",
+                "in-cache",
+            ],
+            ["--compress-every leaves entries at their own positions", "--positions in-cache"],
+        ),
         (["needle"], ["leave --dataset out"]),
         (["needle", "--dataset", "needle", "--samples", "3"], ["3 lengths × 6 depths need 18 samples"]),
         (["needle", "--dataset", "needle", "--samples", "18", "--max-new-tokens", "0"], ["--max-new-tokens"]),
