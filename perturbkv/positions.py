@@ -54,15 +54,15 @@ def in_cache(kept: Kept, configs: Sequence[EvictionConfig], frequencies: Float[T
     """
     pieces = torch.split(kept.position, [sum(kept.entries[place].lengths) for place in kept.order])
     moved = {
-        place: _moved(kept.entries[place], position, frequencies)
+        place: move(kept.entries[place], position, frequencies)
         for place, position in zip(kept.order, pieces, strict=True)
         if configs[place].positions == IN_CACHE
     }
     return replace(kept, entries=kept.entries | moved)
 
 
-def _moved(entries: KeptEntries, position: Int[Tensor, " kept"], frequencies: Tensor) -> KeptEntries:
-    """Copies of the entries of kept sets of one length, as StreamingLLM's are."""
+def move(entries: KeptEntries, position: Int[Tensor, " kept"], frequencies: Float[Tensor, " frequency"]) -> KeptEntries:
+    """Copies of the entries of kept sets of one length, as StreamingLLM's are, from `position` to 0, 1, … in each."""
     stands = torch.arange(entries.lengths[0], device=position.device).repeat(len(entries.lengths))
     angle = _angles(stands, frequencies) - _angles(position, frequencies)
     index = torch.arange(len(position), device=position.device)

@@ -120,9 +120,6 @@ def check_positions(config: EvictionConfig) -> None:
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
-    if config.positions == IN_CACHE:
-        msg = "--compress-every leaves entries at their own positions; it does not go with --positions in-cache"
-        raise ConfigError(msg)
     able = ", ".join(one.name for one in known() if not one.carries_history)
     if info(config.policy).carries_history:
         msg = f"policy '{config.policy}' counts queries that decoding forgets; --compress-every works with {able}"

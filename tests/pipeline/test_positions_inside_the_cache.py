@@ -26,7 +26,8 @@ from perturbkv.models import Adapter
 from perturbkv.policies import registry
 from perturbkv.runner import trace_sample
 from perturbkv.trace import VARIABLES
-from tests.oracle.decoder import Decoder
+from tests.oracle import theory
+from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_capture_leaves_no_trace import hook_count
 from tests.pipeline.test_the_compact_cache_really_evicts import fake_varlen
 from tests.support.models import HEADS, exact_adapter, tiny_adapter, tiny_model, token_ids
@@ -273,7 +274,53 @@ def test_a_label_names_the_positions_and_a_run_that_is_older_has_the_prompts() -
         replace(KEPT, positions="inside")
 
 
-def test_a_cache_that_grows_is_not_compressed_again_inside() -> None:
-    registry.check_compressible(KEPT)
-    with pytest.raises(ConfigError, match="--compress-every .* --positions in-cache"):
-        registry.check_compressible(INSIDE)
+@pytest.mark.parametrize("prompt", [14, LENGTH])
+@pytest.mark.parametrize("granularity", ["query", "kv"])
+def test_a_cache_that_is_compressed_again_counts_from_0_again(granularity: str, prompt: int) -> None:
+    """A short prompt is compressed as its text grows, a long one while it is read; beside rows that keep positions."""
+    adapter, most, limit = exact_adapter("llama", 4, 2, seed=1), 40, 20
+    chosen = replace(INSIDE, granularity=granularity)
+    given = EncodedPrompt("s", token_ids(prompt, seed=4), 0)
+    found = answer(adapter, given, (KEPT, chosen, SNAPKV), most, compress_every=limit)
+    decoder, held, expected, moved = Decoder(adapter.model), list(range(prompt)), [], []
+    for token in given.token_ids:
+        last = decoder.step(token)
+    if prompt > limit:
+        held = held[:SINKS] + held[SINKS - 12 :]
+    while len(expected) < most:
+        expected.append(int(np.argmax(last.logits)))
+        if len(held) > limit:
+            stays = held[:SINKS] + held[SINKS - 12 :]
+            moved.append((len(expected), naive_perturbations(decoder, last, held, stays)))
+            held = stays
+        masks = [np.tile([place in held for place in range(decoder.position)], (decoder.heads, 1))] * decoder.layers
+        held.append(decoder.position)
+        last = decoder.step(expected[-1], masks, in_cache=True)
+    assert len(found.evicted[1]) > 30
+    assert found.evicted[1] == expected[: len(found.evicted[1])]
+    compressions = [one for one in found.compressions if one.config == 1]
+    assert len(compressions) >= 2
+    for one, (generated, perturbations) in zip(compressions, moved, strict=False):
+        assert (one.generated, one.before, one.after) == (generated, limit + 1, 12)
+        np.testing.assert_allclose(one.perturbation.numpy(), perturbations, rtol=1e-5)
+    alone = answer(adapter, given, (KEPT,), most, compress_every=limit)
+    assert found.evicted[0] == alone.evicted[0] != found.evicted[1]
+
+
+def naive_perturbations(decoder: Decoder, last: Step, held: list[int], stays: list[int]) -> list[list[float]]:
+    """(layer, head) isolated perturbation on the last query, keys where they stand before anything moves."""
+    layers: list[list[float]] = []
+    for layer in range(decoder.layers):
+        w_o = decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        layers.append([])
+        for head in range(decoder.heads):
+            kv_head = head * decoder.kv_heads // decoder.heads
+            keys = [
+                decoder._rotate(decoder.unrotated[layer][kv_head][place][None], stands)[0]
+                for stands, place in enumerate(held)
+            ]
+            weights = theory.softmax([float(last.query[layer][head] @ key) / decoder.d_head**0.5 for key in keys])
+            values = [decoder.values[layer][kv_head][place] for place in held]
+            columns = theory.head_slice(w_o, head, decoder.d_head)
+            layers[-1].append(theory.perturbation(weights, [place in stays for place in held], values, columns))
+    return layers
