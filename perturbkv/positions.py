@@ -33,8 +33,7 @@ def check(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> No
     moving = [config for config in configs if config.positions == IN_CACHE]
     for config in moving:
         registry.check_positions(config)
-    kind = model_config.rope_parameters["rope_type"]
-    if moving and kind not in COMPOSING:
+    if moving and (kind := model_config.rope_parameters["rope_type"]) not in COMPOSING:
         msg = (
             f"--positions in-cache expects rotary frequencies of the type {', '.join(COMPOSING)}, got '{kind}' of "
             f"model '{name}', which change with the length of the text; use --positions kept"
