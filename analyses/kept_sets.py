@@ -1,6 +1,7 @@
 """Where two configurations keep the same entries.
 
-What follows from equal kept sets is equal, whatever rounding says (METHOD: the protocol, 4).
+What follows from equal kept sets is equal, whatever rounding says (METHOD: the protocol, 4). What is propagated follows
+from them only where both configurations have the entries at the same positions.
 """
 
 from __future__ import annotations
@@ -20,19 +21,26 @@ def isolated(trace: Trace, first: int, second: int) -> Same:
 
 def propagated(trace: Trace, first: int, second: int) -> Same:
     """(sample, layer, head) True where also all sets of earlier layers are equal: so is what reaches the head."""
-    same = trace.same_kept(first, second)
+    same = _alike(trace, first, second)
     before = np.ones((len(same), 1), dtype=bool)
     return np.asarray(same & np.concatenate([before, _layers(same)[:, :-1]], axis=1)[:, :, None])
 
 
 def layers(trace: Trace, first: int, second: int) -> Same:
     """(sample, layer) True where all sets up to the layer are equal: so is the residual stream after it."""
-    return _layers(trace.same_kept(first, second))
+    return _layers(_alike(trace, first, second))
 
 
 def whole(trace: Trace, first: int, second: int) -> Same:
     """(sample,) True where all sets are equal: so are the final norm, the logits and every later token."""
     return np.asarray(layers(trace, first, second)[:, -1])
+
+
+def _alike(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
+    same, (one, other) = trace.same_kept(first, second), (trace.run.configs[place] for place in (first, second))
+    moved = trace.arrays["evicted"][trace.ok][:, first] != 0  # what keeps everything has the prompt's positions
+    return same if one.positions == other.positions else np.asarray(same & ~moved[:, None, None])
 
 
 def _layers(same: Same) -> Same:

@@ -53,8 +53,9 @@ def _matches(config: EvictionConfig, side: str) -> bool:
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig) -> bool:
-    """Different systems may pool and look back differently: that is part of what they are."""
-    free = ["policy", "selection"] if first.policy == second.policy else ["policy", "selection", "pool", "window"]
+    """Different systems may pool, look back and place keys differently: that is part of what they are."""
+    own = [] if first.policy == second.policy else ["pool", "window", "positions"]
+    free = ["policy", "selection", *own]
     return dataclasses.replace(first, **{name: getattr(second, name) for name in free}) == second
 
 

@@ -61,6 +61,7 @@ NEEDS: Mapping[str, Need] = {
     "data_dir": Need(_from_folder, "a LongBench name as --dataset"),
     "seed": Need(_random, "--dataset needle, a random: model, or a random selection or policy"),
     "sinks": _policy("streaming-llm"),
+    "positions": _policy("streaming-llm"),
     "pyramid_beta": _policy("pyramidkv"),
     "pyramid_line": _policy("pyramidkv"),
     "floor": _policy("adakv"),

@@ -15,7 +15,7 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import load, provenance, run_folder
-from perturbkv.config import EvictionConfig
+from perturbkv.config import EvictionConfig, RunConfig
 from perturbkv.errors import ConfigError
 from perturbkv.files import clear_leftovers, write_whole
 
@@ -99,13 +99,22 @@ def _open(path: Path, header: dict[str, Any], about: dict[str, str], overwrite: 
     """
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() and not overwrite else []
     found = [document for document in map(_parsed, lines) if document is not None]
-    if found and any(found[0].get(name) != value for name, value in header.items()):
+    if found and _asked(found[0]) != header:
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
     if len(found) > 1:
         console.note(f"{counted(len(found) - 1, 'sample')} of {header['run']['samples']} there already; going on")
     _write_whole(path, found or [{**header, "made_with": about}])
     return found[1:]
+
+
+def _asked(document: dict[str, Any]) -> dict[str, Any]:
+    """A file's first line as this version says it: choices that an older one did not know have their defaults."""
+    try:
+        run = RunConfig.from_json(json.dumps(document.get("run", {})))
+    except ConfigError:
+        return {}
+    return {"run": json.loads(run.to_json()), "compress_every": document.get("compress_every")}
 
 
 def _write_whole(path: Path, documents: list[dict[str, Any]]) -> None:

@@ -109,6 +109,11 @@ class RunOptions:
     group_score: Annotated[str | None, _evict(help="kv: mean or max over the group.")] = None
     group_product: Annotated[str | None, _evict(help="kv: product-of-means or mean-of-products.")] = None
     sinks: Annotated[int | None, _evict(help="streaming-llm: first entries that stay.")] = None
+    positions: Annotated[
+        list[str] | None,
+        _evict(help="streaming-llm: kept keys at their positions of the prompt (kept) or at 0 … b − 1 (in-cache); "
+               "repeatable. Default: kept.", show_default=False),
+    ] = None  # fmt: skip
     pyramid_beta: Annotated[float | None, _evict(help="pyramidkv: the last layer keeps (b − w) / beta.")] = None
     pyramid_line: Annotated[
         str | None, _evict(help="pyramidkv: prefix (b − w lies on the line) or total (b, equal below the window).")
@@ -211,7 +216,13 @@ class RunOptions:
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in ORDER}
         budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
         several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
-        return {**asked, **several, "alpha": self.alpha or None, "granularity": self.granularity or None}
+        return {
+            **asked,
+            **several,
+            "alpha": self.alpha or None,
+            "granularity": self.granularity or None,
+            "positions": self.positions or None,
+        }
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Every preset × budget × alpha × granularity × policy × selection, what policy and cache cannot do refused.

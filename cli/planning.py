@@ -121,7 +121,7 @@ def plan(
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
     `generate`: tokens generated from every cache and scored; None: as many as the dataset says.
     """
-    from perturbkv import head_scores, norms
+    from perturbkv import head_scores, norms, positions
     from perturbkv.datasets import registry as datasets
     from perturbkv.loading import open_model, pick_device, pick_dtype
     from perturbkv.policies import registry as policies
@@ -131,6 +131,7 @@ def plan(
     dtype = pick_dtype(options.dtype, device)
     norms.check_kernel(resources.norm_kernel, device)
     files = open_model(options.model, options.seed)
+    positions.check(configs, files.config, files.name)
     needed = [config.policy for config in configs if policies.info(config.policy).needs_scores]
     scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, policies.works())
     encoded = encode_prompts(options, files.tokenizer)

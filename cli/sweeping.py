@@ -96,6 +96,10 @@ def _made(combination: dict[str, Any], entries: Entries, cache: str) -> Eviction
     except BudgetError as error:  # each value alone is right: budget and window do not go together
         raise _blamed(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
+        registry.check_positions(config)
+    except ConfigError as error:
+        raise _blamed(("positions",), combination, entries, error, "") from None
+    try:
         registry.check(config, cache)
     except ConfigError as error:
         fits = config.selection in registry.info(config.policy).selections

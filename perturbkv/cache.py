@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -191,10 +191,22 @@ def _without(tail: Tensor, dead: int, length: int) -> Tensor:
 
 
 class CompactCache(Cache):  # type: ignore[misc]
-    """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`."""
+    """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`.
 
-    def __init__(self, layers: Sequence[CompactLayer]) -> None:
+    `behind` says by how much each row's next position lies before the prompt's end; nothing: by 0 in every row.
+    """
+
+    def __init__(self, layers: Sequence[CompactLayer], behind: Sequence[int] = ()) -> None:
         super().__init__(layers=list(layers))
+        self.behind = list(behind)
+
+    def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
+        """Where the next tokens stand in each row; None where they go on from the prompt's end in all of them."""
+        if not any(self.behind):
+            return None
+        seen: int = self.get_seq_length()
+        first = seen - on_device(self.behind, device)
+        return first.unsqueeze(-1) + torch.arange(tokens, device=device)
 
     @property
     def nbytes(self) -> int:

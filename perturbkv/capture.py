@@ -81,18 +81,33 @@ def intercept_attention(
 
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
-    """Let the model decode from `cache` inside the block: pass it as `past_key_values`, one row per configuration."""
+    """Let the model decode from `cache` inside the block: pass it as `past_key_values`, one row per configuration.
+
+    New tokens stand where the cache says, whatever `position_ids` say of rows that assign positions themselves.
+    """
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
         layer = cache.layers[adapter.layer_of(module)]
         return layer.attend(args[0], kwargs["scaling"]), None
 
     cache.attach(True)
+    rotary = adapter.rotary.register_forward_pre_hook(_positions_of(cache), with_kwargs=True)
     try:
         with intercept_attention(adapter, attend):
             yield
     finally:
+        rotary.remove()
         cache.attach(False)
+
+
+def _positions_of(cache: CompactCache) -> Callable[..., Any]:
+    """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's."""
+
+    def place(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        positions = cache.positions(args[0].shape[1], args[0].device)
+        return None if positions is None else ((args[0], positions), {})
+
+    return place
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Long generation: compress a row of a compact cache again whenever it holds more than a limit (paper, appendix K).
 
 What decoding sees is all that is left to decide with: the last queries of the row, and the entries it still holds. The
-perturbation that each compression causes is measured as it happens, on the query that came last.
+perturbation that each compression causes is measured as it happens, on the query that came last. Where positions are
+those in the cache, what stays then moves up, and the row's next token stands behind it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from perturbkv import theory
+from perturbkv import positions, theory
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.config import EvictionConfig
 from perturbkv.entries import KeptEntries
+from perturbkv.eviction import IN_CACHE
 from perturbkv.models import Adapter
 from perturbkv.norms import projected_value_norms
 from perturbkv.policies import registry
@@ -92,7 +94,10 @@ class Compressor:
                 continue
             measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
             stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
-            self.done.append(Compression(place, generated, before, mean_entries(self.cache, row), *stacked))
+            after = mean_entries(self.cache, row)
+            if config.positions == IN_CACHE:
+                self.cache.behind[row] += round(before - after)  # its kept sets are equally long
+            self.done.append(Compression(place, generated, before, after, *stacked))
 
     def _compress_layer(
         self, layer: int, row: int, config: EvictionConfig, generated: int
@@ -104,7 +109,11 @@ class Compressor:
             sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
         view = _RowView(self.adapter, sets, self.queries[layer][row], layer, f"{self.sample}/{generated}")
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
-        held.replace({row: view.take(kept)})
+        places = view.places(kept)
+        stays = view.take(places)
+        if config.positions == IN_CACHE:
+            stays = positions.move(stays, torch.cat(places), self.adapter.rotary.inv_freq)
+        held.replace({row: stays})
         return view.perturbation(kept)
 
 
@@ -143,13 +152,16 @@ class _RowView:
             valid=places >= (self.longest - lengths).unsqueeze(-1),
         )
 
-    def take(self, kept: Bool[Tensor, "kept_head key"]) -> KeptEntries:
-        """The entries that stay, copied."""
-        chosen = [
+    def places(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
+        """Which of its entries each kept set keeps, counted from its first one."""
+        return [
             row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
         ]
+
+    def take(self, places: Sequence[Tensor]) -> KeptEntries:
+        """The entries at these places, copied."""
         keys, values = (
-            [piece[rows] for piece, rows in zip(pieces, chosen, strict=True)] for pieces in (self.keys, self.values)
+            [piece[rows] for piece, rows in zip(pieces, places, strict=True)] for pieces in (self.keys, self.values)
         )
         return KeptEntries.of(keys, values)
 

@@ -66,9 +66,10 @@ class Pile:
 
 
 def pile(rows: Sequence[KeptEntries]) -> Pile:
-    """One pile of all rows; those that share what their entries lie in are not copied."""
-    if all(row.keys is rows[0].keys for row in rows):
+    """One pile of all rows; what several share is there once, and what all share is not copied."""
+    apart = {id(row.keys): row for row in rows}
+    if len(apart) == 1:
         return Pile(rows[0].keys, rows[0].values, torch.cat([row.index for row in rows]))
-    keys, values = torch.cat([row.keys for row in rows]), torch.cat([row.values for row in rows])
-    starts = accumulate([len(row.keys) for row in rows], initial=0)
-    return Pile(keys, values, torch.cat([row.index + start for row, start in zip(rows, starts, strict=False)]))
+    keys, values = torch.cat([row.keys for row in apart.values()]), torch.cat([row.values for row in apart.values()])
+    starts = dict(zip(apart, accumulate([len(row.keys) for row in apart.values()], initial=0), strict=False))
+    return Pile(keys, values, torch.cat([row.index + starts[id(row.keys)] for row in rows]))

@@ -20,6 +20,7 @@ SELECTIONS = {
     "hindsight-attention": "Top-k of the realised A of the decoding query: without ν, the query known (control)",
     "position": "by position, as the policy says (streaming-llm only)",
 }
+IN_CACHE = "in-cache"
 _CHOICES = {
     "selection": tuple(SELECTIONS),
     "split": ("prefix", "total"),
@@ -30,6 +31,7 @@ _CHOICES = {
     "group_product": ("product-of-means", "mean-of-products"),
     "pyramid_line": ("prefix", "total"),
     "safeguard": ("mixture", "guaranteed"),
+    "positions": ("kept", IN_CACHE),
 }
 _SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
 """How a configuration's label names its less usual choices."""
@@ -73,6 +75,9 @@ class EvictionConfig:
         history: scissorhands: last queries whose votes count (Scissorhands, section 5: 400).
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
+        positions: where decoding sees the kept keys. `kept`: at their own positions of the prompt, the next token at n.
+            `in-cache`: at 0 … b − 1, the next token at b (streaming-llm only; StreamingLLM, section 3.2). It changes
+            what is propagated; isolated quantities and bounds are those of the kept set at the prompt's positions.
     """
 
     budget: Budget
@@ -99,6 +104,7 @@ class EvictionConfig:
     history: int = 400
     protect_first: int | float = 0
     protect_recent: int | float = 0
+    positions: str = "kept"
 
     def __post_init__(self) -> None:
         for field, known in _CHOICES.items():

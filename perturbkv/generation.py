@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from perturbkv import positions
 from perturbkv.cache import CompactCache, CompactLayer
 from perturbkv.capture import Observer, capture, decode_from
 from perturbkv.compression import Compression, Compressor
@@ -56,7 +57,10 @@ def read_evicting(
 
     `with_full` puts a row that keeps everything first, for which all layers stay. A prompt of at most `above` entries
     is kept whole, for compressions that come later.
+
+    Raises what `positions.check` raises.
     """
+    positions.check(configs, adapter.config, adapter.name)
     layers: list[CompactLayer] = []
     queries: list[Tensor] = []
     window = max((config.window for config in configs), default=1)
@@ -70,13 +74,15 @@ def read_evicting(
             chosen = families(configs, found.scores(layer), found.tokens)
             (counts,) = lengths([chosen], len(configs), seen.key.device)
             kept = keep(chosen, range(len(configs)), counts, seen.key, value)
+            kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
             rows = [kept.entries[place] for place in range(len(configs))]
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
         queries.append(seen.query[:, -window:].clone())
 
     read = prefill(adapter, context, configs, resources, sample, head_scores, take)
     read.finite.raise_if_not(sample)
-    return Evicted(CompactCache(layers), read.logits, queries)
+    behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
+    return Evicted(CompactCache(layers, [*([0] if with_full else []), *behind]), read.logits, queries)
 
 
 @torch.inference_mode()

@@ -66,6 +66,11 @@ class Adapter:
         return cast("nn.Module", self.model.model.norm)
 
     @property
+    def rotary(self) -> Any:
+        """The module that gives cosines and sines for positions; `inv_freq` holds the frequencies."""
+        return self.model.model.rotary_emb
+
+    @property
     def heads(self) -> int:
         """H, query heads."""
         return int(self.config.num_attention_heads)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from perturbkv import measure
+from perturbkv import measure, positions
 from perturbkv.assembly import (
     BatchResult,
     answer_arrays,
@@ -73,8 +73,10 @@ def trace_sample(
     the lengths of the evicted caches are needed, when the numbers are, and for the end of a text of several steps.
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
-    for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`.
+    for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,
+    what `positions.check` raises.
     """
+    positions.check(run.configs, adapter.config, adapter.name)
     sample = prompt.sample_id
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
@@ -128,7 +130,7 @@ class _Decoding:
         """One batch: evict, decode, compare."""
         with phase("evict"):
             found = [self._evict(layer, places) for layer in range(len(self.layers))]
-            cache = CompactCache([layer for layer, _ in found])
+            cache = CompactCache([layer for layer, _ in found], self._behind(places))
         with phase("decode"):
             evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
         with phase("measure"):
@@ -142,10 +144,16 @@ class _Decoding:
         held, n = self.before.cache.layers[layer], self.before.statistics.tokens
         keys, values = held.keys[0], held.values[0]
         kept = keep(self.layers[layer].families, set(places), self.kept[layer], keys, values)
+        kept = positions.in_cache(kept, self.run.configs, self.adapter.rotary.inv_freq)
         everything = borrow(keys[:, :n], values[:, :n])
         rows = [everything, *(kept.entries[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))
         return CompactLayer(rows, self.adapter.heads, n, self.run.cache), kept
+
+    def _behind(self, places: tuple[int, ...]) -> list[int]:
+        """Of each row, those that keep everything with it, how far its next position lies before n."""
+        own = positions.behind([self.run.configs[place] for place in places], self.before.statistics.tokens)
+        return [0, *own, *[0] * (self.rows - 1 - len(own))]
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
         """The step's quantities, without the rows that fill the batch up."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.budget import Budget
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.eviction import SELECTIONS, EvictionConfig, from_preset
+from perturbkv.eviction import IN_CACHE, SELECTIONS, EvictionConfig, from_preset
 
 if TYPE_CHECKING:
     from perturbkv.policies.base import Policy
@@ -31,6 +31,7 @@ class PolicyInfo:
         defaults: choices that the system makes otherwise than the presets.
         needs_scores: whether head scores have to be given.
         carries_history: whether its score counts queries from before the last compression, which decoding forgets.
+        in_cache: whether its kept keys may stand at 0 … b − 1, for which all kept sets have to be equally long.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PolicyInfo:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs_scores: bool = False
     carries_history: bool = False
+    in_cache: bool = False
 
     @property
     def caches(self) -> tuple[str, ...]:
@@ -92,13 +94,28 @@ def _listed(selections: tuple[str, ...]) -> str:
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
-    """Raise ConfigError where the policy does not take the configuration's selection, or the cache not its budgets."""
+    """Raise ConfigError where the policy does not take the configuration's selection or positions.
+
+    And where the cache does not take its budgets.
+    """
     policy = info(config.policy)
+    check_positions(config)
     if config.selection not in policy.selections:
         raise ConfigError(_refusal(f"policy '{policy.name}' does not combine with selection '{config.selection}'"))
     if cache not in policy.caches:
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
+
+
+def check_positions(config: EvictionConfig) -> None:
+    """Raise ConfigError where the policy leaves entries at their own positions and the configuration does not."""
+    if config.positions == IN_CACHE and not info(config.policy).in_cache:
+        able = ", ".join(one.name for one in known() if one.in_cache)
+        msg = (
+            f"policy '{config.policy}' leaves every entry at its own position; --positions in-cache works with {able} "
+            f"alone: leave it out, or give {able} a grid of its own in a --config file"
+        )
+        raise ConfigError(msg)
 
 
 def check_compressible(config: EvictionConfig) -> None:
@@ -202,6 +219,7 @@ for _info in (
         "https://arxiv.org/abs/2309.17453",
         _PLACE + "streaming_llm:StreamingLLM",
         selections=("position",),
+        in_cache=True,
     ),
 ):
     register(_info)

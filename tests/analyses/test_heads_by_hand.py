@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -114,6 +115,26 @@ def test_a_propagated_tie_needs_equal_sets_in_all_earlier_layers_too() -> None:
     assert kept_sets.whole(same_kept(), 0, 1).all()
 
 
+@pytest.mark.parametrize("moved", [0, 1])
+def test_equal_sets_at_other_positions_are_no_propagated_tie(moved: int) -> None:
+    """Isolated quantities speak of the same keys; what is decoded differs, but where everything stays."""
+    kept = EvictionConfig(Budget(16), "streaming-llm", "position", 4)
+    configs = [kept, kept]
+    configs[moved] = dataclasses.replace(kept, positions="in-cache")
+    samples = hand_made(3)
+    for sample, evicted in zip(samples, (1, 0, 1), strict=True):
+        sample.arrays["kept_position"][:] = np.tile(np.arange(3), 8)
+        sample.arrays["evicted"][:] = evicted
+    made = trace(*samples, configs=tuple(configs))
+    assert kept_sets.isolated(made, 0, 1).all()
+    assert kept_sets.propagated(made, 0, 1).all(axis=(1, 2)).tolist() == [False, True, False]
+    assert not kept_sets.propagated(made, 0, 1)[::2].any()
+    assert kept_sets.layers(made, 0, 1).all(axis=1).tolist() == [False, True, False]
+    assert kept_sets.whole(made, 0, 1).tolist() == [False, True, False]
+    alike = trace(*samples, configs=(kept, dataclasses.replace(kept, sinks=2)))
+    assert kept_sets.propagated(alike, 0, 1).all()
+
+
 def test_fewer_than_five_samples_show_their_range_and_one_shows_nothing() -> None:
     kind = compare(trace(*hand_made())).isolated
     assert kind.better_share_interval == Interval(0.25, 0.25, "range")
@@ -222,6 +243,10 @@ def test_pairs_differ_in_selection_alone() -> None:
     labels = run.labels()
     assert pairs(run, "attention", "value") == [(labels[0], labels[1]), (labels[2], labels[3])]
     assert pairs(run, "streaming-llm", "snapkv:value") == [(labels[4], labels[1])]
+    inside = dataclasses.replace(stream, positions="in-cache")
+    both = dataclasses.replace(run, configs=(*run.configs, inside))
+    assert pairs(both, "snapkv:value", "streaming-llm") == [(labels[1], labels[4]), (labels[1], inside.label())]
+    assert pairs(both, "streaming-llm", "snapkv:value") == [(labels[4], labels[1]), (inside.label(), labels[1])]
     with pytest.raises(TraceError, match="got a trace of snapkv:attention, snapkv:value, streaming-llm:position"):
         pairs(run, "attention", "two-stage")
 

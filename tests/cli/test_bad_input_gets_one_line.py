@@ -43,6 +43,12 @@ def refused(ran: Any, *words: str) -> None:
         (["--cache", "padded"], ["unknown cache 'padded'", "ragged"]),
         (["--scenario", "context"], ["unknown scenario 'context'; known: context-only"]),
         (["--scenario", "context-only"], ["no question of its own", "--scenario regular"]),
+        (["--positions", "inside"], ["unknown positions 'inside'; known: ", "in-cache", "kept"]),
+        (["--positions", "in-cache"], ["'snapkv' leaves every entry at its own position", "streaming-llm alone"]),
+        (
+            ["--compare", "snapkv:value,streaming-llm", "--positions", "in-cache"],
+            ["'snapkv'", "--positions in-cache works with streaming-llm alone", "a grid of its own in a --config file"],
+        ),
         (["--floor", "2"], ["floor must lie in [0, 1], got 2"]),
         (["--recent", "-1"], ["recent must lie in [0, 1]"]),
         (["--pyramid-beta", "0"], ["pyramid-beta must be at least 1"]),
@@ -136,6 +142,18 @@ def test_traces(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     assert (tmp_path / "t.h5").read_bytes() == content
     assert perturbkv("trace", *tiny, "--max-tokens", 99, "-o", "t.h5", "--overwrite").code == 0
     assert read_trace(tmp_path / "t.h5").run.max_tokens == 99
+
+
+def test_positions_that_a_models_rotations_cannot_take(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    asked = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = model_folder(tmp_path / "changing", rope_parameters=asked)
+    inside = ["--policy", "streaming-llm", "--selection", "position", "--positions", "in-cache"]
+    for more in ([], ["--dry-run"]):
+        ran = perturbkv("trace", *instead(tiny, "--model", model, *inside, "-o", "out"), *more)
+        refused(
+            ran, "expects rotary frequencies of the type default, linear, llama3, yarn", "got 'dynamic'", "changing"
+        )
+        assert not Path("out").exists()
 
 
 def test_nothing_is_left_behind(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
     assert again.code == 0, again.err
     assert "1 sample of 2 there already; going on" in again.err
     assert path.read_text() == whole
+    for config in header["run"]["configs"]:
+        del config["positions"]
+    path.write_text("\n".join([json.dumps(header), *whole.splitlines()[1:2], ""]))  # of before there was the choice
+    older = perturbkv("generate", *options)
+    assert "1 sample of 2 there already; going on" in older.err
+    assert path.read_text().splitlines()[1:] == whole.splitlines()[1:]
+    path.write_text(whole)
     other = perturbkv("generate", *tiny, "--max-new-tokens", 7, "-o", "out")
     assert other.code == 2
     assert "is of another run; give --overwrite" in other.err

@@ -89,6 +89,7 @@ IDLE = {
     "pyramidkv's line": (["trace", "--pyramid-line", "total"], ["--pyramid-line", "--policy pyramidkv"]),
     "pyramidkv's slope": (["trace", "--pyramid-beta", "20"], ["--pyramid-beta", "--policy pyramidkv"]),
     "streaming-llm's sinks": (["trace", "--sinks", "4"], ["--sinks", "--policy streaming-llm"]),
+    "streaming-llm's positions": (["trace", "--positions", "kept"], ["--positions", "--policy streaming-llm"]),
     "headkv's share": (["trace", "--head-beta", "2"], ["--head-beta", "--policy headkv"]),
     "headkv's scores": (["trace", "--head-scores", "x.json"], ["--head-scores", "--policy headkv"]),
     "h2o's recent entries": (["trace", "--recent", "0.5"], ["--recent", "--policy h2o"]),
@@ -130,6 +131,7 @@ def test_an_option_without_effect_is_an_error(
         ["--preset", "paper-v2", "--group-score", "max"],
         ["--policy", "adakv", "--compare", "value,random", "--kernel", 3],
         ["--overwrite", "--columns", 1, "--format", "png"],
+        ["--compare", "snapkv:value,streaming-llm", "--positions", "kept"],
     ],
     ids=lambda more: " ".join(map(str, more)),
 )

@@ -138,14 +138,18 @@ def test_grids_take_the_rest_from_above_and_stand_one_after_the_other(tmp_path: 
           - selection: two-stage
             alpha: [0, 0.5]
             budget: 256
-          - {policy: streaming-llm, selection: position, sinks: 2}
+          - {policy: streaming-llm, selection: position, sinks: 2, positions: [kept, in-cache]}
           - {selection: random, seed: 2}
         """,
     )
     expected = [
         *(EvictionConfig(Budget(b), "snapkv", "random", 8, seed=seed) for b in (64, 128) for seed in (1, 2)),
         *(EvictionConfig(Budget(256), "snapkv", "two-stage", 8, alpha, seed=5) for alpha in (0.0, 0.5)),
-        *(EvictionConfig(Budget(b), "streaming-llm", "position", 8, sinks=2, seed=5) for b in (64, 128)),
+        *(
+            EvictionConfig(Budget(b), "streaming-llm", "position", 8, sinks=2, seed=5, positions=positions)
+            for b in (64, 128)
+            for positions in ("kept", "in-cache")
+        ),
     ]
     assert sweep.configs == tuple(expected)
     assert sweep.run.seed == 5
@@ -333,6 +337,11 @@ BAD = {
         "selection: value\ngrids:\n- selection: random\n- policy: streaming-llm", 1, "selection",
         ["'streaming-llm' does not combine with selection 'value'"],
     ),
+    "positions that a policy refuses": (
+        "selection: [streaming-llm, value]\npositions:\n- kept\n- in-cache", 4, "positions",
+        ["'snapkv' leaves every entry at its own position", "a grid of its own in a --config file"],
+    ),
+    "positions that are none": ("positions: [kept, inside]", 1, "positions", ["unknown positions 'inside'"]),
     "what a cache refuses": (
         "cache: rectangular\nselection: value\npolicy:\n- snapkv\n- adakv", 5, "policy", ["rectangular cache cannot"],
     ),

@@ -59,7 +59,7 @@ TORCH_SIDE = (
     ("ragged",),
     ("keeping",),
     ("cache",),
-    ("models", "sources", "wholeness", "gguf_cache", "loading", "capture", "datasets"),
+    ("positions", "models", "sources", "wholeness", "gguf_cache", "loading", "capture", "datasets"),
     ("prefill",),
     ("decoding", "compression"),
     ("generation",),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ def sweep() -> tuple[EvictionConfig, ...]:
     made += [registry.configured("kvpress", Budget(0.5), "adakv", window=9, group_product="mean-of-products")]
     made += [registry.configured("paper", Budget(70), "snapkv", window=6)]
     made += [registry.configured("paper", Budget(18), "streaming-llm", selection="position", window=6)]
+    made += [replace(made[-1], positions="in-cache"), replace(made[-1], positions="in-cache", budget=Budget(0.4))]
     return tuple(made)
 
 

@@ -38,6 +38,18 @@ def policy_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return (*made, replace(made[1], selection="attention"), replace(made[3], window=3), guaranteed)
 
 
+def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Rows at the prompt's positions and rows at those of their own cache, of several lengths, in one batch."""
+    base = EvictionConfig(Budget(14), "streaming-llm", "position", WINDOW, granularity=granularity)
+    inside = replace(base, positions="in-cache")
+    some = (inside, replace(inside, budget=Budget(9), sinks=0), replace(inside, protect_first=6), base)
+    return (
+        *some,
+        EvictionConfig(Budget(14), window=WINDOW, granularity=granularity),
+        replace(inside, budget=Budget(0.7)),
+    )
+
+
 class Reference:
     """Everything the oracle says of one sample."""
 
@@ -83,7 +95,7 @@ class Reference:
             masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
             for mask, layer_sets in zip(masks, sets, strict=True):
                 mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
-            records.append(decoder.step(token, masks))
+            records.append(decoder.step(token, masks, config.positions == "in-cache"))
         return records[len(self.ids) - self.n :]
 
 
@@ -96,14 +108,20 @@ CASES = [
     ("llama", "GQA", "query", "regular", "policies"),
     ("qwen3", "GQA", "kv", "regular", "policies"),
     ("llama", "GQA", "query", "context-only", "policies"),
+    ("llama", "MHA", "query", "regular", "positions"),
+    ("phi3", "GQA", "kv", "regular", "positions"),
+    ("qwen3", "MQA", "query", "regular", "positions"),
+    ("llama", "GQA", "query", "context-only", "positions"),
+    ("phi3", "MQA", "kv", "context-only", "positions"),
 ]
+CONFIGS = {"selections": configs, "policies": policy_configs, "positions": position_configs}
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[SampleTrace, Reference]:
     family, heads, granularity, scenario, kind = request.param
     adapter, ids = exact_adapter(family, *HEADS[heads]), token_ids(LENGTH, seed=1)
-    chosen = configs(granularity) if kind == "selections" else policy_configs(granularity)
+    chosen = CONFIGS[kind](granularity)
     run = RunConfig("m", "d", chosen, steps=STEPS, save=("outputs",), scenario=scenario, head_scores=HEAD_SCORES)
     prompt = EncodedPrompt("s", ids, 0, question_tokens=QUESTION)
     return trace_sample(adapter, prompt, run), Reference(adapter.model, ids, run)
@@ -235,3 +253,8 @@ def test_saved_outputs(case: tuple[SampleTrace, Reference]) -> None:
                                        rtol=1e-4, atol=1e-6)  # fmt: skip
             np.testing.assert_allclose(sample.arrays["hidden_full"][step, layer], full.hidden[layer], rtol=1e-4,
                                        atol=1e-6)  # fmt: skip
+    for index, config in enumerate(reference.run.configs):
+        for step, evicted in enumerate(reference.evicted(config)):
+            found = (sample.arrays[name][index, step] for name in ("head_output", "hidden"))
+            for stored, expected in zip(found, (evicted.head_output, evicted.hidden), strict=True):
+                np.testing.assert_allclose(stored, expected, rtol=1e-5, atol=1e-6)

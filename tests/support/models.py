@@ -59,14 +59,15 @@ def exact(model: Any) -> Any:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = functools.partial(_exact_norm, module)
-    d_head, theta = model.model.layers[0].self_attn.head_dim, model.config.rope_parameters["rope_theta"]
-    frequencies = theta ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    asked = model.config.rope_parameters
+    rotary = int(model.model.layers[0].self_attn.head_dim * asked.get("partial_rotary_factor", 1.0))
+    frequencies = asked["rope_theta"] ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
 
     def rotate(hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = (position_ids.double().unsqueeze(-1) * frequencies).repeat(1, 1, 2)
         return angles.cos(), angles.sin()
 
-    model.model.rotary_emb.forward = rotate
+    model.model.rotary_emb.forward, model.model.rotary_emb.inv_freq = rotate, frequencies
     return model
 
 

@@ -1,0 +1,81 @@
+"""Who may ask for positions in the cache, and what is refused by name before a model runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from perturbkv import positions
+from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.errors import ConfigError, ModelError, UnknownNameError
+from perturbkv.generation import answer
+from perturbkv.grid import grid
+from perturbkv.policies import registry
+from perturbkv.runner import trace_sample
+from tests.pipeline.test_positions_inside_the_cache import INSIDE, KEPT, PROMPT, SINKS, SNAPKV
+from tests.support.models import tiny_adapter
+
+CHANGING = {
+    "dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    "longrope": ("phi3", {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 256,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", CHANGING)
+def test_rotations_that_do_not_compose_are_refused_before_anything_runs(
+    rope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, asked = CHANGING[rope]
+    more = {"original_max_position_embeddings": 256} if rope == "longrope" else {}
+    adapter = tiny_adapter(family, rope_parameters=asked, **more)
+    trace_sample(adapter, PROMPT, RunConfig("m", "d", (KEPT,)))
+    monkeypatch.setattr(adapter.model, "forward", lambda *given, **more: pytest.fail("the model ran"))
+    for ask in (
+        lambda: trace_sample(adapter, PROMPT, RunConfig("m", "d", (KEPT, INSIDE))),
+        lambda: answer(adapter, PROMPT, (INSIDE,), 3),
+    ):
+        with pytest.raises(ModelError, match=rf"got '{rope}' of model 'tiny-{family}'.*use --positions kept$"):
+            ask()
+
+
+def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
+    config = AutoConfig.for_model("llama")
+    for kind in ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional"):
+        config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
+        positions.check((KEPT, SNAPKV), config, "m")
+        if kind in positions.COMPOSING:
+            positions.check((INSIDE,), config, "m")
+        else:
+            with pytest.raises(ModelError, match=kind):
+                positions.check((INSIDE,), config, "m")
+
+
+def test_only_streaming_llm_places_keys_inside_the_cache() -> None:
+    for name in [info.name for info in registry.known() if info.name != "streaming-llm"]:
+        chosen = EvictionConfig(Budget(12), name, window=5, positions="in-cache")
+        for ask in (
+            lambda chosen=chosen: grid(12, policy=chosen.policy, window=5, positions=["kept", "in-cache"]),
+            lambda chosen=chosen: trace_sample(tiny_adapter(), PROMPT, RunConfig("m", "d", (INSIDE, chosen))),
+            lambda chosen=chosen: answer(tiny_adapter(), PROMPT, (chosen,), 3),
+        ):
+            with pytest.raises(ConfigError, match=rf"'{name}' leaves every entry at its own position.*streaming-llm"):
+                ask()
+    asked = {"policy": "streaming-llm", "selection": "position", "sinks": SINKS, "positions": ["kept", "in-cache"]}
+    assert grid(12, window=5, **asked) == (KEPT, INSIDE)
+
+
+def test_a_label_names_the_positions_and_a_run_that_is_older_has_the_prompts() -> None:
+    assert INSIDE.label() == f"{KEPT.label()} positions=in-cache"
+    run = RunConfig("m", "d", (KEPT, INSIDE))
+    assert RunConfig.from_json(run.to_json()) == run
+    old = json.loads(run.to_json())
+    old["configs"] = [{name: value for name, value in old["configs"][0].items() if name != "positions"}]
+    assert RunConfig.from_json(json.dumps(old)).configs == (KEPT,)
+    with pytest.raises(UnknownNameError, match="unknown positions 'inside'; known: "):
+        replace(KEPT, positions="inside")
