@@ -24,8 +24,8 @@ from perturbkv.trace import VARIABLES
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_capture_leaves_no_trace import hook_count
-from tests.pipeline.test_the_compact_cache_really_evicts import fake_varlen
 from tests.support.models import HEADS, exact_adapter, tiny_adapter, tiny_model, token_ids
+from tests.support.varlen import varlen
 
 LENGTH, QUESTION, STEPS, SINKS = 40, 7, 6, 3
 PROMPT = EncodedPrompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
@@ -80,7 +80,7 @@ def test_logits_are_those_of_a_cache_whose_keys_stand_at_0_to_b(
     family: str, heads: tuple[int, int], scenario: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "packed":
-        monkeypatch.setattr(ragged, "kernel_for", lambda like: fake_varlen)
+        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
     adapter = exact_adapter(family, *heads, **(PART if family == "phi3" else {}))
     rows = (INSIDE, KEPT, replace(INSIDE, budget=Budget(21), granularity="kv"))
     for config, found in zip(rows, decoded(adapter, rows, scenario), strict=True):
