@@ -10,14 +10,15 @@ def varlen(query, key, value, query_starts, key_starts, longest_query, longest, 
 
     Of each segment only its first entries where `lengths` tells so.
     """
-    output, totals = torch.empty_like(query), torch.empty(query.shape[1], len(query))
+    work = torch.promote_types(query.dtype, torch.float32)
+    output, totals = torch.empty_like(query), torch.empty(query.shape[1], len(query), dtype=work)
     ends = key_starts[1:] if lengths is None else key_starts[:-1] + lengths
     assert all(starts.dtype == torch.int32 for starts in (query_starts, key_starts, ends))
     assert int((ends - key_starts[:-1]).max()) == longest
     assert key.is_contiguous()
     assert len(key) == key_starts[-1]
     for first, last, start, end in zip(query_starts[:-1], query_starts[1:], key_starts[:-1], ends, strict=True):
-        logits = torch.einsum("qhd,kd->hqk", query[first:last].float(), key[start:end, 0].float()) * scale
+        logits = torch.einsum("qhd,kd->hqk", query[first:last].to(work), key[start:end, 0].to(work)) * scale
         output[first:last] = torch.einsum("hqk,kd->qhd", logits.softmax(dim=-1).to(value.dtype), value[start:end, 0])
         totals[:, first:last] = logits.logsumexp(dim=-1)
     return output, totals
