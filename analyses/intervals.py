@@ -22,6 +22,8 @@ LEVEL = 0.95
 MEDIAN_LEVEL = 0.92
 LEAST = 5
 """Fewer samples give a range, from the least to the largest single sample, and no interval."""
+_ROUNDING = 1e-12
+"""Weights such as 1/6 do not sum to 1 exactly: a share this near to 0 or 1 is one."""
 
 Floats = NDArray[np.float64]
 End = TypeVar("End", float, Floats)
@@ -182,4 +184,6 @@ def _constant_shares(value: Floats, low: Floats, high: Floats, count: int, kind:
     if kind.limits != (0, 1):
         return low, high
     rest = 1 - ((1 - LEVEL) / 2) ** (1 / count)
-    return np.where(value == 1, 1 - rest, low), np.where(value == 0, rest, high)
+    none, all_of_them = np.isclose(value, 0, atol=_ROUNDING), np.isclose(value, 1, atol=_ROUNDING)
+    low, high = np.where(none, 0, low), np.where(all_of_them, 1, high)
+    return np.where(all_of_them, 1 - rest, low), np.where(none, rest, high)

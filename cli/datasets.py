@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from perturbkv.aliases import DEFAULT
 from perturbkv.cli import console, prompts
 from perturbkv.cli.options import JsonOption, RunOptions
 from perturbkv.cli.planning import encode_prompts
@@ -26,7 +27,7 @@ def datasets(
     tokens: Annotated[int, Option(help="How many tokens of the beginning and of the end.")] = 100,
     sample: Annotated[int | None, Option(help="Which sample, from 0.", show_default=False)] = None,
     samples: Annotated[int, Option(help="How many samples, the first ones.")] = 1,
-    model: Annotated[str, Option("--model", "-m", help="Whose tokenizer; no weights are loaded.")] = "smollm2-135m",
+    model: Annotated[str, Option("--model", "-m", help="Whose tokenizer; no weights are loaded.")] = DEFAULT,
     data_dir: Annotated[
         Path | None, Option(help="Folder with LongBench's jsonl files.", envvar="PERTURBKV_DATA_DIR")
     ] = None,

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.naming import counted
 from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.retrieval import CIRCULAR, MEASURES, BudgetLink, Correlation, Retrieval
 from perturbkv.figures import style
@@ -32,8 +34,16 @@ def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_
         if not result.budgets:
             style.note(axes.flat[0], "no budget of three methods or more: no ranks")
         figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
-        style.foot(figure, identity, f"n prompts decide; {style.about(result.samples)} that the full cache answers")
+        style.foot(figure, identity, _told(result.samples))
     return figure
+
+
+def _told(answered: int) -> str:
+    """What n and the bars are: each point has an n of its own."""
+    return (
+        f"n: deciding ones of the {counted(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
+        f"over them, ranges where they are fewer than {LEAST}"
+    )
 
 
 def _panel(axes: Axes, link: BudgetLink) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +125,8 @@ class EvictionConfig:
         if self.kernel < 1 or self.kernel % 2 == 0:
             msg = f"the pooling kernel must be odd and positive, got {self.kernel}; try {self.kernel + 1}"
             raise ConfigError(msg)
-        if not self.epsilon >= 0:
-            msg = f"epsilon must be at least 0, got {self.epsilon}"
+        if not 0 <= self.epsilon < math.inf:
+            msg = f"epsilon must be at least 0 and finite, got {self.epsilon}"
             raise ConfigError(msg)
         if self.sinks < 0:
             msg = f"sinks must be at least 0, got {self.sinks}"
@@ -140,8 +141,8 @@ class EvictionConfig:
                 msg = f"--{name.replace('_', '-')} is a number of entries (4) or a share of b below 1, got {value}"
                 raise BudgetError(msg)
         for name in ("pyramid_beta", "head_beta", "history"):
-            if not getattr(self, name) >= 1:
-                msg = f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
+            if not 1 <= getattr(self, name) < math.inf:
+                msg = f"{name.replace('_', '-')} must be at least 1 and finite, got {getattr(self, name)}"
                 raise ConfigError(msg)
 
     def protected(self, kept: int) -> tuple[int, int]:

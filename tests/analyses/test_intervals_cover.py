@@ -80,8 +80,10 @@ def test_fewer_than_five_samples_have_a_range_and_it_is_called_one(samples: int)
 def test_equal_sides_give_exactly_1_and_shares_without_any_head_are_as_sure_as_their_samples() -> None:
     values = DRAW.lognormal(size=8)
     assert intervals.scalar(lambda weights: (weights @ values) / (weights @ values), 8, RATIO) == Interval(1.0, 1.0)
-    assert intervals.of_mean(np.zeros(8), share_of(270)) == Interval(0.0, pytest.approx(1 - 0.025 ** (1 / 8)))
-    assert intervals.of_mean(np.ones(8), share_of(270)) == Interval(pytest.approx(0.025 ** (1 / 8)), 1.0)
+    for samples in range(5, 41):  # 1/6 six times is less than 1
+        sure = 0.025 ** (1 / samples)
+        assert intervals.of_mean(np.zeros(samples), share_of(270)) == Interval(0.0, pytest.approx(1 - sure))
+        assert intervals.of_mean(np.ones(samples), share_of(270)) == Interval(pytest.approx(sure), 1.0)
 
 
 def test_zeros_on_a_logarithm_fall_back_on_the_plain_scale() -> None:

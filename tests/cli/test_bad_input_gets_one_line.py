@@ -52,6 +52,8 @@ def refused(ran: Any, *words: str) -> None:
         (["--floor", "2"], ["floor must lie in [0, 1], got 2"]),
         (["--recent", "-1"], ["recent must lie in [0, 1]"]),
         (["--pyramid-beta", "0"], ["pyramid-beta must be at least 1"]),
+        (["--policy", "pyramidkv", "--pyramid-beta", "inf"], ["pyramid-beta must be at least 1 and finite, got inf"]),
+        (["--epsilon", "inf"], ["epsilon must be at least 0 and finite, got inf"]),
         (["--history", "0"], ["history must be at least 1"]),
         (["--dataset", "needle", "--length", "many"], ["--length takes numbers", "'many'"]),
         (["--dataset", "needle", "--length", "200.5"], ["whole numbers", "200.5"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from rich.cells import cell_len
 from transformers import AutoTokenizer
 
+from perturbkv.aliases import DEFAULT
+from perturbkv.cli.datasets import datasets
 from perturbkv.store import read_run
 from tests.support.folders import model_folder
 
@@ -212,3 +215,7 @@ def test_the_data_is_refused_before_anything_is_written(
     assert ran.err.count("\n") == 1
     assert 'pip install "perturbkv[longbench]"' in ran.err
     assert sorted(tmp_path.iterdir()) == [path, trec]
+
+
+def test_prompts_are_shown_as_the_default_model_of_a_run_sees_them() -> None:
+    assert signature(datasets).parameters["model"].default == DEFAULT

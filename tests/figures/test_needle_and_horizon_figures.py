@@ -65,7 +65,7 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
     said = words(figure)
     assert "b=64, 3 methods; n = 2 (number), 2 (digits)" in said
     assert "circular: nearly the score" in said
-    assert "ranges of single samples over n = 3 samples" in " ".join(said.split())
+    assert "deciding ones of the 3 prompts that the full cache answers" in " ".join(said.split())
 
 
 @WIDTHS
