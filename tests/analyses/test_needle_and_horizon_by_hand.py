@@ -161,6 +161,29 @@ def test_budgets_are_never_mixed_and_two_methods_have_no_ranks() -> None:
     assert (few.budgets, few.too_few) == ((), ("64",))
 
 
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ({"granularity": "kv"}, ("64 query", "64 kv")),
+        ({"protect_first": 4}, ("64 protect-first=0", "64 protect-first=4")),
+        ({"protect_recent": 0.75}, ("64 protect-recent=0", "64 protect-recent=0.75")),
+    ],
+)
+def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(
+    other: dict[str, Any], names: tuple[str, str]
+) -> None:
+    """Within each setting the more perturbed method finds more; over both together it would find less."""
+    more = [config(name, **other) for name in ("attention", "two-stage", "random")]
+    measured_trace = ranked([[1, 0, 0, 1, 0, 0]], [1], [[0.3, 0.2, 0.1, 0.9, 0.8, 0.7]], configs=[*THREE, *more])
+    measured_trace.arrays["held_share"] = np.array([[0.48] * 3 + [0.24] * 3])  # type: ignore[index]
+    links = retrieval.summarise(measured_trace).budgets
+    assert tuple(link.budget for link in links) == names
+    assert [link.held_ends for link in links] == [(0.48, 0.48), (0.24, 0.24)]
+    for link in links:
+        assert link.of("score")[0].rho == pytest.approx(stats.spearmanr([3, 2, 1], [1, 0, 0]).statistic)
+    json.dumps(retrieval.summarise(measured_trace).to_dict(), allow_nan=False)
+
+
 def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
     made_trace = ranked([[1, 0, 0]], [1], [[0.1, 0.2, 0.2 + 1e-9]])
     place = made_trace.arrays["kept_offset"][0]
