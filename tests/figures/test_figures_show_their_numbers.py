@@ -73,7 +73,7 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
 
 def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
     names = ("attention", "two-stage-uniform", "two-stage", "random")
-    size = (2, len(names), 2, 2)
+    size = (5, len(names), 2, 2)
     draw = np.random.default_rng(1)
     arrays = {name: draw.uniform(low, low + 1, size) for name, low in
               (("perturbation_isolated", 1), ("theta", 3), ("theta_hat", 5), ("theta_hat_relax", 7))}  # fmt: skip
@@ -87,6 +87,13 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
         line = lines[f"{'all' if 'random' in ranked.selections else 'contenders'} {ranked.bound}"]
         assert float(line.get_ydata()[0]) == ranked.evidence_mean
         assert (line.get_markerfacecolor() == "white") == ("random" in ranked.selections)
+    assert "n=20\nin 5" in figure.axes[2].get_xticklabels()[0].get_text()
+    trace.arrays["sigma_stage1"][0] = 0.4  # type: ignore[index]
+    (few,) = rank_agreement.summarise(trace)
+    figure = bounds_figure.draw(bound_tightness.summarise(trace).of("two-stage"), [few], 174)
+    assert not figure.axes[2].containers
+    assert "n=16\nin 4" in figure.axes[2].get_xticklabels()[0].get_text()
+    assert "fewer than 5 samples have a head" in words(figure)
 
 
 @WIDTHS
