@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,10 +101,11 @@ def _rows(budget: str, config: Tightness) -> list[list[str]]:
     """Two rows: where σ is evidence, and where it is not."""
     evidence = [_spread(spread.evidence) for spread in config.spreads.values()]
     flagged = [_spread(spread.flagged) for spread in config.spreads.values()]
-    share = config.flagged_share
+    share, ends = config.flagged_share, config.flagged_share_interval
+    others = None if ends is None else replace(ends, low=1 - ends.high, high=1 - ends.low)
     return [
-        [budget, "> 0.5", numbers.percent(1 - share), *evidence],
-        [f"held {numbers.held(config.held)}", "≤ 0.5", numbers.percent(share), *flagged],
+        [budget, "> 0.5", numbers.percent(1 - share, others, "\n"), *evidence],
+        [f"held {numbers.held(config.held)}", "≤ 0.5", numbers.percent(share, ends, "\n"), *flagged],
     ]
 
 

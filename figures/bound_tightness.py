@@ -32,8 +32,14 @@ def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: 
         _ratios(axes[0], result.configs)
         _against_mass(axes[1], result.configs)
         _agreement(axes[2], agreements)
-        style.foot(figure, result.identity, f"{_held(result)} · {style.about(result.identity.samples)}")
+        style.foot(figure, result.identity, f"{_held(result)} · {_bars(result.identity.samples)}")
     return figure
+
+
+def _bars(samples: int) -> str:
+    """What each panel's bars are: the first two are spreads over samples and heads, the last one intervals."""
+    spreads = "left: median, quartiles (thick), 5–95 % (thin) over samples and heads; middle: median, quartiles of them"
+    return f"{spreads}; right, where σ > 0.5: {style.about(samples)}"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:

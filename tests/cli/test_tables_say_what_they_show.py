@@ -8,10 +8,11 @@ from unittest import mock
 
 import numpy as np
 
-from perturbkv.analyses import rank_agreement, retrieval
+from perturbkv.analyses import bound_tightness, rank_agreement, retrieval
 from perturbkv.cli import bound_tightness as bounds_command
 from perturbkv.cli import console
 from perturbkv.cli import needle as needle_command
+from tests.analyses.test_bounds_by_hand import one_config
 from tests.analyses.test_bounds_by_hand import ranked as bounded
 from tests.analyses.test_needle_and_horizon_by_hand import MOVED, SCORES, ranked
 
@@ -43,3 +44,9 @@ def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() 
     assert shown(2)["ρ where σ > 0.5"] == ["–\nn = 4 in 4"] * 3
     assert shown(2)["vs attention"] == ["–\nn = 4 in 4"] * 3
     assert shown(2)["ρ"][1] == "–"  # θ̂ has no ρ of all heads
+
+
+def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
+    (found,) = bound_tightness.summarise(one_config()).configs  # no head flagged in s0, one of two in s1
+    shares = [row[2] for row in bounds_command._rows("64", found)]
+    assert shares == ["75 %\n(50 … 100)", "25 %\n(0 … 50)"]

@@ -71,6 +71,14 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
     assert "needs three or more selections" in words(figure)
 
 
+@WIDTHS
+def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
+    result = bound_tightness.summarise(TRACE).of("two-stage")
+    foot = " ".join(words(bounds_figure.draw(result, rank_agreement.summarise(TRACE), width)).split())
+    assert "quartiles (thick), 5–95 % (thin) over samples and heads" in foot
+    assert "where σ > 0.5: bars, bands and brackets: ranges of single samples over n = 3 samples" in foot
+
+
 def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
     names = ("attention", "two-stage-uniform", "two-stage", "random")
     size = (5, len(names), 2, 2)
