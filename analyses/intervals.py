@@ -20,6 +20,7 @@ from scipy import stats
 
 LEVEL = 0.95
 MEDIAN_LEVEL = 0.92
+"""Two order statistics cover a median with a few levels only: the narrowest of at least this is taken."""
 LEAST = 5
 """Fewer samples give a range, from the least to the largest single sample, and no interval."""
 _ROUNDING = 1e-12
@@ -35,7 +36,8 @@ class Interval(Generic[End]):
 
     Attributes:
         low, high: its ends.
-        kind: `interval` (95 %), or `range`: the least and the largest single sample, of fewer than five.
+        kind: `interval` (95 %; of medians `median_level`), or `range`: the least and the largest single sample, of
+            fewer than five.
     """
 
     low: End
@@ -120,9 +122,19 @@ def of_medians(per_sample: Floats) -> Band:
     ordered = np.sort(per_sample, axis=0)
     if count < LEAST:
         return Interval(ordered[0], ordered[-1], "range")
-    inside = 1 - 2 * stats.binom.cdf(np.arange(count // 2), count, 0.5)
-    place = int((inside >= MEDIAN_LEVEL).sum()) - 1
+    place = len(_median_levels(count)) - 1
     return Interval(ordered[place], ordered[-1 - place])
+
+
+def median_level(samples: int) -> float:
+    """How often the interval of `of_medians` holds the median, exactly, of so many samples of a continuous value."""
+    return float(_median_levels(samples)[-1])
+
+
+def _median_levels(samples: int) -> Floats:
+    """Coverage of the k-th least to the k-th largest, k = 1, 2, …, as far as it is at least `MEDIAN_LEVEL`."""
+    inside = 1 - 2 * stats.binom.cdf(np.arange(samples // 2), samples, 0.5)
+    return np.asarray(inside[inside >= MEDIAN_LEVEL])
 
 
 def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Scalar:

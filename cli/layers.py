@@ -126,8 +126,8 @@ def _caption(drift: LayerDrift, exact: bool) -> str:
         numbers.ABOUT_TIES if drift.floored else "This trace holds no noise floor of the distance: only equal is tied."
     )
     return (
-        f"{numbers.about_intervals(drift.identity.samples, exact)} Drift: distance of the evicted run's residual "
-        f"stream from the full run's, median over samples; reduced: by the means over samples. {floor} "
+        f"{numbers.about_intervals(drift.identity.samples, exact, medians=True)} Drift: distance of the evicted "
+        f"run's residual stream from the full run's, median over samples; reduced: by the means over samples. {floor} "
         f"{numbers.ABOUT_HELD}"
     )
 

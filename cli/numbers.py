@@ -40,14 +40,18 @@ def at(band: Band, place: int) -> Scalar:
     return None if band is None else band.at(place)
 
 
-def about_intervals(samples: int, exact: bool = False) -> str:
-    """What a table's caption says of n and its intervals; `exact` where it holds shares of samples."""
-    from perturbkv.analyses.intervals import LEAST
+def about_intervals(samples: int, exact: bool = False, medians: bool = False) -> str:
+    """What a table's caption says of n and its intervals; `exact` where it holds shares of samples.
+
+    `medians` where it holds medians over samples, whose intervals have a level of their own.
+    """
+    from perturbkv.analyses.intervals import LEAST, median_level
 
     if samples < 2:
         return "One sample: no intervals."
     if samples >= LEAST:
-        return f"n = {samples} samples; in brackets: 95 % intervals over samples."
+        own = f" (medians: {100 * median_level(samples):.0f} %)" if medians else ""
+        return f"n = {samples} samples; in brackets: 95 % intervals over samples{own}."
     also = " In brackets: exact 95 % intervals of shares of samples." if exact else ""
     return f"n = {samples} samples, too few for intervals; in parentheses: the range of single samples.{also}"
 

@@ -48,7 +48,7 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
             if results[0].floored
             else "equal (no floor in this trace)"
         )
-        style.foot(figure, identity, f"{style.about(identity.samples)} · ×: tied, {tie}")
+        style.foot(figure, identity, f"{style.about(identity.samples, medians=True)} · ×: tied, {tie}")
     return figure
 
 

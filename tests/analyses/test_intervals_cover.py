@@ -66,6 +66,7 @@ def test_a_median_lies_between_two_of_the_samples() -> None:
         covered = 1 - 2 * sum(math.comb(samples, k) for k in range(below + 1)) / 2**samples
         narrower = 1 - 2 * sum(math.comb(samples, k) for k in range(below + 2)) / 2**samples
         assert narrower < 0.92 <= covered
+        assert intervals.median_level(samples) == pytest.approx(covered)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4])

@@ -8,13 +8,15 @@ from unittest import mock
 
 import numpy as np
 
-from perturbkv.analyses import bound_tightness, rank_agreement, retrieval
+from perturbkv.analyses import bound_tightness, layers, rank_agreement, retrieval
 from perturbkv.cli import bound_tightness as bounds_command
-from perturbkv.cli import console
+from perturbkv.cli import console, numbers
+from perturbkv.cli import layers as layers_command
 from perturbkv.cli import needle as needle_command
 from tests.analyses.test_bounds_by_hand import one_config
 from tests.analyses.test_bounds_by_hand import ranked as bounded
 from tests.analyses.test_needle_and_horizon_by_hand import MOVED, SCORES, ranked
+from tests.figures.test_odd_data_give_a_figure import CONFIGS, made
 
 
 def said(shown: Callable[..., None], *results: object) -> str:
@@ -50,3 +52,11 @@ def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
     (found,) = bound_tightness.summarise(one_config()).configs  # no head flagged in s0, one of two in s1
     shares = [row[2] for row in bounds_command._rows("64", found)]
     assert shares == ["75 %\n(50 … 100)", "25 %\n(0 … 50)"]
+
+
+def test_intervals_of_medians_say_their_own_level() -> None:
+    pair = (CONFIGS[0].label(), CONFIGS[2].label())
+    told = layers_command._caption(layers.summarise(made(samples=8), *pair), exact=False)
+    assert "95 % intervals over samples (medians: 93 %)" in told
+    assert "medians:" not in layers_command._caption(layers.summarise(made(samples=4), *pair), exact=False)
+    assert "medians:" not in numbers.about_intervals(8)
