@@ -202,7 +202,7 @@ def test_correlation_of_scores_that_are_all_alike_is_none() -> None:
     assert none.to_dict()["budgets"][0]["correlations"][0]["rho"] is None
 
 
-def growing(samples: int = 3, steps: int = 6) -> Trace:
+def growing(samples: int = 3, steps: int = 6, floor: float = 0.1) -> Trace:
     """Head 0 of layer 0 doubles from the first third to the last; head 1 halves; layer 1 stays; norms are 10."""
     factor = np.ones((2, steps, 2, 2))
     factor[:, -2:, 0, 0], factor[:, -2:, 0, 1] = 2, 0.5
@@ -212,7 +212,7 @@ def growing(samples: int = 3, steps: int = 6) -> Trace:
         for name, level in (("perturbation_propagated", 4.0), ("perturbation_isolated", 2.0)):
             arrays[name] = factor * level * (1 + place)
         arrays["output_norm"] = np.full((steps, 2, 2), 10.0)
-        arrays["noise_floor"] = np.full((steps, 2, 2), 0.1)
+        arrays["noise_floor"] = arrays["noise_floor_isolated"] = np.full((steps, 2, 2), floor)
         found.append(SampleTrace(f"s{place}", arrays))
     return trace(*found, configs=CONFIGS)
 
@@ -230,6 +230,27 @@ def test_growth_is_the_last_third_over_the_first() -> None:
     np.testing.assert_allclose(result.configs[0].curves["isolated"].relative, curve.relative / 2)
     np.testing.assert_allclose(result.noise_floor, 0.01)
     json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_what_is_within_two_noise_floors_has_no_growth_and_decides_nothing() -> None:
+    """Where everything is kept the perturbation is the floor itself: head 0 would double for nothing."""
+    rounding = growing(7, floor=9.0)  # relative: 1.6 and 1.8 of all heads, two floors are 1.8
+    curve = horizon.summarise(rounding, ["attention"]).configs[0].curves["propagated"]
+    assert curve.first == pytest.approx(1.6)
+    assert np.isnan(curve.growth)
+    assert curve.growth_interval is None
+    assert np.isnan(curve.head_growth[0, 1])  # 16 falls to 8 of 10, in noise of 18
+    assert curve.head_verdict.tolist() == [[0, 0], [0, 0]]
+
+
+def test_growth_by_no_more_than_two_noise_floors_is_undecided() -> None:
+    """Head 0 rises by 4, 8, … 28 in its seven samples: all within two floors of 14.1, none within two of 0.9."""
+    for floor, verdict in ((14.1, 0), (0.9, 1)):
+        rising = growing(7, floor=floor)
+        rising.arrays["perturbation_propagated"][:] += 30  # type: ignore[index]
+        curve = horizon.summarise(rising, ["attention"]).configs[0].curves["propagated"]
+        assert curve.head_growth[0, 0] == pytest.approx((30 + 32) / (30 + 16))
+        assert curve.head_verdict[0, 0] == verdict, floor
 
 
 def test_five_samples_are_too_few_to_decide_any_head() -> None:
