@@ -64,7 +64,8 @@ def _caption(result: Horizon) -> str:
     return (
         f"{_samples(result)} {numbers.about_intervals(result.grown)} Growth: each sample's last third of its steps "
         f"over its first. + / = / −: heads that grow, are undecided, shrink. Beyond chance: {power} "
-        f"A dash: within two noise floors. {numbers.ABOUT_HELD}"
+        f"A dash: within two noise floors. Noise floor: {result.noise_floor.max():.1e} of Σ ‖o_h‖₁ (propagated, the "
+        f"largest step's). {numbers.ABOUT_HELD}"
     )
 
 

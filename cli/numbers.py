@@ -56,6 +56,11 @@ def about_intervals(samples: int, exact: bool = False, medians: bool = False) ->
     return f"n = {samples} samples, too few for intervals; in parentheses: the range of single samples.{also}"
 
 
+def about_floor(relative: float) -> str:
+    """What a caption says of the noise floor of a head's perturbation."""
+    return f"Noise floor: {relative:.1e} of ‖o_h‖ (median)."
+
+
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
 ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."
 
@@ -67,8 +72,9 @@ def verdicts(verdict: NDArray[np.int8]) -> str:
 
 def about_flips(decided: Decided, words: tuple[str, str] = ("better", "worse")) -> str:
     """How many of many tests stand out, and how many would by chance."""
+    chance = decimal(decided.chance_mean, digits=1)
     return (
-        f"p ≤ 0.05 in {decided.uncorrected} of {decided.verdict.size} heads, by chance in {decided.chance_mean:.0f} "
+        f"p ≤ 0.05 in {decided.uncorrected} of {decided.verdict.size} heads, by chance in {chance} "
         f"(95 %: ≤ {decided.chance_high}); corrected: {decided.better} {words[0]}, {decided.worse} {words[1]}"
     )
 

@@ -126,6 +126,9 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
         drawn = artist(figure, 1, f"reduction {result.baseline}").get_ydata()
         np.testing.assert_allclose(drawn, result.ratio)
     assert figure.axes[1].yaxis_inverted()  # above is better
+    for axes in figure.axes:  # two layers: none lies between them
+        low, high = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [0, 1]
     labels = [figure.axes[1].yaxis.get_major_formatter()(ratio) for ratio in (0.5, 1, 1.5)]
     assert labels == ["+50", "0", "−50"]
 
@@ -137,6 +140,7 @@ def test_samples_are_pairs_of_drifts(width: int) -> None:
     for panel, result in enumerate(results):
         for gid, drift in (("baseline", result.baseline_drift), ("treatment", result.treatment_drift)):
             np.testing.assert_allclose(artist(figure, panel, gid).get_offsets()[:, 1], drift)
+        assert "held / full " in figure.axes[panel].get_title(loc="left")
 
 
 @WIDTHS
