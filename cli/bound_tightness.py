@@ -133,9 +133,9 @@ def _agreement_rows(budget: str, agreement: RankAgreement) -> list[list[str]]:
     cells: dict[str, list[str]] = {}
     for ranked in agreement.correlations:
         if set(ranked.selections) <= set(CONTENDERS):
-            everywhere = "–" if ranked.bound == "θ̂" else numbers.decimal(ranked.mean, ranked.interval)
+            everywhere = "–" if ranked.bound == "θ̂" else numbers.decimal(ranked.mean, ranked.interval, apart="\n")
             cells.setdefault("ρ", []).append(everywhere)
-            evidence = numbers.decimal(ranked.evidence_mean, ranked.evidence_interval)
+            evidence = numbers.decimal(ranked.evidence_mean, ranked.evidence_interval, apart="\n")
             cells.setdefault("ρ where σ > 0.5", []).append(_evidence(ranked, evidence))
     for pair in agreement.pairs:
         if pair.second == "two-stage" and pair.first in _TOLD:

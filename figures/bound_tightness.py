@@ -38,8 +38,8 @@ def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: 
 
 def _bars(samples: int) -> str:
     """What each panel's bars are: the first two are spreads over samples and heads, the last one intervals."""
-    spreads = "left: median, quartiles (thick), 5–95 % (thin) over samples and heads; middle: median, quartiles of them"
-    return f"{spreads}; right, where σ > 0.5: {style.about(samples)}"
+    spreads = "first panel: median, quartiles (thick), 5–95 % (thin) over samples and heads · second: median, quartiles"
+    return f"{spreads} · third: {style.about(samples)}"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
@@ -149,15 +149,18 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
             if correlation.evidence_samples >= LEAST:
                 _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
-    names = _lines([agreement.setting for agreement in ranked])
-    axes.set_xticks(range(len(ranked)), [f"{name}\n{_told(one)}" for name, one in zip(names, ranked, strict=True)])
+    axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
     axes.set(xlabel=_budget_axis([agreement.setting for agreement in ranked]), ylabel="Spearman's ρ with L")
-    axes.set_ylim(min(axes.get_ylim()[0], -0.05), 1.02)
+    bottom = min(axes.get_ylim()[0], -0.05)
+    axes.set_ylim(bottom - 0.2 * (1.02 - bottom), 1.02)  # room for n
     axes.set_title("Order of selections, σ > 0.5", loc="left")
     if not ranked:
         style.note(axes, "needs three or more selections per budget")
-    elif all(one.evidence_samples < LEAST for agreement in ranked for one in agreement.correlations):
+    elif not axes.containers:
         style.note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection")
+    for place, agreement in enumerate(ranked):
+        axes.text(place, 0.02 if axes.containers else 0.2, _told(agreement), transform=axes.get_xaxis_transform(),
+                  ha="center", va="bottom", fontsize=5, color="0.35")  # fmt: skip
     handles = [_dot(colour, colour, name) for name, colour in _colours().items()]
     style.legend_below(axes, [*handles, _dot("0.3", "white", "controls included")], 2)
 

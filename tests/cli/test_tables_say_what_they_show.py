@@ -53,7 +53,7 @@ def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() 
         (found,) = rank_agreement.summarise(bounded([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
         return {row[1]: row[2:] for row in bounds_command._agreement_rows("64", found)}
 
-    assert shown(1)["ρ where σ > 0.5"][0].startswith("0.50 [")
+    assert shown(1)["ρ where σ > 0.5"][0].startswith("0.50\n[")
     assert shown(1)["ρ where σ > 0.5"][0].endswith("\nn = 5 in 5")
     assert shown(2)["ρ where σ > 0.5"] == ["–\nn = 4 in 4"] * 3
     assert shown(2)["vs attention"] == ["–\nn = 4 in 4"] * 3
