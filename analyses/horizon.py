@@ -3,11 +3,13 @@
 The tokens are the full run's own, so both runs read the same text; what grows is the error that evicted entries leave
 in later tokens' keys and values, and what shrinks is the evicted entries' share of a growing cache. Steps end where a
 sample's text ends: each step is of the samples that have it, and growth of each sample's own last and first third.
+Rounding does not grow: what is within two noise floors has no growth.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,13 @@ from perturbkv.analyses.intervals import RATIO, Band, Interval, Scalar
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
 from perturbkv.analyses.sign_flips import Decided
+from perturbkv.analyses.verdicts import TIE_FLOORS
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
 ANALYSIS = "horizon"
 KINDS = {"propagated": "perturbation_propagated", "isolated": "perturbation_isolated"}
+_FLOORS = {"propagated": "noise_floor", "isolated": "noise_floor_isolated"}
 LEAST_STEPS = 3
 
 
@@ -37,9 +41,9 @@ class Curve:
         relative: (step,) Σ_h L / Σ_h ‖o_h‖₁ over all heads and the samples that have the step.
         relative_interval: over these samples; NaN where fewer than two have the step; None for one sample.
         first, last: the same over each sample's first and last third of its steps.
-        growth: last over first.
+        growth: last over first; NaN where either is within two noise floors.
         growth_interval: of it, over the samples of three steps or more.
-        head_growth: (layer, head) the same of each head; NaN where the first third is 0.
+        head_growth: (layer, head) the same of each head.
         decided: which heads grow (1) or shrink (−1) beyond chance, by their samples' log growth.
     """
 
@@ -140,6 +144,39 @@ class _Steps:
         return (step < third) / third, last / third
 
 
+@dataclass(frozen=True)
+class _Growth:
+    """Relative perturbation of the first third and of the last, and two noise floors: the larger third's."""
+
+    first: Floats
+    last: Floats
+    noise: Floats
+
+    @classmethod
+    def of(cls, early: list[Floats], late: list[Floats]) -> _Growth:
+        """Of both thirds' perturbation, norm and noise floor."""
+        (first, floor), (last, later) = (
+            [np.asarray(ratio(part, norm)) for part in (moved, noise)] for moved, norm, noise in (early, late)
+        )
+        return cls(first, last, TIE_FLOORS * np.maximum(floor, later))
+
+    @property
+    def above(self) -> NDArray[np.bool_]:
+        """True where both thirds exceed the noise."""
+        return np.asarray((self.first > self.noise) & (self.last > self.noise))
+
+    @property
+    def factor(self) -> Floats:
+        """Last over first; NaN where one of them may be noise."""
+        return np.where(self.above, ratio(self.last, self.first), np.nan)
+
+    @property
+    def logarithm(self) -> Floats:
+        """Of the factor; 0, no evidence, where a third, or the difference of both, may be noise."""
+        there = self.above & (np.abs(self.last - self.first) > self.noise)
+        return np.where(there, np.log(np.where(there, self.factor, 1.0)), 0.0)
+
+
 def summarise(trace: Trace, sides: list[str]) -> Horizon:
     """Curves of the configurations of `sides` (selections, policies, or policy:selection).
 
@@ -153,15 +190,18 @@ def summarise(trace: Trace, sides: list[str]) -> Horizon:
     places = list(dict.fromkeys(place for side in sides for place in of_selection(trace.run, side)))
     labels, held = [trace.run.labels()[place] for place in places], held_shares(trace, ANALYSIS)
     steps = _Steps(np.arange(counts.max()) < counts[:, None])
-    norm, floor = (_get(trace, name, steps) for name in ("output_norm", "noise_floor"))
+    norm, *floors = (_get(trace, name, steps) for name in ("output_norm", *_FLOORS.values()))
     return Horizon(
         identity=identity(trace, labels),
         steps=int(counts.max()),
         samples_at=steps.held.sum(axis=0),
         grown=int(steps.long.sum()),
         short=int((~steps.long).sum()),
-        configs=tuple(_config(trace, place, float(held[place]), norm, steps) for place in places),
-        noise_floor=np.asarray(ratio(*_sums(floor, norm))),
+        configs=tuple(
+            _config(trace, place, float(held[place]), norm, dict(zip(_FLOORS, floors, strict=True)), steps)
+            for place in places
+        ),
+        noise_floor=np.asarray(ratio(*_sums(floors[0], norm))),
     )
 
 
@@ -173,35 +213,43 @@ def _get(trace: Trace, name: str, steps: _Steps, config: int | None = None) -> F
     return np.where(held, array, 0.0)
 
 
-def _config(trace: Trace, place: int, held: float, norm: Floats, steps: _Steps) -> ConfigHorizon:
+def _config(
+    trace: Trace, place: int, held: float, norm: Floats, floors: dict[str, Floats], steps: _Steps
+) -> ConfigHorizon:
     counts = steps.held.sum(axis=0)
     return ConfigHorizon(
         label=trace.run.labels()[place],
         held=held,
-        curves={kind: _curve(kind, _get(trace, name, steps, place), norm, steps) for kind, name in KINDS.items()},
+        curves={
+            kind: _curve(kind, _get(trace, name, steps, place), norm, floors[kind], steps)
+            for kind, name in KINDS.items()
+        },
         kl=_get(trace, "logit_kl", steps, place).sum(axis=0) / counts,
         top1=_get(trace, "top1_agreement", steps, place).sum(axis=0) / counts,
     )
 
 
-def _curve(kind: str, moved: Floats, norm: Floats, steps: _Steps) -> Curve:
-    """`moved` and `norm` are (sample, step, layer, head)."""
+def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: _Steps) -> Curve:
+    """`moved`, `norm` and `floor` are (sample, step, layer, head)."""
     early, late = (
-        [np.einsum("st,st...->s...", third, part[steps.long]) for part in (moved, norm)] for third in steps.thirds()
+        [np.einsum("st,st...->s...", third, part[steps.long]) for part in (moved, norm, floor)]
+        for third in steps.thirds()
     )
-    samples = len(early[0])
-    first, last = (float(ratio(*(part.sum() for part in third))) for third in (early, late))
-    heads = [np.asarray(ratio(*(part.sum(axis=0) for part in third))) for third in (early, late)]
+    total, heads, each = (
+        _Growth.of([add(part) for part in early], [add(part) for part in late])
+        for add in (np.sum, partial(np.sum, axis=0), np.asarray)
+    )
+    weighed = partial(_growth, early=early[:2], late=late[:2])
     return Curve(
         kind=kind,
         relative=np.asarray(ratio(*_sums(moved, norm))),
         relative_interval=_step_intervals(moved, norm, steps.held),
-        first=first,
-        last=last,
-        growth=float(ratio(last, first)),
-        growth_interval=intervals.scalar(lambda weights: _growth(weights, early, late), samples, RATIO),
-        head_growth=np.asarray(ratio(heads[1], heads[0])),
-        decided=sign_flips.decide(_log_growth(early, late)),
+        first=float(total.first),
+        last=float(total.last),
+        growth=float(total.factor),
+        growth_interval=intervals.scalar(weighed, len(early[0]), RATIO) if total.above else None,
+        head_growth=heads.factor,
+        decided=sign_flips.decide(each.logarithm),
     )
 
 
@@ -214,13 +262,6 @@ def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
     """(row,) relative perturbation of the last third over that of the first; both hold perturbation and norm."""
     first, last = (ratio(*(weights @ part.sum(axis=(1, 2)) for part in third)) for third in (early, late))
     return np.asarray(ratio(last, first))
-
-
-def _log_growth(early: list[Floats], late: list[Floats]) -> Floats:
-    """(sample, layer, head) logarithm of each sample's growth; 0, no evidence, where a head is not perturbed."""
-    first, last = (np.asarray(ratio(*third)) for third in (early, late))
-    there = (first > 0) & (last > 0)
-    return np.where(there, np.log(np.where(there, last, 1.0) / np.where(there, first, 1.0)), 0.0)
 
 
 def _step_intervals(moved: Floats, norm: Floats, held: NDArray[np.bool_]) -> Band:

@@ -6,6 +6,10 @@ Student's t widens it. Results of real prompts are skewed, and a few prompts wei
 n − 1 degrees of freedom eight samples cover a ratio of sums in 82 to 90 % of draws, not in 95 %. So the degrees of
 freedom are those of `Kind`, taken from a simulation on real samples (`docs/coverage.py`) to cover at least 92 %.
 Nothing is drawn at random: the same trace always gives the same interval.
+
+A standard error needs samples that differ. Where all n samples of a mean with limits are alike, or all but one lie at a
+limit, they say of the others only that these are rarer than 1 − 0.025^(1/n): such a share may lie at the far limit. Of
+samples that are all 1, or all 0, this is the exact interval of a share of samples; of correlations the same on [−1, 1].
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from scipy import stats
 
 LEVEL = 0.95
 MEDIAN_LEVEL = 0.92
+"""Two order statistics cover a median with a few levels only: the narrowest of at least this is taken."""
 LEAST = 5
 """Fewer samples give a range, from the least to the largest single sample, and no interval."""
 _ROUNDING = 1e-12
@@ -35,7 +40,8 @@ class Interval(Generic[End]):
 
     Attributes:
         low, high: its ends.
-        kind: `interval` (95 %), or `range`: the least and the largest single sample, of fewer than five.
+        kind: `interval` (95 %; of medians `median_level`), or `range`: the least and the largest single sample, of
+            fewer than five.
     """
 
     low: End
@@ -58,7 +64,7 @@ class Kind:
     Attributes:
         freedom: degrees of freedom of Student's t, per sample; never fewer than 1.
         log: whether it is made on the logarithm: for what is positive, has no upper end and is skewed.
-        limits: least and largest value that the number can have.
+        limits: least and largest value that the number can have; where both are finite it is a mean over samples.
         heads: how many heads each sample's share is of; 0 where the number is no share of heads. The shares can be
             the same in all samples seen: they never count for more than so many independent heads would.
     """
@@ -78,7 +84,7 @@ RATIO = Kind(7 / 32, log=True, limits=(0, np.inf))
 POSITIVE = Kind(3 / 16, log=True, limits=(0, np.inf))
 """A mean of something positive that a single sample can dominate: drift, KL."""
 CORRELATION = Kind(3 / 8, limits=(-1, 1))
-"""A mean of rank correlations."""
+"""A mean of rank correlations, one of each sample."""
 
 
 def share_of(heads: int) -> Kind:
@@ -120,9 +126,19 @@ def of_medians(per_sample: Floats) -> Band:
     ordered = np.sort(per_sample, axis=0)
     if count < LEAST:
         return Interval(ordered[0], ordered[-1], "range")
-    inside = 1 - 2 * stats.binom.cdf(np.arange(count // 2), count, 0.5)
-    place = int((inside >= MEDIAN_LEVEL).sum()) - 1
+    place = len(_median_levels(count)) - 1
     return Interval(ordered[place], ordered[-1 - place])
+
+
+def median_level(samples: int) -> float:
+    """How often the interval of `of_medians` holds the median, exactly, of so many samples of a continuous value."""
+    return float(_median_levels(samples)[-1])
+
+
+def _median_levels(samples: int) -> Floats:
+    """Coverage of the k-th least to the k-th largest, k = 1, 2, …, as far as it is at least `MEDIAN_LEVEL`."""
+    inside = 1 - 2 * stats.binom.cdf(np.arange(samples // 2), samples, 0.5)
+    return np.asarray(inside[inside >= MEDIAN_LEVEL])
 
 
 def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Scalar:
@@ -164,7 +180,8 @@ def jackknife(value: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floa
         safe, others = np.where(usable, value, 1.0), np.where(usable, left_out, 1.0)
         factor = np.exp(np.minimum(reach * np.sqrt(_variance(np.log(others))), 700))
         low, high = np.where(usable, safe / factor, low), np.where(usable, safe * factor, high)
-    return _constant_shares(value, np.clip(low, *kind.limits), np.clip(high, *kind.limits), count, kind)
+    low, high = np.clip(low, *kind.limits), np.clip(high, *kind.limits)
+    return _open_ends(value, low, high, left_out, kind) if np.isfinite(kind.limits).all() else (low, high)
 
 
 def _variance(left_out: Floats) -> Floats:
@@ -179,11 +196,26 @@ def _of_heads(value: Floats, samples: int, kind: Kind) -> Floats:
     return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
 
-def _constant_shares(value: Floats, low: Floats, high: Floats, count: int, kind: Kind) -> tuple[Floats, Floats]:
-    """No head at all, or every one, in every sample: as sure as the share of samples of which that is true."""
-    if kind.limits != (0, 1):
-        return low, high
+def _open_ends(value: Floats, low: Floats, high: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floats]:
+    """Ends as far out as the share of samples that so many alike ones leave room for."""
+    count, (least, most) = len(left_out), kind.limits
     rest = 1 - ((1 - LEVEL) / 2) ** (1 / count)
-    none, all_of_them = np.isclose(value, 0, atol=_ROUNDING), np.isclose(value, 1, atol=_ROUNDING)
-    low, high = np.where(none, 0, low), np.where(all_of_them, 1, high)
-    return np.where(all_of_them, 1 - rest, low), np.where(none, rest, high)
+    each = count * value - (count - 1) * left_out  # the samples that the mean is of
+    alike = np.zeros_like(value) if kind.heads else 1.0 * (np.ptp(each, axis=0) < count * _ROUNDING)
+    unsure = [np.maximum(alike, _alone(np.abs(each - limit), count)) for limit in kind.limits]
+    low = low - unsure[1] * np.maximum(low - value + rest * (value - least), 0)
+    high = high + unsure[0] * np.maximum(value + rest * (most - value) - high, 0)
+    return _snapped(low, least), _snapped(high, most)
+
+
+def _alone(distance: Floats, count: int) -> Floats:
+    """(…) 1 where at most one of the samples (sample, …) departs, 0 where two depart equally far, or more do."""
+    departing = np.where(distance < count * _ROUNDING, 0, distance)
+    squares = (departing**2).sum(axis=0)
+    effective = departing.sum(axis=0) ** 2 / np.where(squares > 0, squares, 1)  # k equal departures: k
+    return np.asarray(np.clip(2 - effective, 0, 1))
+
+
+def _snapped(end: Floats, limit: float) -> Floats:
+    """The end, exactly at the limit where rounding alone keeps it away."""
+    return np.where(np.isclose(end, limit, rtol=0, atol=_ROUNDING), limit, end)

@@ -12,7 +12,7 @@ from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import Scalar
-from perturbkv.analyses.layers import floors, sides
+from perturbkv.analyses.layers import floors, held_sides, sides
 from perturbkv.analyses.naming import setting
 from perturbkv.analyses.reading import Floats, at_step
 from perturbkv.analyses.verdicts import verdicts
@@ -32,6 +32,7 @@ class LastLayer:
         baseline_drift, treatment_drift: (sample,).
         verdict: (sample,) 1 better, 0 tied, −1 worse.
         improved_share: of the samples, in [0, 1], with its exact interval.
+        held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
         step: decode step looked at.
         identity: of the run.
     """
@@ -45,6 +46,7 @@ class LastLayer:
     verdict: NDArray[np.int8]
     improved_share: float
     improved_share_interval: Scalar
+    held: tuple[float, float]
     step: int
     identity: RunIdentity
 
@@ -55,7 +57,13 @@ class LastLayer:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain({name: value for name, value in vars(self).items() if name != "identity"})
+        document: dict[str, Any] = plain(
+            {
+                **{name: value for name, value in vars(self).items() if name not in ("identity", "held")},
+                "held_over_full_baseline": self.held[0],
+                "held_over_full_treatment": self.held[1],
+            }
+        )
         return document
 
 
@@ -81,6 +89,7 @@ def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1",
         verdict=verdict[place],
         improved_share=float(improved.mean()),
         improved_share_interval=intervals.of_samples(improved),
+        held=held_sides(held, (baseline, treatment), ANALYSIS),
         step=step,
         identity=identity(trace, (baseline, treatment), step),
     )

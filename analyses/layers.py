@@ -37,7 +37,8 @@ class LayerDrift:
         ratio: (layer,) treatment / baseline of the means; NaN where the baseline does not drift.
         ratio_interval: over samples; None for one sample.
         verdict: (layer,) 1 better, 0 tied, −1 worse.
-        floored: whether the trace holds the distance's noise floor; without it only what is equal is tied.
+        noise_floor: (layer,) the distance's, mean over samples; None where the trace holds none: then only what is
+            equal is tied.
         held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
         step: decode step looked at.
         identity: of the run.
@@ -59,7 +60,7 @@ class LayerDrift:
     ratio: Floats
     ratio_interval: Band
     verdict: NDArray[np.int8]
-    floored: bool
+    noise_floor: Floats | None
     held: tuple[float, float]
     step: int
     identity: RunIdentity
@@ -69,6 +70,11 @@ class LayerDrift:
         if len(shapes) != 1:
             msg = f"expected (layer,) arrays of one shape, got {sorted(shapes)}"
             raise TraceError(msg)
+
+    @property
+    def floored(self) -> bool:
+        """Whether the trace holds the distance's noise floor."""
+        return self.noise_floor is not None
 
     @property
     def setting(self) -> str:
@@ -100,6 +106,7 @@ class LayerDrift:
                 "ratio_interval": self.ratio_interval,
                 "verdict": self.verdict,
                 "noise_floor_known": self.floored,
+                "noise_floor": self.noise_floor,
             }
         )
         return document
@@ -114,8 +121,8 @@ def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1",
     held = at_step(trace, ANALYSIS, step)
     first, second = sides(held, (baseline, treatment), distance, ANALYSIS, step)
     means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(held, distance, step)
-    samples, floor = len(first), floors(held, distance, ANALYSIS, step)
-    shares = held_shares(held, ANALYSIS)[[held.config_index(label) for label in (baseline, treatment)]]
+    samples, each = len(first), floors(held, distance, ANALYSIS, step)
+    floor = None if each is None else each.mean(axis=0)
     return LayerDrift(
         baseline=baseline,
         treatment=treatment,
@@ -132,9 +139,9 @@ def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1",
         treatment_relative=None if norms is None else np.asarray(ratio(means[1], norms)),
         ratio=np.asarray(ratio(means[1], means[0])),
         ratio_interval=intervals.band(lambda weights: ratio(weights @ second, weights @ first), samples, RATIO),
-        verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor.mean(axis=0), distance),
-        floored=floor is not None,
-        held=(float(shares[0]), float(shares[1])),
+        verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor, distance),
+        noise_floor=floor,
+        held=held_sides(held, (baseline, treatment), ANALYSIS),
         step=step,
         identity=identity(trace, (baseline, treatment), step),
     )
@@ -146,6 +153,12 @@ def sides(trace: Trace, labels: tuple[str, str], distance: str, analysis: str, s
     drift = distances(trace, distance, analysis, step)
     same = kept_sets.layers(trace, first, second)
     return drift[:, first], np.where(same, drift[:, first], drift[:, second])
+
+
+def held_sides(trace: Trace, labels: tuple[str, str], analysis: str) -> tuple[float, float]:
+    """Entries that two configurations' caches hold over those of the full cache; NaN where the trace does not tell."""
+    shares = held_shares(trace, analysis)
+    return float(shares[trace.config_index(labels[0])]), float(shares[trace.config_index(labels[1])])
 
 
 def distances(trace: Trace, distance: str, analysis: str, step: int) -> Floats:

@@ -40,6 +40,7 @@ class RankCorrelation:
         mean: over samples and heads, in [−1, 1]; NaN where no value is left.
         interval: of the mean, over samples.
         evidence_mean, evidence_interval: where σ > 0.5 in every selection: all bounds on the same heads.
+        evidence_values, evidence_samples: how many (sample, head) these are of, in how many samples.
         by_head: (layer, head) mean over samples.
         values: how many (sample, head) were ranked.
         flagged: how many were left out because σ ≤ 0.5 in one of the selections (θ̂ only).
@@ -51,6 +52,8 @@ class RankCorrelation:
     interval: Scalar
     evidence_mean: float
     evidence_interval: Scalar
+    evidence_values: int
+    evidence_samples: int
     by_head: Floats
     values: int
     flagged: int
@@ -66,6 +69,7 @@ class Concordance:
         share: of the heads in which both bound and L differ, mean over samples, in [0, 1]; NaN where none does.
         interval: of the share, over samples.
         evidence_share, evidence_interval: where σ > 0.5 in both: all bounds on the same heads.
+        evidence_values, evidence_samples: how many (sample, head) these are of, in how many samples.
         values: how many (sample, head) differ.
     """
 
@@ -76,6 +80,8 @@ class Concordance:
     interval: Scalar
     evidence_share: float
     evidence_interval: Scalar
+    evidence_values: int
+    evidence_samples: int
     values: int
 
 
@@ -155,7 +161,8 @@ def _correlation(family: _Family, bound: str) -> RankCorrelation:
     counted = family.counted(bound)
     found = np.where(counted, spearman(family.bounds[bound], family.perturbation), np.nan)
     per_sample = _mean(found, (1, 2))
-    evidence = _mean(np.where(family.counted("θ̂"), found, np.nan), (1, 2))
+    proven = np.where(family.counted("θ̂"), found, np.nan)
+    evidence = _mean(proven, (1, 2))
     return RankCorrelation(
         bound=bound,
         selections=family.names,
@@ -163,8 +170,10 @@ def _correlation(family: _Family, bound: str) -> RankCorrelation:
         interval=intervals.of_mean(per_sample, CORRELATION),
         evidence_mean=float(_mean(evidence, (0,))),
         evidence_interval=intervals.of_mean(evidence, CORRELATION),
+        evidence_values=_count(proven),
+        evidence_samples=_count(evidence),
         by_head=_mean(found, (0,)),
-        values=int((~np.isnan(found)).sum()),
+        values=_count(found),
         flagged=int((~counted).sum()),
     )
 
@@ -174,7 +183,8 @@ def _concordance(pair: _Family, bound: str) -> Concordance:
     differing = pair.counted(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)
     per_sample = _mean(agreeing, (1, 2))
-    evidence = _mean(np.where(pair.counted("θ̂"), agreeing, np.nan), (1, 2))
+    proven = np.where(pair.counted("θ̂"), agreeing, np.nan)
+    evidence = _mean(proven, (1, 2))
     share = share_of(agreeing[0].size if len(agreeing) else 0)
     return Concordance(
         first=pair.names[0],
@@ -184,8 +194,15 @@ def _concordance(pair: _Family, bound: str) -> Concordance:
         interval=intervals.of_mean(per_sample, share),
         evidence_share=float(_mean(evidence, (0,))),
         evidence_interval=intervals.of_mean(evidence, share),
+        evidence_values=_count(proven),
+        evidence_samples=_count(evidence),
         values=int(differing.sum()),
     )
+
+
+def _count(values: Floats) -> int:
+    """How many are not NaN."""
+    return int((~np.isnan(values)).sum())
 
 
 def _mean(values: Floats, axes: tuple[int, ...]) -> Floats:

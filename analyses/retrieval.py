@@ -1,13 +1,14 @@
 """Does perturbation tell whether the needle is still found? Rank correlation between the two. (No paper tested it.).
 
-Only the first decode step counts, one budget at a time, between the configurations of one prompt: a longer prompt or a
-smaller budget perturbs more and answers less for many reasons. KL, drift and propagated perturbation on the answer's
-own teacher-forced tokens nearly are the score; they are told apart, as `circular` (METHOD: the protocol, 7). Only
-samples that the full cache answers count: where it fails, eviction has nothing to lose.
+Only the first decode step counts, between the configurations of one prompt that share budget, granularity and
+protection: a longer prompt or a smaller cache perturbs more and answers less for many reasons. KL, drift and propagated
+perturbation on the answer's own teacher-forced tokens nearly are the score; they are told apart, as `circular` (METHOD:
+the protocol, 7). Only samples that the full cache answers count: where it fails, eviction has nothing to lose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,15 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import CORRELATION, Scalar
 from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.ranks import spearman
-from perturbkv.analyses.reading import Floats, at_step, measured_steps, values
+from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
+from perturbkv.config import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
 LEAST_CONFIGS = 3
 """Ranks of fewer configurations are no ranks."""
+_APART = ("granularity", "protect_first", "protect_recent")
+"""What is ranked apart beside budgets: a budget of query heads holds more of a cache than one of key/value heads."""
 MEASURES = {
     "isolated": "isolated L1",
     "theta": "θ",
@@ -44,7 +48,7 @@ CIRCULAR = {
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's ρ between a measure and an outcome across the configurations of one prompt and one budget.
+    """Spearman's ρ between a measure and an outcome across the configurations of one prompt and one `BudgetLink`.
 
     Negative: the more perturbed a configuration, the less of the number it finds.
 
@@ -65,11 +69,12 @@ class Correlation:
 
 @dataclass(frozen=True)
 class BudgetLink:
-    """One budget.
+    """Configurations of one budget, one granularity and one protection.
 
     Attributes:
-        budget: as the user gave it, and whatever else its configurations do not share with those of other budgets.
+        budget: as the user gave it, and behind it the granularity and the protection where the run has several.
         labels: its configurations.
+        held: (config,) entries that each cache holds over those of the full cache; NaN where the trace does not tell.
         correlations: one per measure and outcome; `circular` those that nearly are the score.
         score, digits: (sample, config) the outcomes.
         measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S as it is).
@@ -77,11 +82,17 @@ class BudgetLink:
 
     budget: str
     labels: tuple[str, ...]
+    held: Floats
     correlations: tuple[Correlation, ...]
     circular: tuple[Correlation, ...]
     score: Floats
     digits: Floats
     measured: dict[str, Floats]
+
+    @property
+    def held_ends(self) -> tuple[float, float]:
+        """The least and the largest of `held`."""
+        return float(self.held.min()), float(self.held.max())
 
     def of(self, outcome: str) -> list[Correlation]:
         """The correlations with one outcome, those that nearly are the score behind the others."""
@@ -95,7 +106,8 @@ class Retrieval:
     Attributes:
         samples: that the full cache answers; `left_out`: the others.
         steps: decode steps that the circular measures are the mean of.
-        budgets: one entry per budget of three configurations or more; `too_few`: the other budgets.
+        budgets: one entry per budget, granularity and protection of three configurations or more; `too_few`: the
+            names of the others.
         identity: of the run.
     """
 
@@ -118,9 +130,7 @@ def summarise(trace: Trace) -> Retrieval:
     answered = values(trace, "score_full", ANALYSIS) == 1
     outcomes = {name: values(trace, name, ANALYSIS)[answered] for name in OUTCOMES}
     measured = {name: array[answered] for name, array in measures(trace).items()}
-    budgets: dict[str, list[int]] = {}
-    for place, config in enumerate(trace.run.configs):
-        budgets.setdefault(str(config.budget), []).append(place)
+    budgets = _budgets(trace.run.configs)
     return Retrieval(
         samples=int(answered.sum()),
         left_out=int((~answered).sum()),
@@ -133,6 +143,20 @@ def summarise(trace: Trace) -> Retrieval:
         too_few=tuple(budget for budget, places in budgets.items() if len(places) < LEAST_CONFIGS),
         identity=identity(trace, trace.run.labels()),
     )
+
+
+def _budgets(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
+    """Places of the configurations that are ranked together, by what tells them from the others."""
+    telling = [name for name in _APART if len({getattr(config, name) for config in configs}) > 1]
+    found: dict[str, list[int]] = {}
+    for place, config in enumerate(configs):
+        words = [_word(name, getattr(config, name)) for name in telling]
+        found.setdefault(" ".join([str(config.budget), *words]), []).append(place)
+    return found
+
+
+def _word(name: str, value: str | float) -> str:
+    return value if isinstance(value, str) else f"{name.replace('_', '-')}={value:g}"
 
 
 def measures(trace: Trace) -> dict[str, Floats]:
@@ -188,7 +212,14 @@ def _link(
     )
     labels = trace.run.labels()
     return BudgetLink(
-        budget, tuple(labels[place] for place in places), first, circular, scored["score"], scored["digits"], here
+        budget=budget,
+        labels=tuple(labels[place] for place in places),
+        held=held_shares(trace, ANALYSIS)[places],
+        correlations=first,
+        circular=circular,
+        score=scored["score"],
+        digits=scored["digits"],
+        measured=here,
     )
 
 

@@ -28,7 +28,9 @@ class Decided:
     Attributes:
         verdict: (…) 1 where the mean difference is above 0 beyond chance, −1 below, 0 undecided; after correction.
         p: (…) two-sided p-values.
-        flips: how many flips of signs they are of; the smallest p possible is 2 / flips, or 1 / flips where drawn.
+        flips: how many flips of signs they are of.
+        smallest: the smallest p-value that so many samples can give: 2 / flips, of the differences and of all of them
+            turned round; 1 / flips where flips are drawn, in which the latter need not be.
         uncorrected: how many tests have p ≤ 0.05.
         chance_mean, chance_high: of such tests without any effect: mean, and what 95 % of worlds stay under.
         least_together: how many tests must reach the smallest p together for any to count; 0 where none can.
@@ -41,11 +43,7 @@ class Decided:
     chance_mean: float
     chance_high: int
     least_together: int
-
-    @property
-    def smallest(self) -> float:
-        """The smallest p-value that so many samples can give."""
-        return 2 / self.flips
+    smallest: float
 
     @property
     def better(self) -> int:
@@ -81,6 +79,7 @@ def decide(differences: Floats) -> Decided:
     p = _p_values(np.abs(signs @ flat))
     own = p[0].reshape(differences.shape[1:])
     found = (p <= LEVEL).sum(axis=1)
+    smallest = (2 if len(flat) <= MOST_EXACT else 1) / len(signs)
     side = np.sign(differences.sum(axis=0)).astype(np.int8)
     return Decided(
         verdict=np.where(_corrected(p[0]).reshape(own.shape), side, np.int8(0)).astype(np.int8),
@@ -89,7 +88,8 @@ def decide(differences: Floats) -> Decided:
         uncorrected=int(found[0]),
         chance_mean=float(found.mean()),
         chance_high=int(np.quantile(found, 0.95, method="higher")),
-        least_together=_least_together(2 / len(signs), flat.shape[1]),
+        least_together=_least_together(smallest, flat.shape[1]),
+        smallest=smallest,
     )
 
 

@@ -60,6 +60,7 @@ def _print(results: tuple[Ablation, ...]) -> None:
     for result in results:
         console.say(f"\n{result.setting}: L1 over the baseline's", bold=True)
         console.table("", columns, [_baseline(result), *_rows(result.rows)])
+        console.say(_half(result))
         console.say(f"controls, of the same budget and protection: {_controls(result)}")
         if result.absent:
             console.say(f"not in this trace: {', '.join(result.absent)}")
@@ -68,11 +69,17 @@ def _print(results: tuple[Ablation, ...]) -> None:
     kind = results[0].rows[0].compared.propagated
     console.say(
         f"{numbers.about_intervals(results[0].identity.samples)} Isol., prop.: isolated and propagated. "
-        f"Σ: of all heads; half of the baseline's lies in "
-        f"{numbers.percent(kind.half_share)} of them (propagated), so beside it the median head's ratio. Heads better: "
-        f"mean over samples of each sample's share. {numbers.ABOUT_TIES} With one kept set per query head there is no "
-        f"group, and no row for its product. {numbers.ABOUT_HELD}"
+        f"Σ: of all heads; a few may carry half of it, so beside it the median head's ratio. Heads better: mean "
+        f"over samples of each sample's share. {numbers.ABOUT_TIES} With one kept set per query head there is no "
+        f"group, and no row for its product. {numbers.about_floor(kind.floor_relative_median)} {numbers.ABOUT_HELD}"
     )
+
+
+def _half(result: Ablation) -> str:
+    """In how many heads half of the setting's baseline lies."""
+    kinds = (result.rows[0].compared.isolated, result.rows[0].compared.propagated)
+    shares = " and ".join(numbers.percent(kind.half_share) for kind in kinds)
+    return f"half of the baseline's Σ lies in {shares} of the heads (isolated and propagated)"
 
 
 def _controls(result: Ablation) -> str:
@@ -93,8 +100,8 @@ def _rows(rows: tuple[Row, ...]) -> list[list[str]]:
         cells.append(numbers.held(row.compared.held[1]))
         for kind in (row.compared.isolated, row.compared.propagated):
             cells.append(numbers.decimal(kind.sum_ratio, kind.sum_ratio_interval, apart="\n"))
-            cells.append(numbers.decimal(kind.median_ratio))
-            cells.append(numbers.percent(kind.better_share))
+            cells.append(numbers.decimal(kind.median_ratio, kind.median_ratio_interval, apart="\n"))
+            cells.append(numbers.percent(kind.better_share, kind.better_share_interval, "\n"))
         found.append(cells)
         before = row.name
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from perturbkv.cli.study import Study, open_study
 
 if TYPE_CHECKING:
     from perturbkv.analyses.bound_tightness import BoundTightness, Tightness
-    from perturbkv.analyses.rank_agreement import RankAgreement
+    from perturbkv.analyses.rank_agreement import Concordance, RankAgreement, RankCorrelation
 
 _SELECTIONS = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
 
@@ -60,13 +61,15 @@ def _print(selection: str, shown: BoundTightness, agreements: tuple[RankAgreemen
     console.say(f"violations: 0, over all configurations; checked {checked}")
     _print_ratios(selection, shown)
     _print_agreements(agreements)
+    from perturbkv.analyses.intervals import LEAST
     from perturbkv.analyses.rank_agreement import CONTENDERS
 
     words = numbers.about_intervals(shown.identity.samples)
     console.say(
         "σ ≤ 0.5 is shown and is no evidence for Theorems 3 and 4. ρ: Spearman's rank correlation with L across "
         f"{', '.join(CONTENDERS)} of one head. vs: how often, of two-stage and this one, the lower bound has the lower "
-        f"L, where σ > 0.5 in both. 1 − S, the attention given up, knows no values. {words} Under a budget stands "
+        f"L, where σ > 0.5 in both; n: heads of all samples, in how many samples; a dash where these are fewer than "
+        f"{LEAST}. 1 − S, the attention given up, knows no values. {words} Under a budget stands "
         f"its held / full: entries that the evicted cache holds over those of the full cache."
     )
 
@@ -98,10 +101,11 @@ def _rows(budget: str, config: Tightness) -> list[list[str]]:
     """Two rows: where σ is evidence, and where it is not."""
     evidence = [_spread(spread.evidence) for spread in config.spreads.values()]
     flagged = [_spread(spread.flagged) for spread in config.spreads.values()]
-    share = config.flagged_share
+    share, ends = config.flagged_share, config.flagged_share_interval
+    others = None if ends is None else replace(ends, low=1 - ends.high, high=1 - ends.low)
     return [
-        [budget, "> 0.5", numbers.percent(1 - share), *evidence],
-        [f"held {numbers.held(config.held)}", "≤ 0.5", numbers.percent(share), *flagged],
+        [budget, "> 0.5", numbers.percent(1 - share, others, "\n"), *evidence],
+        [f"held {numbers.held(config.held)}", "≤ 0.5", numbers.percent(share, ends, "\n"), *flagged],
     ]
 
 
@@ -129,12 +133,20 @@ def _agreement_rows(budget: str, agreement: RankAgreement) -> list[list[str]]:
     cells: dict[str, list[str]] = {}
     for ranked in agreement.correlations:
         if set(ranked.selections) <= set(CONTENDERS):
-            everywhere = "" if ranked.bound == "θ̂" else numbers.decimal(ranked.mean, ranked.interval)
+            everywhere = "–" if ranked.bound == "θ̂" else numbers.decimal(ranked.mean, ranked.interval, apart="\n")
             cells.setdefault("ρ", []).append(everywhere)
-            evidence = numbers.decimal(ranked.evidence_mean, ranked.evidence_interval)
-            cells.setdefault("ρ where σ > 0.5", []).append(evidence)
+            evidence = numbers.decimal(ranked.evidence_mean, ranked.evidence_interval, apart="\n")
+            cells.setdefault("ρ where σ > 0.5", []).append(_evidence(ranked, evidence))
     for pair in agreement.pairs:
         if pair.second == "two-stage" and pair.first in _TOLD:
             evidence = numbers.percent(pair.evidence_share, pair.evidence_interval)
-            cells.setdefault(f"vs {_TOLD[pair.first]}", []).append(evidence)
+            cells.setdefault(f"vs {_TOLD[pair.first]}", []).append(_evidence(pair, evidence))
     return [[budget if place == 0 else "", name, *found] for place, (name, found) in enumerate(cells.items())]
+
+
+def _evidence(found: RankCorrelation | Concordance, shown: str) -> str:
+    """The number with the heads and samples that it is of; of fewer than five samples these alone."""
+    from perturbkv.analyses.intervals import LEAST
+
+    counts = f"n = {found.evidence_values:,} in {found.evidence_samples}"
+    return f"{shown if found.evidence_samples >= LEAST else '–'}\n{counts}"

@@ -102,12 +102,12 @@ def _row(measured: HeadKind) -> list[str]:
 
 
 def _caption(result: HeadComparison) -> str:
-    floor = result.propagated.floor_relative_median
+    floor = numbers.about_floor(result.propagated.floor_relative_median)
     power = numbers.about_power(result.propagated.decided)
     return (
         f"{numbers.about_intervals(result.identity.samples)} + / = / −: heads whose mean over samples is better, tied, "
         f"worse than the baseline's. {numbers.ABOUT_TIES} Beyond chance: {power} "
         "Share better: mean over samples of each sample's share of heads. Σ: of all heads; "
         "half of Σ in: the share of heads that carries half of the baseline's. σ ≤ 0.5: heads that are no evidence for "
-        f"Theorem 3. {numbers.ABOUT_HELD} Noise floor: {floor:.1e} of ‖o_h‖ (median)."
+        f"Theorem 3. {numbers.ABOUT_HELD} {floor}"
     )

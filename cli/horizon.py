@@ -64,7 +64,8 @@ def _caption(result: Horizon) -> str:
     return (
         f"{_samples(result)} {numbers.about_intervals(result.grown)} Growth: each sample's last third of its steps "
         f"over its first. + / = / −: heads that grow, are undecided, shrink. Beyond chance: {power} "
-        f"{numbers.ABOUT_HELD}"
+        f"A dash: within two noise floors. Noise floor: {result.noise_floor.max():.1e} of Σ ‖o_h‖₁ (propagated, the "
+        f"largest step's). {numbers.ABOUT_HELD}"
     )
 
 
@@ -94,8 +95,8 @@ def _row(name: str, curve: Curve) -> list[str]:
 
 def _most(curve: Curve) -> str:
     """The heads that grow most among those that grow."""
+    shown = (curve.head_verdict == 1) & (curve.head_growth > 0)  # a sum over samples may be noise where most grow
     grown = sorted(
-        ((float(curve.head_growth[place]), place) for place in zip(*(curve.head_verdict == 1).nonzero(), strict=True)),
-        reverse=True,
+        ((float(curve.head_growth[place]), place) for place in zip(*shown.nonzero(), strict=True)), reverse=True
     )
     return " ".join(f"{layer}-{head} ×{growth:.1f}" for growth, (layer, head) in grown[:_LISTED]) or "none"

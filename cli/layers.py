@@ -118,18 +118,25 @@ def _print(drifts: list[list[LayerDrift]], samples: list[list[LastLayer]], curve
         _print_samples(found)
     if curves:
         _print_budgets(curves)
-    console.say(_caption(drifts[0][0], bool(samples or curves)))
+    console.say(_caption(drifts[0][0], curves, bool(samples)))
 
 
-def _caption(drift: LayerDrift, exact: bool) -> str:
-    floor = (
-        numbers.ABOUT_TIES if drift.floored else "This trace holds no noise floor of the distance: only equal is tied."
-    )
+def _caption(drift: LayerDrift, curves: Budgets | None, samples: bool) -> str:
+    exact, counted = bool(samples or curves), "layers, and samples," if samples else "layers"
     return (
-        f"{numbers.about_intervals(drift.identity.samples, exact)} Drift: distance of the evicted run's residual "
-        f"stream from the full run's, median over samples; reduced: by the means over samples. {floor} "
-        f"{numbers.ABOUT_HELD}"
+        f"{numbers.about_intervals(drift.identity.samples, exact, medians=True)} Drift: distance of the evicted "
+        f"run's residual stream from the full run's, median over samples; reduced: by the means over samples. "
+        f"+ / = / −: {counted} that drift less, tied, more than the baseline; of layers the means over samples are "
+        f"compared, without a test. {_floors(drift, curves)} {numbers.ABOUT_HELD}"
     )
+
+
+def _floors(drift: LayerDrift, curves: Budgets | None) -> str:
+    """What rounding alone brings, and what a tie is."""
+    kl = f" Noise floor of KL: {curves.kl_floor:.1e} nat (median)." if curves else ""
+    if drift.noise_floor is None:
+        return f"This trace holds no noise floor of the distance: only equal is tied.{kl}"
+    return f"{numbers.ABOUT_TIES} Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean).{kl}"
 
 
 def _print_drifts(series: list[LayerDrift]) -> None:
@@ -154,9 +161,9 @@ def _compared(result: LayerDrift | LastLayer) -> str:
     return f"{selection(result.baseline)} → {selection(result.treatment)}, {without_budget(result.setting)}"
 
 
-def _held(drift: LayerDrift) -> str:
+def _held(result: LayerDrift | LastLayer) -> str:
     """What both caches hold; once where it is the same."""
-    return " → ".join(dict.fromkeys(numbers.held(share) for share in drift.held))
+    return " → ".join(dict.fromkeys(numbers.held(share) for share in result.held))
 
 
 def _sides(drift: LayerDrift, layer: int) -> str:
@@ -176,13 +183,14 @@ def _print_samples(series: list[LastLayer]) -> None:
     rows = [
         [
             budget(result.baseline),
+            _held(result),
             numbers.percent(result.improved_share, result.improved_share_interval),
             numbers.verdicts(result.verdict),
         ]
         for result in series
     ]
     console.say(_compared(series[0]), bold=True)
-    console.table("samples that drift less by the last layer", ["budget", "#share", "#+ / = / −"], rows)
+    console.table("samples that drift less by the last layer", ["budget", "#held / full", "#share", "#+ / = / −"], rows)
 
 
 def _print_budgets(curves: Budgets) -> None:

@@ -16,7 +16,7 @@ from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.analyses.needle import Method, Needle
-    from perturbkv.analyses.retrieval import Correlation, Retrieval
+    from perturbkv.analyses.retrieval import BudgetLink, Correlation, Retrieval
 
 _METHODS = ",".join(
     f"{policy}:{selection}" for policy in ("snapkv", "pyramidkv", "adakv") for selection in ("attention", "two-stage")
@@ -116,25 +116,31 @@ def _print_link(link: Retrieval) -> None:
     if not link.budgets:
         return
     title = "Spearman's ρ between the methods of one prompt, first decode step"
-    _print_ranks(title, MEASURES, {one.budget: one.correlations for one in link.budgets})
+    _print_ranks(title, MEASURES, [(one, one.correlations) for one in link.budgets])
     title = "circular: on the answer's own tokens these nearly are the score"
-    _print_ranks(title, CIRCULAR, {one.budget: one.circular for one in link.budgets})
+    _print_ranks(title, CIRCULAR, [(one, one.circular) for one in link.budgets])
     console.say(
-        "ρ < 0: the more perturbed of a prompt's methods find less. Mean over the n prompts whose methods differ; its "
-        "interval over them. L1, θ (of all heads) and drift are relative to the full run's norms."
+        "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one granularity and "
+        "one protection are ranked together; under a budget stands what their caches hold over the full cache. Mean "
+        "over the n prompts whose methods differ; its interval over them. L1, θ (of all heads) and drift are relative "
+        "to the full run's norms."
     )
 
 
-def _print_ranks(title: str, measures: dict[str, str], budgets: dict[str, tuple[Correlation, ...]]) -> None:
+def _print_ranks(
+    title: str, measures: dict[str, str], budgets: list[tuple[BudgetLink, tuple[Correlation, ...]]]
+) -> None:
     """A row per budget and measure, both outcomes beside each other, each with its n."""
     from perturbkv.analyses.needle import OUTCOMES
 
     rows = []
-    for budget, correlations in budgets.items():
+    for link, correlations in budgets:
+        held = " to ".join(dict.fromkeys(map(numbers.held, link.held_ends)))
+        names = [link.budget, f"held {held}", *[""] * len(measures)]
         found = {(one.measure, one.outcome): one for one in correlations}
         for place, (name, words) in enumerate(measures.items()):
             cells = [cell for outcome in OUTCOMES for cell in _ranked(found[name, outcome])]
-            rows.append([budget if place == 0 else "", words, *cells])
+            rows.append([names[place], words, *cells])
     console.table(title, ["budget", "measure", "#whole number", "#n", "#digits", "#n"], rows)
 
 

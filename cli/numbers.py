@@ -40,16 +40,25 @@ def at(band: Band, place: int) -> Scalar:
     return None if band is None else band.at(place)
 
 
-def about_intervals(samples: int, exact: bool = False) -> str:
-    """What a table's caption says of n and its intervals; `exact` where it holds shares of samples."""
-    from perturbkv.analyses.intervals import LEAST
+def about_intervals(samples: int, exact: bool = False, medians: bool = False) -> str:
+    """What a table's caption says of n and its intervals; `exact` where it holds shares of samples.
+
+    `medians` where it holds medians over samples, whose intervals have a level of their own.
+    """
+    from perturbkv.analyses.intervals import LEAST, median_level
 
     if samples < 2:
         return "One sample: no intervals."
     if samples >= LEAST:
-        return f"n = {samples} samples; in brackets: 95 % intervals over samples."
+        own = f" (medians: {100 * median_level(samples):.0f} %)" if medians else ""
+        return f"n = {samples} samples; in brackets: 95 % intervals over samples{own}."
     also = " In brackets: exact 95 % intervals of shares of samples." if exact else ""
     return f"n = {samples} samples, too few for intervals; in parentheses: the range of single samples.{also}"
+
+
+def about_floor(relative: float) -> str:
+    """What a caption says of the noise floor of a head's perturbation."""
+    return f"Noise floor: {relative:.1e} of ‖o_h‖ (median)."
 
 
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
@@ -63,8 +72,9 @@ def verdicts(verdict: NDArray[np.int8]) -> str:
 
 def about_flips(decided: Decided, words: tuple[str, str] = ("better", "worse")) -> str:
     """How many of many tests stand out, and how many would by chance."""
+    chance = decimal(decided.chance_mean, digits=1)
     return (
-        f"p ≤ 0.05 in {decided.uncorrected} of {decided.verdict.size} heads, by chance in {decided.chance_mean:.0f} "
+        f"p ≤ 0.05 in {decided.uncorrected} of {decided.verdict.size} heads, by chance in {chance} "
         f"(95 %: ≤ {decided.chance_high}); corrected: {decided.better} {words[0]}, {decided.worse} {words[1]}"
     )
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from perturbkv.analyses.intervals import LEAST
+
 CONTENDERS = 4
 """Selections that rank by the window's attention; the others are controls."""
 Cells = list[list[str]]
@@ -78,14 +80,21 @@ def bound_tightness(found: dict[str, Any]) -> None:
     rows = []
     for agreement in found["rank_agreement"]:
         ranked = [one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS]
-        everywhere = ["" if one["bound"] == "θ̂" else number(one["mean"], one["interval"]) for one in ranked]
+        everywhere = ["–" if one["bound"] == "θ̂" else number(one["mean"], one["interval"]) for one in ranked]
         rows.append([budget(agreement["setting"]), "ρ, all heads", *everywhere])
-        evidence = [number(one["evidence_mean"], one["evidence_interval"]) for one in ranked]
+        evidence = [_proven(one, number(one["evidence_mean"], one["evidence_interval"])) for one in ranked]
         rows.append(["", "ρ, σ > 0.5", *evidence])
         for first, name in (("attention", "against attention"), ("two-stage-uniform", "against ν ≡ 1")):
             pairs = [one for one in agreement["concordance"] if (one["first"], one["second"]) == (first, "two-stage")]
-            rows.append(["", name, *(percent(one["evidence_share"], one["evidence_interval"]) for one in pairs)])
+            shares = [_proven(one, percent(one["evidence_share"], one["evidence_interval"])) for one in pairs]
+            rows.append(["", name, *shares])
     table("rank agreement", ["budget", "", "θ", "θ̂", "1 − S"], rows)
+
+
+def _proven(one: dict[str, Any], shown: str) -> str:
+    """The number with its heads and samples; of fewer than five samples these alone."""
+    counts = f"n = {one['evidence_values']:,} in {one['evidence_samples']}"
+    return f"{shown}; {counts}" if one["evidence_samples"] >= LEAST else f"–; {counts}"
 
 
 def assumption(found: dict[str, Any]) -> None:
@@ -146,7 +155,8 @@ def ablation(found: dict[str, Any]) -> None:
                 for kind in ("isolated", "propagated"):
                     part_of = row[kind]
                     cells += [number(part_of["sum_ratio"], part_of["sum_ratio_interval"]),
-                              number(part_of["median_ratio"]), percent(part_of["better_share"])]  # fmt: skip
+                              number(part_of["median_ratio"], part_of["median_ratio_interval"]),
+                              percent(part_of["better_share"], part_of["better_share_interval"])]  # fmt: skip
                 rows.append(cells)
             sides = ("isolated", "propagated")
             heads = [

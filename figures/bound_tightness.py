@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.bound_tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, BoundTightness, Tightness
+from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import budget, budgets, setting
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.figures import heatmaps, style
@@ -31,8 +32,14 @@ def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: 
         _ratios(axes[0], result.configs)
         _against_mass(axes[1], result.configs)
         _agreement(axes[2], agreements)
-        style.foot(figure, result.identity, f"{_held(result)} · {style.about(result.identity.samples)}")
+        style.foot(figure, result.identity, f"{_held(result)} · {_bars(result.identity.samples)}")
     return figure
+
+
+def _bars(samples: int) -> str:
+    """What each panel's bars are: the first two are spreads over samples and heads, the last one intervals."""
+    spreads = "first panel: median, quartiles (thick), 5–95 % (thin) over samples and heads · second: median, quartiles"
+    return f"{spreads} · third: {style.about(samples)}"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
@@ -132,22 +139,36 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> None:
 
 
 def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
-    """Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow."""
+    """Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow.
+
+    No point where fewer than five samples have such heads.
+    """
     ranked = [agreement for agreement in agreements if agreement.correlations]
     for place, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
-            _correlation(axes, place, correlation)
+            if correlation.evidence_samples >= LEAST:
+                _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
     axes.set(xlabel=_budget_axis([agreement.setting for agreement in ranked]), ylabel="Spearman's ρ with L")
-    axes.set_ylim(min(axes.get_ylim()[0], -0.05), 1.02)
+    bottom = min(axes.get_ylim()[0], -0.05)
+    axes.set_ylim(bottom - 0.2 * (1.02 - bottom), 1.02)  # room for n
     axes.set_title("Order of selections, σ > 0.5", loc="left")
     if not ranked:
         style.note(axes, "needs three or more selections per budget")
-    elif all(np.isnan(one.evidence_mean) for agreement in ranked for one in agreement.correlations):
-        style.note(axes, "no head has σ > 0.5 in every selection")
+    elif not axes.containers:
+        style.note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection")
+    for place, agreement in enumerate(ranked):
+        axes.text(place, 0.02 if axes.containers else 0.2, _told(agreement), transform=axes.get_xaxis_transform(),
+                  ha="center", va="bottom", fontsize=5, color="0.35")  # fmt: skip
     handles = [_dot(colour, colour, name) for name, colour in _colours().items()]
     style.legend_below(axes, [*handles, _dot("0.3", "white", "controls included")], 2)
+
+
+def _told(agreement: RankAgreement) -> str:
+    """How many heads of all samples the first bound's ρ is of, and in how many samples: θ's, of the contenders."""
+    one = agreement.correlations[0]
+    return f"n={one.evidence_values:,}\nin {one.evidence_samples}"
 
 
 def _correlation(axes: Axes, place: int, correlation: RankCorrelation) -> None:

@@ -34,9 +34,8 @@ def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
         handles, _ = axes[0].get_legend_handles_labels()
         longest = max(len(curve.name) for curve in result.curves)
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2 if longest > _LONG else 4)
-        style.foot(
-            figure, result.identity, f"drift and KL: medians over samples · {style.about(result.identity.samples)}"
-        )
+        said = style.about(result.identity.samples, medians=True)
+        style.foot(figure, result.identity, f"drift and KL: medians over samples · {said}")
     return figure
 
 

@@ -55,7 +55,8 @@ def _panel(axes: Axes, result: LastLayer) -> None:
     style.log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = style.percent(result.improved_share, result.improved_share_interval)
-    axes.set_title(f"b={budget(result.baseline)}: {share} improved", loc="left")
+    held = " → ".join(dict.fromkeys(map(style.number, result.held)))
+    axes.set_title(f"b={budget(result.baseline)}: {share} improved\nheld / full {held}", loc="left")
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
         style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
@@ -48,7 +48,7 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
             if results[0].floored
             else "equal (no floor in this trace)"
         )
-        style.foot(figure, identity, f"{style.about(identity.samples)} · ×: tied, {tie}")
+        style.foot(figure, identity, f"{style.about(identity.samples, medians=True)} · ×: tied, {tie}")
     return figure
 
 
@@ -93,6 +93,8 @@ def _reduction(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 def _finish(absolute: Axes, relative: Axes, result: LayerDrift) -> None:
     unit = DISTANCES[result.distance]
+    for axes in (absolute, relative):
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     absolute.set(xlabel="decoder layer", ylabel=f"drift of the residual stream ({unit})")
     style.log_axes(absolute, y=True)
     absolute.set_title("Drift after each layer, median of samples", loc="left")

@@ -62,8 +62,10 @@ def _panel(axes: Axes, link: BudgetLink) -> None:
         xlabel="Spearman’s ρ within a prompt",
     )
     deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
+    held = " to ".join(dict.fromkeys(map(style.number, link.held_ends)))
     title = (
         f"b={link.budget}, {len(link.labels)} methods; n = {deciding['score']} (number), {deciding['digits']} (digits)"
+        f"\nheld / full {held}"
     )
     axes.set_title(title, loc="left", fontsize=6.5)
     if not any(deciding.values()):

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.intervals import LEAST, Scalar
+from perturbkv.analyses.intervals import LEAST, Scalar, median_level
 
 COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
@@ -64,11 +64,12 @@ def ends(interval: Scalar, shown: Callable[[float], str]) -> str:
     return f" ({low} … {high})" if interval.kind == "range" else f" [{low}, {high}]"
 
 
-def about(samples: int) -> str:
-    """What bars, bands and brackets are, for a figure's foot."""
+def about(samples: int, medians: bool = False) -> str:
+    """What bars, bands and brackets are, for a figure's foot; `medians` where some are of medians over samples."""
     if samples < 2:
         return "1 sample: no intervals"
-    kind = "95 % intervals" if samples >= LEAST else "ranges of single samples"
+    own = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= LEAST else ""
+    kind = f"95 % intervals{own}" if samples >= LEAST else "ranges of single samples"
     return f"bars, bands and brackets: {kind} over n = {samples} samples"
 
 

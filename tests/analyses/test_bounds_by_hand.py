@@ -165,6 +165,18 @@ def test_a_flagged_selection_takes_the_head_out_of_theorem_3_alone() -> None:
     assert counts[("attention", "two-stage-uniform")] == 1
 
 
+def test_a_number_where_sigma_is_evidence_says_of_how_many_heads_and_samples_it_is() -> None:
+    """Four samples, σ > 0.5 in all selections of one alone; of the first pair in two."""
+    sigma = [[0.9, 0.9, 0.9], [0.9, 0.9, 0.5], [0.9, 0.5, 0.9], [0.5, 0.5, 0.5]]
+    (found,) = rank_agreement.summarise(ranked([[1, 2, 3]] * 4, [[10, 20, 30]] * 4, sigma=sigma))
+    for one in found.to_dict()["rank_correlations"]:
+        assert (one["evidence_values"], one["evidence_samples"]) == (1, 1), one["bound"]
+    counts = {(one["first"], one["second"]): (one["evidence_values"], one["evidence_samples"])
+              for one in found.to_dict()["concordance"]}  # fmt: skip
+    assert counts[("attention", "two-stage-uniform")] == (2, 2)
+    assert counts[("two-stage-uniform", "two-stage")] == (1, 1)
+
+
 def test_equal_sides_are_no_evidence_of_order() -> None:
     (found,) = rank_agreement.summarise(ranked([[1, 1, 2]], [[5, 6, 6]]))
     values = {(pair.first, pair.second): pair.values for pair in found.pairs if pair.bound == "θ"}

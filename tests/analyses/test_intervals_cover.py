@@ -66,6 +66,7 @@ def test_a_median_lies_between_two_of_the_samples() -> None:
         covered = 1 - 2 * sum(math.comb(samples, k) for k in range(below + 1)) / 2**samples
         narrower = 1 - 2 * sum(math.comb(samples, k) for k in range(below + 2)) / 2**samples
         assert narrower < 0.92 <= covered
+        assert intervals.median_level(samples) == pytest.approx(covered)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4])
@@ -84,6 +85,42 @@ def test_equal_sides_give_exactly_1_and_shares_without_any_head_are_as_sure_as_t
         sure = 0.025 ** (1 / samples)
         assert intervals.of_mean(np.zeros(samples), share_of(270)) == Interval(0.0, pytest.approx(1 - sure))
         assert intervals.of_mean(np.ones(samples), share_of(270)) == Interval(pytest.approx(sure), 1.0)
+
+
+def test_correlations_that_are_all_1_are_as_sure_as_their_samples() -> None:
+    for samples in (5, 8, 36):
+        sure = stats.binomtest(samples, samples).proportion_ci(method="exact").low
+        assert intervals.of_mean(np.ones(samples), CORRELATION) == Interval(pytest.approx(2 * sure - 1), 1.0)
+        assert intervals.of_mean(-np.ones(samples), CORRELATION) == Interval(-1.0, pytest.approx(1 - 2 * sure))
+
+
+def test_samples_that_are_all_alike_leave_room_for_others_on_both_sides() -> None:
+    unseen = 1 - 0.025 ** (1 / 8)
+    for level in (0.25, 3 / 7):
+        found = intervals.of_mean(np.full(8, level), share_of(0))
+        assert found == Interval(pytest.approx((1 - unseen) * level), pytest.approx(level + unseen * (1 - level)))
+    of_heads = intervals.of_mean(np.full(8, 0.25), share_of(270))  # as many independent heads would differ
+    error = stats.t.ppf(0.975, 3) * math.sqrt(0.25 * 0.75 / (8 * 270))
+    assert of_heads == Interval(pytest.approx(0.25 - error), pytest.approx(0.25 + error))
+
+
+@pytest.mark.parametrize("kind", [CORRELATION, share_of(0), share_of(270)], ids=["correlation", "share", "heads"])
+def test_one_sample_a_little_off_the_limit_makes_the_others_no_surer(kind: Kind) -> None:
+    whole = intervals.of_mean(np.ones(8), kind)
+    near = intervals.of_mean(np.array([1.0] * 7 + [0.999]), kind)
+    assert whole is not None
+    assert near is not None
+    assert near.low == pytest.approx(whole.low, abs=1e-3)
+    two = intervals.of_mean(np.array([1.0] * 6 + [0.99, 0.99]), kind)
+    assert two is not None
+    assert two.low > 0.97  # two samples that depart show how far samples do
+    between = intervals.of_mean(np.array([1.0] * 6 + [0.99, 0.999]), kind)
+    assert between is not None
+    assert whole.low < between.low < two.low
+    if kind.limits == (0, 1):
+        none = intervals.of_mean(np.array([0.0] * 7 + [0.001]), kind)
+        assert none is not None
+        assert (none.low, none.high) == (pytest.approx(1 - near.high), pytest.approx(1 - near.low))
 
 
 def test_zeros_on_a_logarithm_fall_back_on_the_plain_scale() -> None:

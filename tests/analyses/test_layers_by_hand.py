@@ -49,6 +49,16 @@ def test_means_reductions_and_verdicts_per_layer() -> None:
     assert found.baseline_relative.tolist() == [0.1, 0.1, 0.3]
 
 
+def test_what_the_caches_hold_and_the_noise_floor_are_told() -> None:
+    trace = made()
+    trace.arrays["held_share"] = np.tile([0.1, 0.12, 0.4, 0.4], (2, 1))  # type: ignore[index]
+    drifts, samples = layers.summarise(trace, *PAIR).to_dict(), last_layer.summarise(trace, *PAIR).to_dict()
+    for told in (drifts, samples):
+        assert (told["held_over_full_baseline"], told["held_over_full_treatment"]) == pytest.approx((0.1, 0.12))
+    assert drifts["noise_floor"] == pytest.approx([0.1, 0.5, 0.1])
+    assert layers.summarise(trace, *PAIR, distance="l2").to_dict()["noise_floor"] is None
+
+
 def test_two_samples_show_their_range() -> None:
     found = layers.summarise(made(), *PAIR)
     ratios = DRIFT[:, 1] / DRIFT[:, 0]
@@ -68,15 +78,16 @@ def test_a_distance_without_a_floor_ties_only_what_is_equal_and_says_so() -> Non
         layers.summarise(made(), *PAIR, distance="l3")
 
 
-@pytest.mark.parametrize("distance", ["l2", "cosine"])
-def test_each_distance_is_judged_by_its_own_floor(distance: str) -> None:
-    floor = {f"hidden_noise_floor_{distance}": np.tile([0.1, 0.06, 1.0], (2, 1)), "hidden_norm_l2": np.full((2, 3), 20)}
+@pytest.mark.parametrize(("distance", "each"), [("l2", [1, 0]), ("cosine", [0, 0])])
+def test_each_distance_is_judged_by_its_own_floor(distance: str, each: list[int]) -> None:
+    floors = np.tile([0.005, 0.06, 1.0], (2, 1))
+    floor = {f"hidden_noise_floor_{distance}": floors, "hidden_norm_l2": np.full((2, 3), 20)}
     found = layers.summarise(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
     assert found.floored
-    assert found.verdict.tolist() == [1, 0, 0]  # differences of 0.5, 0.1 and 1.5
+    assert found.verdict.tolist() == [1, 0, 0]  # differences of 0.5, 0.1 and 1.5; of roots 0.19, 0.04 and 0.33
     assert (found.baseline_relative is None) == (distance == "cosine")
     drifts = last_layer.summarise(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
-    assert drifts.verdict.tolist() == [1, 0]  # s1: 8 to 4; s0: 4 to 5, within two floors of 1
+    assert drifts.verdict.tolist() == each  # s1: 8 to 4, roots 0.83 apart; s0: 4 to 5; two floors of 1
 
 
 def test_layers_up_to_which_all_kept_sets_are_equal_tie_by_identity() -> None:

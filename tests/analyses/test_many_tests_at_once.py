@@ -65,7 +65,10 @@ def test_it_is_known_when_so_few_samples_can_decide_nothing(samples: int, least:
 def test_more_samples_than_twelve_are_flipped_at_random_and_the_same_each_time() -> None:
     differences = np.random.default_rng(3).normal(size=(20, 7)) + 0.4
     found = decide(differences)
-    assert found.flips == 4096
+    assert (found.flips, found.smallest) == (4096, 1 / 4096)
+    sure = decide(np.ones((20, 270)))
+    assert sure.p.min() == sure.smallest
+    assert sure.least_together == 2  # of 270 tests: 0.05 · 1 / 270 is less than 1 / 4096, 0.05 · 2 / 270 is not
     np.testing.assert_array_equal(found.p, decide(differences).p)
     exact = [stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=20_000,
                                     rng=np.random.default_rng(4)).pvalue for column in differences.T]  # fmt: skip

@@ -161,6 +161,29 @@ def test_budgets_are_never_mixed_and_two_methods_have_no_ranks() -> None:
     assert (few.budgets, few.too_few) == ((), ("64",))
 
 
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ({"granularity": "kv"}, ("64 query", "64 kv")),
+        ({"protect_first": 4}, ("64 protect-first=0", "64 protect-first=4")),
+        ({"protect_recent": 0.75}, ("64 protect-recent=0", "64 protect-recent=0.75")),
+    ],
+)
+def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(
+    other: dict[str, Any], names: tuple[str, str]
+) -> None:
+    """Within each setting the more perturbed method finds more; over both together it would find less."""
+    more = [config(name, **other) for name in ("attention", "two-stage", "random")]
+    measured_trace = ranked([[1, 0, 0, 1, 0, 0]], [1], [[0.3, 0.2, 0.1, 0.9, 0.8, 0.7]], configs=[*THREE, *more])
+    measured_trace.arrays["held_share"] = np.array([[0.48] * 3 + [0.24] * 3])  # type: ignore[index]
+    links = retrieval.summarise(measured_trace).budgets
+    assert tuple(link.budget for link in links) == names
+    assert [link.held_ends for link in links] == [(0.48, 0.48), (0.24, 0.24)]
+    for link in links:
+        assert link.of("score")[0].rho == pytest.approx(stats.spearmanr([3, 2, 1], [1, 0, 0]).statistic)
+    json.dumps(retrieval.summarise(measured_trace).to_dict(), allow_nan=False)
+
+
 def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
     made_trace = ranked([[1, 0, 0]], [1], [[0.1, 0.2, 0.2 + 1e-9]])
     place = made_trace.arrays["kept_offset"][0]
@@ -179,7 +202,7 @@ def test_correlation_of_scores_that_are_all_alike_is_none() -> None:
     assert none.to_dict()["budgets"][0]["correlations"][0]["rho"] is None
 
 
-def growing(samples: int = 3, steps: int = 6) -> Trace:
+def growing(samples: int = 3, steps: int = 6, floor: float = 0.1) -> Trace:
     """Head 0 of layer 0 doubles from the first third to the last; head 1 halves; layer 1 stays; norms are 10."""
     factor = np.ones((2, steps, 2, 2))
     factor[:, -2:, 0, 0], factor[:, -2:, 0, 1] = 2, 0.5
@@ -189,7 +212,7 @@ def growing(samples: int = 3, steps: int = 6) -> Trace:
         for name, level in (("perturbation_propagated", 4.0), ("perturbation_isolated", 2.0)):
             arrays[name] = factor * level * (1 + place)
         arrays["output_norm"] = np.full((steps, 2, 2), 10.0)
-        arrays["noise_floor"] = np.full((steps, 2, 2), 0.1)
+        arrays["noise_floor"] = arrays["noise_floor_isolated"] = np.full((steps, 2, 2), floor)
         found.append(SampleTrace(f"s{place}", arrays))
     return trace(*found, configs=CONFIGS)
 
@@ -207,6 +230,27 @@ def test_growth_is_the_last_third_over_the_first() -> None:
     np.testing.assert_allclose(result.configs[0].curves["isolated"].relative, curve.relative / 2)
     np.testing.assert_allclose(result.noise_floor, 0.01)
     json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_what_is_within_two_noise_floors_has_no_growth_and_decides_nothing() -> None:
+    """Where everything is kept the perturbation is the floor itself: head 0 would double for nothing."""
+    rounding = growing(7, floor=9.0)  # relative: 1.6 and 1.8 of all heads, two floors are 1.8
+    curve = horizon.summarise(rounding, ["attention"]).configs[0].curves["propagated"]
+    assert curve.first == pytest.approx(1.6)
+    assert np.isnan(curve.growth)
+    assert curve.growth_interval is None
+    assert np.isnan(curve.head_growth[0, 1])  # 16 falls to 8 of 10, in noise of 18
+    assert curve.head_verdict.tolist() == [[0, 0], [0, 0]]
+
+
+def test_growth_by_no_more_than_two_noise_floors_is_undecided() -> None:
+    """Head 0 rises by 4, 8, … 28 in its seven samples: all within two floors of 14.1, none within two of 0.9."""
+    for floor, verdict in ((14.1, 0), (0.9, 1)):
+        rising = growing(7, floor=floor)
+        rising.arrays["perturbation_propagated"][:] += 30  # type: ignore[index]
+        curve = horizon.summarise(rising, ["attention"]).configs[0].curves["propagated"]
+        assert curve.head_growth[0, 0] == pytest.approx((30 + 32) / (30 + 16))
+        assert curve.head_verdict[0, 0] == verdict, floor
 
 
 def test_five_samples_are_too_few_to_decide_any_head() -> None:

@@ -71,9 +71,19 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
     assert "needs three or more selections" in words(figure)
 
 
+@WIDTHS
+def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
+    result = bound_tightness.summarise(TRACE).of("two-stage")
+    drawn = words(bounds_figure.draw(result, rank_agreement.summarise(TRACE), width))
+    assert max(map(len, drawn.splitlines())) <= width  # a character of the foot is a millimetre wide, or less
+    foot = " ".join(drawn.split())
+    assert "quartiles (thick), 5–95 % (thin) over samples and heads" in foot
+    assert "third: bars, bands and brackets: ranges of single samples over n = 3 samples" in foot
+
+
 def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
     names = ("attention", "two-stage-uniform", "two-stage", "random")
-    size = (2, len(names), 2, 2)
+    size = (5, len(names), 2, 2)
     draw = np.random.default_rng(1)
     arrays = {name: draw.uniform(low, low + 1, size) for name, low in
               (("perturbation_isolated", 1), ("theta", 3), ("theta_hat", 5), ("theta_hat_relax", 7))}  # fmt: skip
@@ -87,6 +97,13 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
         line = lines[f"{'all' if 'random' in ranked.selections else 'contenders'} {ranked.bound}"]
         assert float(line.get_ydata()[0]) == ranked.evidence_mean
         assert (line.get_markerfacecolor() == "white") == ("random" in ranked.selections)
+    assert "n=20\nin 5" in words(figure)
+    trace.arrays["sigma_stage1"][0] = 0.4  # type: ignore[index]
+    (few,) = rank_agreement.summarise(trace)
+    figure = bounds_figure.draw(bound_tightness.summarise(trace).of("two-stage"), [few], 174)
+    assert not figure.axes[2].containers
+    assert "n=16\nin 4" in words(figure)
+    assert "fewer than 5 samples have a head" in words(figure)
 
 
 @WIDTHS
@@ -111,6 +128,9 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
         drawn = artist(figure, 1, f"reduction {result.baseline}").get_ydata()
         np.testing.assert_allclose(drawn, result.ratio)
     assert figure.axes[1].yaxis_inverted()  # above is better
+    for axes in figure.axes:  # two layers: none lies between them
+        low, high = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [0, 1]
     labels = [figure.axes[1].yaxis.get_major_formatter()(ratio) for ratio in (0.5, 1, 1.5)]
     assert labels == ["+50", "0", "−50"]
 
@@ -122,6 +142,7 @@ def test_samples_are_pairs_of_drifts(width: int) -> None:
     for panel, result in enumerate(results):
         for gid, drift in (("baseline", result.baseline_drift), ("treatment", result.treatment_drift)):
             np.testing.assert_allclose(artist(figure, panel, gid).get_offsets()[:, 1], drift)
+        assert "held / full " in figure.axes[panel].get_title(loc="left")
 
 
 @WIDTHS

@@ -56,6 +56,7 @@ def test_more_methods_than_a_row_holds_flow_on() -> None:
 @WIDTHS
 def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
+    trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
     result = retrieval.summarise(trace)
     figure = retrieval_figure.draw(result, identity(trace, trace.run.labels()), width)
     (link,) = result.budgets
@@ -64,6 +65,7 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
     assert drawn == pytest.approx(told)
     said = words(figure)
     assert "b=64, 3 methods; n = 2 (number), 2 (digits)" in said
+    assert "held / full 0.48 to 0.51" in said
     assert "circular: nearly the score" in said
     assert "deciding ones of the 3 prompts that the full cache answers" in " ".join(said.split())
 

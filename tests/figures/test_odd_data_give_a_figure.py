@@ -103,7 +103,15 @@ def test_panels_that_hold_nothing_say_why() -> None:
     zero = words(next(figures(ODD["all zero"](), 174)))
     assert "no ratio: nothing went, or the bounds are 0" in zero
     assert "no bin of S holds 10 values" in zero
-    assert "no head has σ > 0.5 in every selection" in words(next(figures(ODD["all flagged"](), 174)))
+    assert "with σ > 0.5 in every selection" in words(next(figures(ODD["all flagged"](), 174)))
+
+
+def test_bands_of_medians_say_their_own_level() -> None:
+    """Of eight the second and the seventh: 1 − 2 · 9/256."""
+    said = [" ".join(words(figure).split()) for figure in figures(made(samples=8), 174)]
+    for drawn in (said[3], said[5]):
+        assert "95 % intervals (medians: 93 %) over n = 8 samples" in drawn
+    assert "medians:" not in said[6]
 
 
 def test_a_failed_sample_is_in_every_foot() -> None:

@@ -1,0 +1,115 @@
+"""Words under and in the tables of results: n, levels, floors, what is compared with what."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+
+from perturbkv.analyses import (
+    ablation,
+    bound_tightness,
+    budgets,
+    horizon,
+    last_layer,
+    layers,
+    rank_agreement,
+    retrieval,
+)
+from perturbkv.analyses.sign_flips import decide
+from perturbkv.cli import ablation as ablation_command
+from perturbkv.cli import bound_tightness as bounds_command
+from perturbkv.cli import console, numbers
+from perturbkv.cli import horizon as horizon_command
+from perturbkv.cli import layers as layers_command
+from perturbkv.cli import needle as needle_command
+from tests.analyses.test_bounds_by_hand import one_config
+from tests.analyses.test_bounds_by_hand import ranked as bounded
+from tests.analyses.test_needle_and_horizon_by_hand import MOVED, SCORES, growing, ranked
+from tests.figures.test_odd_data_give_a_figure import CONFIGS, made
+
+
+def said(shown: Callable[..., None], *results: object) -> str:
+    """What is printed, its white space as single blanks."""
+    out = io.StringIO()
+    with mock.patch.object(console, "out", console.Console(file=out, width=200)):
+        shown(*results)
+    return " ".join(out.getvalue().split())
+
+
+def test_ranks_of_methods_say_what_their_caches_hold() -> None:
+    trace = ranked(SCORES, [1] * 4, MOVED)
+    trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
+    told = said(needle_command._print_link, retrieval.summarise(trace))
+    assert told.count("held 0.48 to 0.51") == 2  # the circular ones apart
+    assert "Only methods of one budget, one granularity and one protection are ranked together" in told
+
+
+def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() -> None:
+    def shown(flagged: int) -> dict[str, list[str]]:
+        sigma = [[0.9] * 3] * (6 - flagged) + [[0.4] * 3] * flagged
+        (found,) = rank_agreement.summarise(bounded([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
+        return {row[1]: row[2:] for row in bounds_command._agreement_rows("64", found)}
+
+    assert shown(1)["ρ where σ > 0.5"][0].startswith("0.50\n[")
+    assert shown(1)["ρ where σ > 0.5"][0].endswith("\nn = 5 in 5")
+    assert shown(2)["ρ where σ > 0.5"] == ["–\nn = 4 in 4"] * 3
+    assert shown(2)["vs attention"] == ["–\nn = 4 in 4"] * 3
+    assert shown(2)["ρ"][1] == "–"  # θ̂ has no ρ of all heads
+
+
+def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
+    (found,) = bound_tightness.summarise(one_config()).configs  # no head flagged in s0, one of two in s1
+    shares = [row[2] for row in bounds_command._rows("64", found)]
+    assert shares == ["75 %\n(50 … 100)", "25 %\n(0 … 50)"]
+
+
+def test_intervals_of_medians_say_their_own_level() -> None:
+    pair = (CONFIGS[0].label(), CONFIGS[2].label())
+    told = layers_command._caption(layers.summarise(made(samples=8), *pair), None, False)
+    assert "95 % intervals over samples (medians: 93 %)" in told
+    assert "medians:" not in layers_command._caption(layers.summarise(made(samples=4), *pair), None, False)
+    assert "medians:" not in numbers.about_intervals(8)
+
+
+def test_every_caption_says_its_noise_floor() -> None:
+    trace = made(samples=5, hidden_noise_floor=3e-4, noise_floor=2e-3, noise_floor_isolated=1e-3)
+    trace.arrays["logit_kl_noise_floor"][:] = 7e-9  # type: ignore[index]
+    pair = (CONFIGS[0].label(), CONFIGS[2].label())
+    curves = budgets.summarise(trace, ["attention"])
+    told = layers_command._caption(layers.summarise(trace, *pair), curves, False)
+    assert "Noise floor: 3.0e-04 after the last layer (mean). Noise floor of KL: 7.0e-09 nat (median)." in told
+    assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in said(ablation_command._print, ablation.summarise(trace))
+    steps = horizon.summarise(growing(7), ["attention"])
+    assert "Noise floor: 1.0e-02 of Σ ‖o_h‖₁" in horizon_command._caption(steps)
+
+
+def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are() -> None:
+    trace = made(samples=5)
+    trace.arrays["held_share"] = np.tile([0.2, 0.2, 0.25, 0.4, 0.4, 0.4], (5, 1))  # type: ignore[index]
+    pair = (CONFIGS[0].label(), CONFIGS[2].label())
+    assert "0.20 → 0.25" in said(layers_command._print_samples, [last_layer.summarise(trace, *pair)])
+    told = layers_command._caption(layers.summarise(trace, *pair), None, False)
+    assert "+ / = / −: layers that drift less, tied, more than the baseline; of layers the means over samples" in told
+    assert "without a test" in told
+
+
+def test_the_ablation_has_intervals_everywhere_and_a_half_per_setting() -> None:
+    results = ablation.summarise(made(samples=5))
+    told = said(ablation_command._print, results)
+    assert told.count("half of the baseline's Σ lies in") == len(results) == 2
+    for kind in (results[0].rows[0].compared.isolated, results[0].rows[0].compared.propagated):
+        assert kind.median_ratio_interval is not None
+        assert f"[{kind.median_ratio_interval.low:.2f}, {kind.median_ratio_interval.high:.2f}]" in told
+        assert numbers.percent(kind.better_share, kind.better_share_interval).partition("[")[2] in told
+
+
+def test_few_heads_by_chance_are_told_with_a_decimal() -> None:
+    some = decide(np.random.default_rng(0).normal(size=(6, 8)))
+    assert 0 < some.chance_mean < 0.5
+    assert f"by chance in {some.chance_mean:.1f} " in numbers.about_flips(some)
+    many = decide(np.random.default_rng(0).normal(size=(8, 400)))
+    assert many.chance_mean > 10
+    assert f"by chance in {many.chance_mean:.0f} " in numbers.about_flips(many)
