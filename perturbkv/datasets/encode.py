@@ -1,4 +1,4 @@
-"""A sample's text -> token ids: chat template, answer prefix, and LongBench's cut in the middle."""
+"""A sample's text -> token ids: chat template, answer prefix, and LongBench's cut in the middle of the context."""
 
 from __future__ import annotations
 
@@ -75,14 +75,16 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     """Token ids of the prompt, its middle cut out where it is longer than `max_tokens`.
 
     The cut is made on the final ids (first half and last half stay), so that what the chat template puts around the
-    prompt survives. Raises ConfigError where a chat template is asked for that the tokenizer lacks.
+    prompt survives. Raises ConfigError where a chat template is asked for that the tokenizer lacks, DatasetError where
+    the cut would reach into the question.
     """
     text, start = _chat_text(sample, tokenizer) if chat_template else (_plain_text(sample), 0)
     more = {"add_special_tokens": False} if chat_template else {}
     ids = tuple(tokenizer(text, **more)["input_ids"])
     context = _context_tokens(sample, tokenizer, text, start, ids, more)
-    kept = cut_middle(ids, max_tokens)
-    question = _behind(context, len(ids), len(kept))
+    kept, question = cut_middle(ids, max_tokens), len(ids) - context
+    if len(kept) < len(ids):
+        _check_question(sample.id, question, len(kept), len(ids))
     return EncodedPrompt(sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes)
 
 
@@ -115,12 +117,16 @@ def _border(sample: Sample, text: str, start: int) -> int:
     return found if found < 0 else found + min(max(len(sample.context) - lead, 0), len(bare))
 
 
-def _behind(context: int, whole: int, kept: int) -> int:
-    """How many of the kept ids stood behind the first `context` of the whole prompt's."""
-    if kept == whole:
-        return whole - context
-    first = first_half(kept)
-    return max(first - context, 0) + min(whole - context, kept - first)
+def _check_question(sample: str, question: int, kept: int, whole: int) -> None:
+    """Raise DatasetError unless the last half of `kept` tokens holds the question: a cut one is another question."""
+    last = kept - first_half(kept)
+    if question > last:
+        msg = (
+            f"expected --max-tokens to leave the question of sample '{sample}' whole, got {kept}, whose last half is "
+            f"{last} tokens; {question} tokens come after the context: use --max-tokens {min(2 * question, whole)} or "
+            "more"
+        )
+        raise DatasetError(msg)
 
 
 def first_half(length: int) -> int:
