@@ -144,13 +144,22 @@ def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
 
 def check_length(prompt: EncodedPrompt, positions: int, steps: int) -> None:
     """Raise DatasetError where prompt and decode steps need more positions than the model has."""
-    needed = len(prompt.token_ids) + steps
-    if needed > positions:
+    tokens = len(prompt.token_ids)
+    if tokens + steps > positions:
         msg = (
-            f"sample '{prompt.sample_id}' has {len(prompt.token_ids)} tokens, with {steps} decode steps more than the "
-            f"model's {positions} positions; use --max-tokens {positions - steps} or less"
+            f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
+            f"model's {positions} positions; {_fitting(tokens, positions, steps)}"
         )
         raise DatasetError(msg)
+
+
+def _fitting(tokens: int, positions: int, steps: int) -> str:
+    """What makes prompt and decode steps fit; never a length that no prompt can have."""
+    if positions - steps >= 2:
+        return f"use --max-tokens {positions - steps} or less"
+    if tokens < positions:
+        return f"decode at most {positions - tokens}"
+    return f"decode at most {positions - 2}, and use --max-tokens for what they leave"
 
 
 def _chat_text(sample: Sample, tokenizer: Any) -> tuple[str, int]:

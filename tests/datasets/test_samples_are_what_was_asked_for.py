@@ -227,6 +227,10 @@ def test_a_prompt_longer_than_the_model_is_refused() -> None:
     check_length(prompt, positions=101, steps=1)
     with pytest.raises(DatasetError, match="use --max-tokens 99 or less"):
         check_length(prompt, positions=101, steps=2)
+    with pytest.raises(DatasetError, match="positions; decode at most 1$"):
+        check_length(prompt, positions=101, steps=100)
+    with pytest.raises(DatasetError, match="decode at most 98, and use --max-tokens for what they leave$"):
+        check_length(prompt, positions=100, steps=2**40)
     with pytest.raises(DatasetError, match="no tokens"):
         EncodedPrompt("s", (), 0)
 
