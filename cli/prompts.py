@@ -76,12 +76,19 @@ def show(document: Mapping[str, Any]) -> None:
     rows = [
         ("tokens", f"{document['tokens']:,}"),
         ("cut in the middle", cut),
-        ("context | question", f"{document['context_tokens']:,} | {document['question_tokens']:,}"),
+        ("context | question", _parts(document)),
         ("accepted answers", shown(" | ".join(document["answers"])) if document["answers"] else "none"),
     ]
     console.table("", ["", ""], rows)
     for piece in document["pieces"]:
         console.say(piece["text"] if "text" in piece else f"── {_told(piece)} ──", bold="mark" in piece)
+
+
+def _parts(document: Mapping[str, Any]) -> str:
+    """Tokens of both; without a question, what a chat template puts behind the text is no context either."""
+    if not document["question_tokens"]:
+        return "no question of its own"
+    return f"{document['context_tokens']:,} | {document['question_tokens']:,}"
 
 
 def _told(mark: Mapping[str, Any]) -> str:

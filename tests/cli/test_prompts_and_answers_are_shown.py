@@ -82,6 +82,9 @@ def test_the_sample_can_be_chosen_and_short_prompts_are_shown_whole(perturbkv: R
     (piece,) = shown["pieces"]
     assert (shown["sample"], shown["cut_after"], shown["question_tokens"]) == ("p2", None, 0)
     assert piece["text"] == json.loads(data.read_text().splitlines()[2])["prompt"]
+    ran = perturbkv("datasets", data, "--show", "--model", model)
+    assert "no question of its own" in ran.out
+    assert " | 0" not in ran.out
     ran = perturbkv("datasets", "needle", "--show", "--model", model, "--samples", 3, "--length", 300)
     assert narrow(ran.out), ran.out
     assert ran.out.count("What is the magic number of") == 3
