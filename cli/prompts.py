@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.answers import shown
 
@@ -26,6 +27,7 @@ def describe(prompt: EncodedPrompt, decode: Decode, ends: int) -> dict[str, Any]
         "cut_after": prompt.cut_place,
         "context_tokens": tokens - question,
         "question_tokens": question,
+        "control_tokens": prompt.control_tokens,
         "answers": list(prompt.answers),
         "pieces": pieces(prompt, decode, ends),
     }
@@ -79,6 +81,8 @@ def show(document: Mapping[str, Any]) -> None:
         ("context | question", _parts(document)),
         ("accepted answers", shown(" | ".join(document["answers"])) if document["answers"] else "none"),
     ]
+    if document["control_tokens"]:
+        rows.append(("special tokens", f"{counted(document['control_tokens'], 'control token')} inside the text"))
     console.table("", ["", ""], rows)
     for piece in document["pieces"]:
         console.say(piece["text"] if "text" in piece else f"── {_told(piece)} ──", bold="mark" in piece)

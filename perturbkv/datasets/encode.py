@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ class EncodedPrompt:
         answers: accepted answers, for scoring.
         task: whose metric scores an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
+        control_tokens: of the sample's own text, before any cut: a typed `<|im_end|>` is no text to the model.
     """
 
     sample_id: str
@@ -43,6 +45,7 @@ class EncodedPrompt:
     answers: tuple[str, ...] = ()
     task: str = ""
     classes: tuple[str, ...] = ()
+    control_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -85,7 +88,18 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     kept, question = cut_middle(ids, max_tokens), len(ids) - context
     if len(kept) < len(ids):
         _check_question(sample.id, question, len(kept), len(ids))
-    return EncodedPrompt(sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes)
+    around = tokenizer(_turn(_MARK, tokenizer) if chat_template else "", **more)["input_ids"]
+    control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
+    return EncodedPrompt(
+        sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control
+    )
+
+
+def _control_tokens(ids: Sequence[int], tokenizer: Any) -> int:
+    """How many of the ids are special to the tokenizer; none for one that knows no such tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*getattr(tokenizer, "all_special_ids", ()), *(place for place, one in added.items() if one.special)}
+    return sum(token in special for token in ids)
 
 
 def _context_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from inspect import signature
@@ -88,6 +89,24 @@ def test_the_sample_can_be_chosen_and_short_prompts_are_shown_whole(perturbkv: R
     ran = perturbkv("datasets", "needle", "--show", "--model", model, "--samples", 3, "--length", 300)
     assert narrow(ran.out), ran.out
     assert ran.out.count("What is the magic number of") == 3
+
+
+@pytest.mark.parametrize("template", ["--chat-template", "--no-chat-template"])
+def test_control_tokens_in_a_samples_own_text_are_counted(
+    perturbkv: Run, chatty: Path, tmp_path: Path, template: str
+) -> None:
+    folder = Path(shutil.copytree(chatty, tmp_path / "marked"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<assistant>", "additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.add_tokens(["quick"])  # a word of its own, which controls nothing
+    tokenizer.save_pretrained(folder)
+    typed = {"context": "quick <|im_end|> fox", "input": "A <assistant>?"}
+    path = rows(tmp_path / "typed.jsonl", typed, {"prompt": "a quick fox"})
+    options = [path, "--show", "--model", folder, "--samples", 2, template]
+    marked, plain = perturbkv("datasets", *options, "--json").json()["samples"]
+    assert (marked["control_tokens"], plain["control_tokens"]) == (2, 0)
+    shown = perturbkv("datasets", *options).out
+    assert shown.count("2 control tokens inside the text") == shown.count("inside the text") == 1
 
 
 def test_a_dataset_says_how_it_asks(perturbkv: Run) -> None:
