@@ -13,6 +13,8 @@ from perturbkv.trace import VARIABLES, Trace
 Floats = NDArray[np.float64]
 EVIDENCE = 0.5
 """Theorem 3 speaks only of heads whose σ exceeds this."""
+_UNBOUNDED = frozenset({"theta_hat", "theta_hat_relax"})
+"""Infinite where stage 1 holds no attention at all: their slope 2 − 1/σ has no end."""
 
 
 def at_step(trace: Trace, analysis: str, step: int) -> Trace:
@@ -56,23 +58,29 @@ def values(trace: Trace, name: str, analysis: str, step: int | None = None) -> F
     """A variable over the complete samples, at one decode step where it has steps: (sample, config?, layer?, head?).
 
     Without `step` a variable that has steps keeps them. Raises TraceError where the trace lacks the variable, or where
-    a complete sample holds NaN at a step that it measured.
+    a complete sample holds NaN or infinity at a step that it measured (bounds of theorems 3 and 4 may be infinite).
     """
     array = np.asarray(trace.get(name, analysis), dtype=np.float64)
     dims, steps = VARIABLES[name].dims, measured_steps(trace)
     if "step" not in dims:
-        holes = np.isnan(array)
+        held = array
     else:
         axis = 1 + dims.index("step")
         wanted = np.arange(array.shape[axis]) if step is None else np.array([step])
         array = array.take(wanted, axis=axis)
-        by_step = np.isnan(np.moveaxis(array, axis, 1))
-        holes = by_step[wanted < steps[:, None]]
+        held = np.moveaxis(array, axis, 1)[wanted < steps[:, None]]
         array = array if step is None else array.squeeze(axis)
-    if holes.any():
-        msg = f"expected numbers in every complete sample of {trace.source}, got NaN in '{name}'"
-        raise TraceError(msg)
+    _check_numbers(trace, name, held)
     return np.asarray(array)
+
+
+def _check_numbers(trace: Trace, name: str, held: Floats) -> None:
+    """Raise TraceError for NaN, and for infinity in what cannot be infinite."""
+    wrong = np.isnan(held) if name in _UNBOUNDED else ~np.isfinite(held)
+    if wrong.any():
+        got = "NaN" if np.isnan(held).any() else "infinity"
+        msg = f"expected numbers in every complete sample of {trace.source}, got {got} in '{name}'"
+        raise TraceError(msg)
 
 
 def held_shares(trace: Trace, analysis: str) -> Floats:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses.naming import counted, short
-from perturbkv.cli import console
+from perturbkv.cli import console, numbers
 
 if TYPE_CHECKING:
     from perturbkv.datasets.encode import EncodedPrompt
@@ -36,7 +37,7 @@ def metrics_of(prompts: Sequence[EncodedPrompt]) -> dict[str, Metric]:
 def row(
     prompt: EncodedPrompt, answers: Answers, labels: Sequence[str], decode: Any, metrics: Mapping[str, Metric]
 ) -> dict[str, Any]:
-    """The sample's line: every answer with its score from 0 to 1, null where it has none."""
+    """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
     metric = metrics.get(prompt.task) if prompt.answers else None
 
     def said(tokens: list[int]) -> dict[str, Any]:
@@ -50,7 +51,10 @@ def row(
         "answers": list(prompt.answers),
         "metric": metric.name if metric else None,
         "full": said(answers.full),
-        "evicted": {label: said(tokens) for label, tokens in zip(labels, answers.evicted, strict=True)},
+        "evicted": {
+            label: {"held_share": held, **said(tokens)}
+            for label, held, tokens in zip(labels, answers.held, answers.evicted, strict=True)
+        },
         "compressions": _compressions(answers, labels),
     }
 
@@ -76,15 +80,23 @@ def show(row: Mapping[str, Any]) -> None:
     console.say(f"\n{row['sample']} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
     names = dict(zip(row["evicted"], short(list(row["evicted"])), strict=True))
-    rows = [("expected", "", "", shown(" | ".join(expected)))] if expected else []
-    rows.append(("full cache", "", _score(full), shown(full["text"])))
+    rows = [("expected", "", "", "", shown(" | ".join(expected)))] if expected else []
+    rows.append(("full cache", "", "", _score(full), shown(full["text"])))
     for label, made in row["evicted"].items():
         same = sum(1 for pair in zip(made["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
         alike = f"{same} of {len(full['tokens'])}"
-        rows.append((names[label] or "evicted", alike, _score(made), shown(made["text"])))
-    columns = ["cache", "#same\ntokens", f"#{metric},\n0 to 1", "answer"]
+        rows.append(
+            (
+                names[label] or "evicted",
+                numbers.held(made.get("held_share", math.nan)),
+                alike,
+                _score(made),
+                shown(made["text"]),
+            )
+        )
+    columns = ["cache", "#held /\nfull", "#same\ntokens", f"#{metric},\n0 to 1", "answer"]
     if not metric:
-        columns, rows = [*columns[:2], columns[3]], [(*one[:2], one[3]) for one in rows]  # type: ignore[misc]
+        columns, rows = [*columns[:3], columns[4]], [(*one[:3], one[4]) for one in rows]  # type: ignore[misc]
     console.table("", columns, rows)
     for label in row["evicted"]:
         moved = [one["relative"] for one in row["compressions"] if one["config"] == label]

@@ -110,9 +110,6 @@ def _show(run: RunOptions, first: int, tokens: int, as_json: bool) -> None:
         option, least, got = ("--tokens", 1, tokens) if tokens < 1 else ("--sample", 0, first)
         msg = f"{option} must be at least {least}, got {got}"
         raise ConfigError(msg)
-    if run.max_tokens is not None and run.max_tokens < 2:
-        msg = f"--max-tokens must be at least 2, got {run.max_tokens}"
-        raise ConfigError(msg)
     registry.check_name(run.dataset)
     tokenizer = open_model(run.model, run.seed).tokenizer
     encoded = encode_prompts(run, tokenizer)

@@ -6,9 +6,10 @@ these tables always has an effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from perturbkv.cli.options import RunOptions
 from perturbkv.config import EvictionConfig
@@ -21,6 +22,16 @@ class Need:
 
     met: Callable[[RunOptions, EvictionConfig], bool]
     words: str
+    each: bool = False
+    """Whether every value that is asked for has to matter, as each gives a configuration of its own."""
+
+    def idle(self, name: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> bool:
+        """Whether the option `name`, or with `each` one of its values, makes no difference to any configuration."""
+        matters: dict[Any, bool] = {}
+        for config in configs:
+            value = getattr(config, name) if self.each else None
+            matters[value] = matters.get(value, False) or self.met(run, config)
+        return not (matters and all(matters.values()))
 
 
 def _policy(name: str) -> Need:
@@ -47,6 +58,12 @@ def _random(run: RunOptions, config: EvictionConfig) -> bool:
     return drawn or run.dataset == "needle" or run.model.startswith("random:")
 
 
+def _beyond_window(run: RunOptions, config: EvictionConfig) -> bool:
+    """Whether more stays than the window, or nothing was asked; how many entries a share is, the prompt decides."""
+    asked = config.protect_recent
+    return isinstance(asked, float) or asked == 0 or asked > config.window
+
+
 def _from_folder(run: RunOptions, config: EvictionConfig) -> bool:
     from perturbkv.datasets.registry import is_file
 
@@ -70,6 +87,7 @@ NEEDS: Mapping[str, Need] = {
     "head_scores": _policy("headkv"),
     "recent": _policy("h2o"),
     "history": _policy("scissorhands"),
+    "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),
     "pool": Need(_pooled, "a selection or policy that looks at pooled attention"),
     "kernel": Need(
         lambda run, config: _pooled(run, config) and config.pool != "none",
@@ -118,10 +136,10 @@ _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
 """Command -> what it asks of a trace that it makes, and not of a finished one."""
 
 
-def idle(command: str, name: str, run: RunOptions, configs: Iterable[EvictionConfig]) -> str:
+def idle(command: str, name: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> str:
     """Why an option makes no difference to any of these configurations, in words; empty where it makes one."""
     need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
-    if name in UNUSED.get(command, {}) or need is None or any(need.met(run, config) for config in configs):
+    if name in UNUSED.get(command, {}) or need is None or not need.idle(name, run, configs):
         return _unused(command, name)
     return f"has no effect here: it needs {need.words}; leave it out"
 

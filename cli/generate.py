@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.analyses.naming import counted
-from perturbkv.cli import answers, console, effects
+from perturbkv.cli import answers, console, effects, numbers
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.spreading import with_options
@@ -44,8 +44,8 @@ def generate(
 
     The accepted answers stand beside them, and how good each answer is where the dataset has a metric: LongBench's own
     for its data sets, 0 to 1. generation.jsonl holds the run, then one line per sample: token ids, text and score of
-    every answer, and with --compress-every the perturbation that each compression caused. A killed run goes on with
-    the next sample.
+    every answer, how many entries each evicted cache held when it began, as a share of the full cache's, and with
+    --compress-every the perturbation that each compression caused. A killed run goes on with the next sample.
     """
     configs = run.configs(selection or ["attention", "two-stage"])
     effects.check("generate", run, configs)
@@ -72,6 +72,7 @@ def generate(
         return
     for row in rows:
         answers.show(row)
+    console.say(numbers.ABOUT_HELD)
     console.say(f"written to {path}, every answer whole")
 
 

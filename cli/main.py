@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
 
@@ -35,6 +36,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     cls=OnceGroup,
 )
+_UsageError: Any = typer.BadParameter.__base__
+"""What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, needle, horizon)
 for command in (*ANALYSES, trace, generate, head_scores, info, export, models, datasets, policies, doctor, selfcheck):
     app.command(cls=OnceCommand)(command)
@@ -46,13 +49,24 @@ def main() -> None:
     _quiet_libraries()
     console.show_log()
     try:
-        app()
+        sys.exit(app(prog_name="perturbkv", standalone_mode=False))
+    except _UsageError as error:
+        if said := error.format_message():  # nothing is left to say where the help was printed instead
+            console.note(f"error: {_about_usage(said, error.ctx)}")
+        sys.exit(error.exit_code)
     except PerturbkvError as error:
         console.note(f"error: {' '.join(str(error).split())}")
         sys.exit(error.exit_code)
     except OSError as error:
         console.note(f"error: {_about_file(error)}")
         sys.exit(2)
+
+
+def _about_usage(said: str, context: Any) -> str:
+    """What Click could not read, in one line that names the help."""
+    line = " ".join(said.split()).rstrip(".")
+    border = "" if line.endswith("?") else ";"
+    return f"{line}{border} {context.command_path} --help lists what there is" if context else line
 
 
 def _about_file(error: OSError) -> str:

@@ -167,6 +167,9 @@ class RunOptions:
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
             raise ConfigError(msg)
+        if self.max_tokens is not None and self.max_tokens < 2:
+            msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
+            raise ConfigError(msg)
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
         check_choice("device map", self.device_map, ("none", "auto"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.answers import shown
 
@@ -26,6 +27,7 @@ def describe(prompt: EncodedPrompt, decode: Decode, ends: int) -> dict[str, Any]
         "cut_after": prompt.cut_place,
         "context_tokens": tokens - question,
         "question_tokens": question,
+        "control_tokens": prompt.control_tokens,
         "answers": list(prompt.answers),
         "pieces": pieces(prompt, decode, ends),
     }
@@ -76,12 +78,21 @@ def show(document: Mapping[str, Any]) -> None:
     rows = [
         ("tokens", f"{document['tokens']:,}"),
         ("cut in the middle", cut),
-        ("context | question", f"{document['context_tokens']:,} | {document['question_tokens']:,}"),
+        ("context | question", _parts(document)),
         ("accepted answers", shown(" | ".join(document["answers"])) if document["answers"] else "none"),
     ]
+    if document["control_tokens"]:
+        rows.append(("special tokens", f"{counted(document['control_tokens'], 'control token')} inside the text"))
     console.table("", ["", ""], rows)
     for piece in document["pieces"]:
         console.say(piece["text"] if "text" in piece else f"── {_told(piece)} ──", bold="mark" in piece)
+
+
+def _parts(document: Mapping[str, Any]) -> str:
+    """Tokens of both; without a question, what a chat template puts behind the text is no context either."""
+    if not document["question_tokens"]:
+        return "no question of its own"
+    return f"{document['context_tokens']:,} | {document['question_tokens']:,}"
 
 
 def _told(mark: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,7 +13,7 @@ from perturbkv.errors import BudgetError
 class Budget:
     """Entries kept per head, the window included: an int is tokens, a float a fraction of the prompt.
 
-    Raises BudgetError where it is not positive, or a fraction above 1.
+    Raises BudgetError where it is not positive, infinite, or a fraction above 1.
     """
 
     value: int | float
@@ -20,6 +21,9 @@ class Budget:
     def __post_init__(self) -> None:
         if not self.value > 0:
             msg = f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)"
+            raise BudgetError(msg)
+        if self.value == math.inf:
+            msg = f"a budget must be finite, got {self.value}; give tokens (128) or a fraction (0.05)"
             raise BudgetError(msg)
         if isinstance(self.value, float) and self.value > 1:
             msg = f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"

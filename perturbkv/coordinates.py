@@ -1,5 +1,7 @@
 """Whether a trace file's axes are what its run and its variables say; a result read by wrong labels is turned around.
 
+And whether what counts or points into another axis stays within it.
+
 Called once for every file that is opened; nothing behind it asks again.
 """
 
@@ -17,6 +19,7 @@ from perturbkv.trace import VARIABLES
 
 _AGAIN = "the file was changed since it was made; make it again"
 Shape = tuple[int, ...]
+Counts = NDArray[np.int64]
 
 
 def check_configs(path: Path, run: RunConfig, held: Sequence[str], own_wording: bool) -> None:
@@ -62,3 +65,25 @@ def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Sh
         if shape != expected:
             msg = f"expected {name} of the shape {expected} along {' '.join(axes)} in {path}, got {shape}; {_AGAIN}"
             raise TraceError(msg)
+
+
+def check_measured(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: int) -> None:
+    """Raise TraceError unless `steps_measured` is 1 … `steps` in every complete sample and 0 in every failed one."""
+    wrong = np.where(ok, (measured < 1) | (measured > steps), measured != 0)
+    if wrong.any():
+        place = int(wrong.argmax())
+        expected = f"1 … {steps}" if ok[place] else "0, as the sample failed,"
+        msg = f"expected steps_measured of {expected} for sample {place} in {path}, got {measured[place]}; {_AGAIN}"
+        raise TraceError(msg)
+
+
+def check_kept(path: Path, offset: Counts, count: Counts, held: int) -> None:
+    """Raise TraceError unless every head's kept entries lie within the `held` ones of `kept_position`."""
+    wrong = (offset < 0) | (count < 0) | (count > held - offset)
+    if wrong.any():
+        where = tuple(np.argwhere(wrong)[0].tolist())
+        msg = (
+            f"expected kept_offset and kept_count within the {held} entries of kept_position in {path}, "
+            f"got {offset[where]} and {count[where]} at {where}; {_AGAIN}"
+        )
+        raise TraceError(msg)

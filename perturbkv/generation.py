@@ -133,10 +133,18 @@ def _next(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck
 
 @dataclass(frozen=True)
 class Answers:
-    """What one prompt's caches generated: token ids of the full cache and of each configuration, and compressions."""
+    """What one prompt's caches generated.
+
+    Attributes:
+        full: token ids from the full cache.
+        evicted: token ids from each configuration's.
+        held: entries of each configuration's cache over those of the full one, after the prompt's compressed part.
+        compressions: those that came later.
+    """
 
     full: list[int]
     evicted: list[list[int]]
+    held: list[float]
     compressions: list[Compression]
 
 
@@ -161,6 +169,7 @@ def answer(
         adapter, context, configs, prompt.sample_id, with_full=True, layout=layout, head_scores=head_scores,
         above=compress_every or 0, resources=resources,
     )  # fmt: skip
+    held = _held(read.cache)
     compressor = None
     if compress_every is not None:
         compressor = Compressor(
@@ -169,7 +178,13 @@ def answer(
     check = FiniteCheck()
     full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor, check)
     check.raise_if_not(prompt.sample_id)
-    return Answers(full, evicted, compressor.done if compressor else [])
+    return Answers(full, evicted, held, compressor.done if compressor else [])
+
+
+def _held(cache: CompactCache) -> list[float]:
+    """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share)."""
+    entries = [sum(sum(layer.lengths(row)) for layer in cache.layers) for row in range(cache.layers[0].batch)]
+    return [row / entries[0] for row in entries[1:]]
 
 
 def end_tokens(adapter: Adapter) -> set[int]:

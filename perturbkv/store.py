@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from perturbkv.config import RunConfig
-from perturbkv.coordinates import check_configs, check_places, check_samples, check_shapes
+from perturbkv.coordinates import check_configs, check_kept, check_measured, check_places, check_samples, check_shapes
 from perturbkv.errors import TraceError
 from perturbkv.journal import Journal, journal_path
 from perturbkv.later import LaterArrays
@@ -202,7 +202,7 @@ class StoredVariable:
 
 @dataclass(frozen=True)
 class Description:
-    """What a trace file holds, its numbers unread but for the bytes of its evicted caches, all samples' together."""
+    """What a trace file holds; of its numbers the bytes of its evicted caches alone, all samples' together."""
 
     run: RunConfig
     sample_ids: tuple[str, ...]
@@ -284,7 +284,7 @@ def _run_of(file: h5py.File, path: Path) -> RunConfig:
 
 
 def _check_axes(file: h5py.File, run: RunConfig, path: Path) -> None:
-    """Raise TraceError unless the coordinates are the run's and the variables'."""
+    """Raise TraceError unless the coordinates are the run's and the variables', and counts stay within their axes."""
     axes = [axis for axis in _COORDINATES if axis in file]
     check_configs(path, run, _names(file, "config"), own_wording=int(file.attrs["format_version"]) == FORMAT_VERSION)
     check_samples(path, _names(file, "sample"))
@@ -293,6 +293,10 @@ def _check_axes(file: h5py.File, run: RunConfig, path: Path) -> None:
             check_places(path, axis, file[axis][()])
     variables = [name for name in (*VARIABLES, "complete", "failure") if name in file]
     check_shapes(path, {axis: len(file[axis]) for axis in axes}, {name: file[name].shape for name in variables})
+    if "steps_measured" in file:
+        check_measured(path, file["steps_measured"][()], file["complete"][()] != 0, len(file["step"]))
+    if {"kept_offset", "kept_count", "kept_position"} <= set(variables):
+        check_kept(path, file["kept_offset"][()], file["kept_count"][()], len(file["kept_position"]))
 
 
 def _names(file: h5py.File, axis: str) -> list[str]:

@@ -1,8 +1,9 @@
-"""A sample's text -> token ids: chat template, answer prefix, and LongBench's cut in the middle."""
+"""A sample's text -> token ids: chat template, answer prefix, and LongBench's cut in the middle of the context."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ class EncodedPrompt:
         answers: accepted answers, for scoring.
         task: whose metric scores an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
+        control_tokens: of the sample's own text, before any cut: a typed `<|im_end|>` is no text to the model.
     """
 
     sample_id: str
@@ -43,6 +45,7 @@ class EncodedPrompt:
     answers: tuple[str, ...] = ()
     task: str = ""
     classes: tuple[str, ...] = ()
+    control_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -75,15 +78,28 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     """Token ids of the prompt, its middle cut out where it is longer than `max_tokens`.
 
     The cut is made on the final ids (first half and last half stay), so that what the chat template puts around the
-    prompt survives. Raises ConfigError where a chat template is asked for that the tokenizer lacks.
+    prompt survives. Raises ConfigError where a chat template is asked for that the tokenizer lacks, DatasetError where
+    the cut would reach into the question.
     """
     text, start = _chat_text(sample, tokenizer) if chat_template else (_plain_text(sample), 0)
     more = {"add_special_tokens": False} if chat_template else {}
     ids = tuple(tokenizer(text, **more)["input_ids"])
     context = _context_tokens(sample, tokenizer, text, start, ids, more)
-    kept = cut_middle(ids, max_tokens)
-    question = _behind(context, len(ids), len(kept))
-    return EncodedPrompt(sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes)
+    kept, question = cut_middle(ids, max_tokens), len(ids) - context
+    if len(kept) < len(ids):
+        _check_question(sample.id, question, len(kept), len(ids))
+    around = tokenizer(_turn(_MARK, tokenizer) if chat_template else "", **more)["input_ids"]
+    control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
+    return EncodedPrompt(
+        sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control
+    )
+
+
+def _control_tokens(ids: Sequence[int], tokenizer: Any) -> int:
+    """How many of the ids are special to the tokenizer; none for one that knows no such tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*getattr(tokenizer, "all_special_ids", ()), *(place for place, one in added.items() if one.special)}
+    return sum(token in special for token in ids)
 
 
 def _context_tokens(
@@ -115,12 +131,16 @@ def _border(sample: Sample, text: str, start: int) -> int:
     return found if found < 0 else found + min(max(len(sample.context) - lead, 0), len(bare))
 
 
-def _behind(context: int, whole: int, kept: int) -> int:
-    """How many of the kept ids stood behind the first `context` of the whole prompt's."""
-    if kept == whole:
-        return whole - context
-    first = first_half(kept)
-    return max(first - context, 0) + min(whole - context, kept - first)
+def _check_question(sample: str, question: int, kept: int, whole: int) -> None:
+    """Raise DatasetError unless the last half of `kept` tokens holds the question: a cut one is another question."""
+    last = kept - first_half(kept)
+    if question > last:
+        msg = (
+            f"expected --max-tokens to leave the question of sample '{sample}' whole, got {kept}, whose last half is "
+            f"{last} tokens; {question} tokens come after the context: use --max-tokens {min(2 * question, whole)} or "
+            "more"
+        )
+        raise DatasetError(msg)
 
 
 def first_half(length: int) -> int:
@@ -138,13 +158,22 @@ def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
 
 def check_length(prompt: EncodedPrompt, positions: int, steps: int) -> None:
     """Raise DatasetError where prompt and decode steps need more positions than the model has."""
-    needed = len(prompt.token_ids) + steps
-    if needed > positions:
+    tokens = len(prompt.token_ids)
+    if tokens + steps > positions:
         msg = (
-            f"sample '{prompt.sample_id}' has {len(prompt.token_ids)} tokens, with {steps} decode steps more than the "
-            f"model's {positions} positions; use --max-tokens {positions - steps} or less"
+            f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
+            f"model's {positions} positions; {_fitting(tokens, positions, steps)}"
         )
         raise DatasetError(msg)
+
+
+def _fitting(tokens: int, positions: int, steps: int) -> str:
+    """What makes prompt and decode steps fit; never a length that no prompt can have."""
+    if positions - steps >= 2:
+        return f"use --max-tokens {positions - steps} or less"
+    if tokens < positions:
+        return f"decode at most {positions - tokens}"
+    return f"decode at most {positions - 2}, and use --max-tokens for what they leave"
 
 
 def _chat_text(sample: Sample, tokenizer: Any) -> tuple[str, int]:

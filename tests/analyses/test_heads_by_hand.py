@@ -234,6 +234,17 @@ def test_what_cannot_be_compared_is_refused() -> None:
     poisoned = trace(*hand_made(sigma_stage1=np.full((2, 1, 2, 2), np.nan)))
     with pytest.raises(TraceError, match="got NaN in 'sigma_stage1'"):
         compare(poisoned)
+    endless = trace(*hand_made(perturbation_isolated=np.full((2, 1, 2, 2), np.inf)))
+    with pytest.raises(TraceError, match="got infinity in 'perturbation_isolated'"):
+        compare(endless)
+
+
+def test_bounds_without_any_attention_in_stage_1_are_infinite_and_nothing_else_is() -> None:
+    made = trace(*hand_made(theta_hat=np.full((2, 1, 2, 2), np.inf)))
+    assert np.isinf(values(made, "theta_hat", "bounds")).all()
+    made.arrays["theta"][0, 0, 0] = -np.inf
+    with pytest.raises(TraceError, match="got infinity in 'theta'"):
+        values(made, "theta", "bounds")
 
 
 def test_pairs_differ_in_selection_alone() -> None:

@@ -94,6 +94,8 @@ IDLE = {
     "headkv's scores": (["trace", "--head-scores", "x.json"], ["--head-scores", "--policy headkv"]),
     "h2o's recent entries": (["trace", "--recent", "0.5"], ["--recent", "--policy h2o"]),
     "scissorhands' history": (["trace", "--history", "9"], ["--history", "--policy scissorhands"]),
+    "recent entries that the window holds": (["trace", "--protect-recent", "7"], ["--protect-recent", "the window"]),
+    "recent entries that the window is": (["generate", "--protect-recent", "8"], ["--protect-recent", "the window"]),
     "a kernel of nothing pooled": (
         ["trace", "--pool", "none", "--kernel", "3"],
         ["--kernel", "--pool other than none"],
@@ -124,6 +126,9 @@ def test_an_option_without_effect_is_an_error(
     "more",
     [
         ["--policy", "adakv", "--floor", 0.2, "--protect-first", 4],
+        ["--protect-recent", 9],
+        ["--protect-recent", 0],
+        ["--protect-recent", 0.25],
         ["--compare", "attention,adakv", "--floor", 0.3],
         ["--seed", 1, "--compare", "attention,random"],
         ["--alpha", 0.5, "--split", "total", "--compare", "attention,value"],
@@ -189,6 +194,8 @@ SWEEPS = {
     "a key of another policy": ("samples: 1\nfloor: 0.3", 2, "floor", "--policy adakv"),
     "a key that no grid uses": ("floor: 0.3\ngrids:\n- policy: h2o\n- policy: tova", 1, "floor", "--policy adakv"),
     "a grid's key": ("grids:\n- {policy: adakv, floor: 0.1}\n- {floor: 0.2}", 3, "floor", "--policy adakv"),
+    "recent entries of the window": ("window: 32\nprotect-recent: 32", 2, "protect-recent", "more entries than the"),
+    "one such value": ("window: 32\nprotect-recent: [0, 16, 40]", 2, "protect-recent", "more entries than the"),
     "a length of LongBench": ("dataset: qasper\n\nlength: 500", 3, "length", "--dataset needle"),
     "a value twice": ("samples: 1\nbudget:\n- 64\n- 128\n- 64", 5, "budget", "every value once, got 64 in line 3"),
     "a budget spelled otherwise": ("budget: [0.05, 0.050]", 1, "budget", "every value once, got 0.05 in line 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from inspect import signature
@@ -82,9 +83,30 @@ def test_the_sample_can_be_chosen_and_short_prompts_are_shown_whole(perturbkv: R
     (piece,) = shown["pieces"]
     assert (shown["sample"], shown["cut_after"], shown["question_tokens"]) == ("p2", None, 0)
     assert piece["text"] == json.loads(data.read_text().splitlines()[2])["prompt"]
+    ran = perturbkv("datasets", data, "--show", "--model", model)
+    assert "no question of its own" in ran.out
+    assert " | 0" not in ran.out
     ran = perturbkv("datasets", "needle", "--show", "--model", model, "--samples", 3, "--length", 300)
     assert narrow(ran.out), ran.out
     assert ran.out.count("What is the magic number of") == 3
+
+
+@pytest.mark.parametrize("template", ["--chat-template", "--no-chat-template"])
+def test_control_tokens_in_a_samples_own_text_are_counted(
+    perturbkv: Run, chatty: Path, tmp_path: Path, template: str
+) -> None:
+    folder = Path(shutil.copytree(chatty, tmp_path / "marked"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<assistant>", "additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.add_tokens(["quick"])  # a word of its own, which controls nothing
+    tokenizer.save_pretrained(folder)
+    typed = {"context": "quick <|im_end|> fox", "input": "A <assistant>?"}
+    path = rows(tmp_path / "typed.jsonl", typed, {"prompt": "a quick fox"})
+    options = [path, "--show", "--model", folder, "--samples", 2, template]
+    marked, plain = perturbkv("datasets", *options, "--json").json()["samples"]
+    assert (marked["control_tokens"], plain["control_tokens"]) == (2, 0)
+    shown = perturbkv("datasets", *options).out
+    assert shown.count("2 control tokens inside the text") == shown.count("inside the text") == 1
 
 
 def test_a_dataset_says_how_it_asks(perturbkv: Run) -> None:
@@ -164,7 +186,7 @@ def test_generate_shows_and_grades_what_was_expected(perturbkv: Run, chatty: Pat
     assert narrow(ran.out), ran.out
     assert "expected" in ran.out
     assert "[/INST]" in ran.out
-    assert "more characters" in ran.out
+    assert "more characters" in " ".join(ran.out.split())
     assert "qa_f1" in ran.out
     header, graded, bare, ungraded = map(json.loads, Path("out/generation.jsonl").read_text().split("\n")[:-1])
     assert header["run"]["generate"] == 32
@@ -185,7 +207,7 @@ def test_a_score_is_the_metrics_of_the_answers_text(
 
     def answers(adapter, prompt, configs, *more, **options):  # type: ignore[no-untyped-def]
         said = [adapter.tokenizer(text)["input_ids"] for text in ("the cat sat", "dog")]
-        return generation.Answers(said[0], [said[1] for _ in configs], [])
+        return generation.Answers(said[0], [said[1] for _ in configs], [0.5] * len(configs), [])
 
     monkeypatch.setattr(generation, "answer", answers)
     row = {"context": "Fish swim.", "input": "Who?", "answers": ["a cat"], "dataset": "hotpotqa"}

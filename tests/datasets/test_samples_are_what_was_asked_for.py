@@ -227,6 +227,10 @@ def test_a_prompt_longer_than_the_model_is_refused() -> None:
     check_length(prompt, positions=101, steps=1)
     with pytest.raises(DatasetError, match="use --max-tokens 99 or less"):
         check_length(prompt, positions=101, steps=2)
+    with pytest.raises(DatasetError, match="positions; decode at most 1$"):
+        check_length(prompt, positions=101, steps=100)
+    with pytest.raises(DatasetError, match="decode at most 98, and use --max-tokens for what they leave$"):
+        check_length(prompt, positions=100, steps=2**40)
     with pytest.raises(DatasetError, match="no tokens"):
         EncodedPrompt("s", (), 0)
 
@@ -299,10 +303,28 @@ def test_the_question_is_found_where_a_template_strips_and_where_its_text_stands
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(2, 40))
-def test_a_cut_counts_the_questions_tokens_that_stay(context: int, question: int, most: int) -> None:
-    cut = encode(Sample("s", "c" * context, "q" * question), Trimming(), chat_template=False, max_tokens=most)
-    assert cut.question_tokens == sum(token == ord("q") for token in cut.token_ids)
+def test_a_cut_leaves_the_question_whole_or_is_refused_with_the_least_that_does(
+    context: int, question: int, most: int
+) -> None:
+    def encoded(most: int) -> EncodedPrompt:
+        return encode(Sample("s", "c" * context, "q" * question), Trimming(), chat_template=False, max_tokens=most)
+
+    def is_whole(most: int) -> bool:
+        return cut_middle((ord("c"),) * context + (ord("q"),) * question, most).count(ord("q")) == question
+
+    enough = next(most for most in range(2, 61) if all(map(is_whole, range(most, 61))))
+    if most < enough:
+        with pytest.raises(DatasetError, match=f"'s' whole, got {most}.*; {question} tokens .* {enough} or more"):
+            encoded(most)
+        return
+    cut = encoded(most)
+    assert cut.question_tokens == sum(token == ord("q") for token in cut.token_ids) == question
     assert cut.cut_place == (None if context + question <= most else (most + 1) // 2)
+
+
+def test_a_prompt_without_a_question_is_cut_wherever_it_must_be() -> None:
+    cut = encode(Sample("s", "c" * 90, answer_prefix="a" * 9), Trimming(), chat_template=True, max_tokens=4)
+    assert (len(cut.token_ids), cut.question_tokens) == (4, 0)
 
 
 def test_a_cut_leaves_the_question_whole_where_it_fits_the_last_half() -> None:

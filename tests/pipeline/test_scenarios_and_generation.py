@@ -130,6 +130,19 @@ def test_generation_equals_the_naive_decoders(heads: tuple[int, int], scenario: 
     assert found.full == Naive(adapter, replace(run, configs=(everything,)), everything).answer(12)[: len(found.full)]
 
 
+@pytest.mark.parametrize("scenario", ["regular", "context-only"])
+def test_an_answer_says_what_its_cache_held(scenario: str) -> None:
+    """Four query heads of two key/value heads: a set per query head stores twice as much as one per key/value head."""
+    adapter = exact_adapter("llama", *HEADS["GQA"])
+    configs = (config("snapkv"), config("snapkv", granularity="kv"), config("adakv"), config("snapkv", 1.0))
+    n, budget = len(PROMPT.parts(scenario)[0]), configs[0].budget.value
+    found = answer(adapter, PROMPT, configs, 3, scenario=scenario)
+    group = HEADS["GQA"][0] // HEADS["GQA"][1]
+    assert found.held == pytest.approx([group * budget / n, budget / n, group * budget / n, group])
+    later = answer(adapter, PROMPT, configs[:1], 3, scenario=scenario, compress_every=n)
+    assert later.held == [1]
+
+
 def test_every_row_stops_at_its_own_end() -> None:
     """Each row's answer is cut before the first end token, and longer rows go on."""
     adapter, configs = tiny_adapter(), (config("snapkv"), config("random"), config("adakv", 30))

@@ -56,6 +56,29 @@ def cut_variable(file: h5py.File) -> None:
     file["theta"].attrs["units"], file["theta"].attrs["long_name"] = attrs["units"], attrs["long_name"]
 
 
+def changed(name: str, value: int) -> Callable[[h5py.File], None]:
+    """The variable's last number in the second sample."""
+
+    def change(file: h5py.File) -> None:
+        held = file[name][()]
+        held[1].flat[-1] = value
+        file[name][...] = held
+
+    return change
+
+
+def measured_of(value: int) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        file["steps_measured"][1] = value
+
+    return change
+
+
+def failed(file: h5py.File) -> None:
+    """The second sample as one that failed, with its steps as they were."""
+    file["complete"][1] = 0
+
+
 SPOILT = [
     (relabelled("config", [SECOND, FIRST]), f"expected '{FIRST}', as the run says, at place 0 .* got '{SECOND}'"),
     (relabelled("config", [FIRST, FIRST]), f"expected '{SECOND}', as the run says, at place 1 .* got '{FIRST}'"),
@@ -70,6 +93,13 @@ SPOILT = [
         cut_variable,
         r"expected theta of the shape \(2, 2, 2, 3, 2\) along sample config step layer head in .*, got \(2, ",
     ),
+    (measured_of(99), "expected steps_measured of 1 … 2 for sample 1 in .*, got 99"),
+    (measured_of(0), "expected steps_measured of 1 … 2 for sample 1 in .*, got 0"),
+    (failed, "expected steps_measured of 0, as the sample failed, for sample 1 in .*, got 2"),
+    (changed("kept_offset", -1), r"within the 72 entries of kept_position in .*, got -1 and 3 at \(1, 1, 2, 1\)"),
+    (changed("kept_offset", 70), r"within the 72 entries of kept_position in .*, got 70 and 3 at"),
+    (changed("kept_count", -1), r"within the 72 entries of kept_position in .*, got 69 and -1 at"),
+    (changed("kept_count", 2**62), "within the 72 entries of kept_position"),
 ]
 
 
@@ -79,7 +109,7 @@ def test_a_file_whose_axes_are_not_its_runs_is_refused(
     tmp_path: Path, read: Callable[[Path], object], spoil: Callable[[h5py.File], None], words: str
 ) -> None:
     path = write(
-        tmp_path / "t.h5", sample_trace("s0", steps=2, layers=3), sample_trace("s1", steps=2, layers=3), steps=2
+        tmp_path / "t.h5", *(sample_trace(name, steps=2, layers=3, optional=True) for name in ("s0", "s1")), steps=2
     )
     read(path)
     with h5py.File(path, "r+") as file:
