@@ -144,7 +144,7 @@ def test_the_pyramid_falls_back_where_kvpress_does() -> None:
 
 @pytest.mark.real_model
 def test_the_embedded_model_keeps_what_kvpress_keeps() -> None:
-    adapter = load_model("smollm2-135m", device="cpu", dtype="float32")
+    adapter = load_model("smollm2-135m-q4_1", device="cpu", dtype="float32")
     ids = adapter.tokenizer(" ".join(sentences()[:200]), add_special_tokens=False)["input_ids"][:512]
     check(adapter, 384, ids)
 
