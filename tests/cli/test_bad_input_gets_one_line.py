@@ -10,18 +10,10 @@ from typing import Any
 import pytest
 
 from perturbkv.store import read_trace
-from tests.support.asked import instead
+from tests.support.asked import instead, refused
 from tests.support.folders import model_folder
 
 Run = Callable[..., Any]
-
-
-def refused(ran: Any, *words: str) -> None:
-    assert ran.code == 2, (ran.out, ran.err)
-    (line,) = ran.err.splitlines()
-    assert line.startswith("error: "), line
-    for word in words:
-        assert word in line
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,10 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.cli.spreading import options
 from perturbkv.policies import registry
 from perturbkv.store import read_run
-from tests.support.asked import instead
+from tests.support.asked import instead, refused
 from tests.support.measured import MEASURED
 
 Run = Callable[..., Any]
-
-
-def refused(ran: Any, *words: str) -> None:
-    assert ran.code == 2, (ran.out, ran.err)
-    (line,) = ran.err.splitlines()
-    assert line.startswith("error: "), line
-    for word in words:
-        assert word in line
 
 
 TWICE = {
