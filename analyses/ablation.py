@@ -11,7 +11,7 @@ from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.naming import setting
 from perturbkv.analyses.pairing import order
-from perturbkv.config import SELECTIONS, EvictionConfig
+from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 

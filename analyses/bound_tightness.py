@@ -16,7 +16,7 @@ from perturbkv.analyses.inequalities import Bounded, bounded, check_inequalities
 from perturbkv.analyses.intervals import Scalar, rare_share_of
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares
-from perturbkv.config import RunConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "bound-tightness"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from perturbkv.analyses.naming import without_budget
-from perturbkv.config import SELECTIONS, Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 
 

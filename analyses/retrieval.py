@@ -21,7 +21,7 @@ from perturbkv.analyses.intervals import CORRELATION, Scalar
 from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
-from perturbkv.config import EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "needle"

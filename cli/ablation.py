@@ -9,7 +9,7 @@ from perturbkv.cli import console, numbers
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
-from perturbkv.config import EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
     from perturbkv.analyses.ablation import Ablation, Row

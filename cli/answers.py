@@ -12,7 +12,7 @@ from perturbkv.cli import console, numbers
 if TYPE_CHECKING:
     from perturbkv.datasets.encode import EncodedPrompt
     from perturbkv.datasets.metrics import Metric
-    from perturbkv.generation import Answers
+    from perturbkv.pipeline.generation import Answers
 
 _SHOWN = 400
 """Characters of an answer in a table; the file has all."""

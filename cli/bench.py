@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.aliases import DEFAULT
 from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.once import OnceCommand, OnceGroup
@@ -17,6 +16,7 @@ from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import free
 from perturbkv.cli.spreading import typed
 from perturbkv.errors import ConfigError
+from perturbkv.models.aliases import DEFAULT
 
 if TYPE_CHECKING:
     from perturbkv.benchmark.comparison import Change
@@ -58,7 +58,7 @@ def run(
         return
     from perturbkv.benchmark import suite
     from perturbkv.benchmark.rows import check_names
-    from perturbkv.files import written_whole
+    from perturbkv.storage.files import written_whole
 
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
     _check_used(context, {target.name for target in targets})

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.aliases import DEFAULT
 from perturbkv.cli import console, prompts
 from perturbkv.cli.options import JsonOption, RunOptions
 from perturbkv.cli.planning import encode_prompts
 from perturbkv.errors import ConfigError
+from perturbkv.models.aliases import DEFAULT
 
 if TYPE_CHECKING:
     from perturbkv.datasets.wording import Wording
@@ -104,7 +104,7 @@ def _asked(worded: Wording) -> list[tuple[str, str]]:
 def _show(run: RunOptions, first: int, tokens: int, as_json: bool) -> None:
     """Samples from `first` on as the model of the run would get them. Raises PerturbkvErrors."""
     from perturbkv.datasets import registry
-    from perturbkv.loading import open_model
+    from perturbkv.models.loading import open_model
 
     if tokens < 1 or first < 0:
         option, least, got = ("--tokens", 1, tokens) if tokens < 1 else ("--sample", 0, first)

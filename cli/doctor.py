@@ -42,9 +42,9 @@ def _findings() -> dict[str, str]:
 
 
 def _embedded() -> str:
-    from perturbkv.aliases import EMBEDDED, INSTALL_EMBEDDED
-    from perturbkv.gguf_header import read_header, storage
-    from perturbkv.sources import embedded_gguf
+    from perturbkv.models.aliases import EMBEDDED, INSTALL_EMBEDDED
+    from perturbkv.models.gguf_header import read_header, storage
+    from perturbkv.models.sources import embedded_gguf
 
     found = embedded_gguf()
     return f"{EMBEDDED}: {storage(read_header(found))[1]}; {found}" if found else f"missing: {INSTALL_EMBEDDED}"
@@ -52,8 +52,8 @@ def _embedded() -> str:
 
 def _norm_kernel() -> str:
     """What `--norm-kernel auto` takes here."""
-    from perturbkv.loading import pick_device
-    from perturbkv.norms import obstacle
+    from perturbkv.models.loading import pick_device
+    from perturbkv.scoring.value_norms import obstacle
 
     why = obstacle(pick_device("auto"))
     return f"chunked ({why})" if why else "triton"
@@ -61,7 +61,7 @@ def _norm_kernel() -> str:
 
 def _converted() -> str:
     """Where converted GGUF files are kept, and what they take."""
-    from perturbkv import user_cache
+    from perturbkv.models import user_cache
 
     entries, size = user_cache.used()
     return f"{user_cache.place()} ({counted(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"

@@ -7,7 +7,7 @@ from typing import Any
 from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.planning import Plan
-from perturbkv.resources import Shape
+from perturbkv.configs.resources import Shape
 
 _MIB = 2**20
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.cli.options import RunOptions
-from perturbkv.config import EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 
 

@@ -25,8 +25,8 @@ def export(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Write one row per sample × configuration × step × layer × head, with every variable as a column."""
-    from perturbkv.export import SUFFIXES, check_suffix, columns, write
-    from perturbkv.store import read_trace
+    from perturbkv.storage.export import SUFFIXES, check_suffix, columns, write
+    from perturbkv.storage.trace_file import read_trace
 
     paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
     for path in paths:

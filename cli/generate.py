@@ -15,9 +15,10 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import load, provenance, run_folder
-from perturbkv.config import EvictionConfig, RunConfig
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
-from perturbkv.files import clear_leftovers, write_whole
+from perturbkv.storage.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
     from perturbkv.datasets.metrics import Metric
@@ -77,7 +78,7 @@ def generate(
 
 
 def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int | None, compress_every: int | None) -> None:
-    from perturbkv.policies import registry
+    from perturbkv.selection.policies import registry
 
     if max_new_tokens is not None and max_new_tokens < 1:
         msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
@@ -146,7 +147,7 @@ def _generate(
     metrics: dict[str, Metric],
 ) -> list[dict[str, Any]]:
     """Answer the prompts that are missing, one line each as soon as it is there."""
-    from perturbkv.generation import answer
+    from perturbkv.pipeline.generation import answer
 
     names = {row["sample"] for row in done}
     todo = [prompt for prompt in planned.encoded.prompts if prompt.sample_id not in names]

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from typer import Option
 
-from perturbkv.aliases import DEFAULT
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import free
-from perturbkv.files import clear_leftovers, written_whole
+from perturbkv.models.aliases import DEFAULT
+from perturbkv.storage.files import clear_leftovers, written_whole
 
 _SHOWN = 10
 
@@ -60,9 +60,9 @@ def _measure(
     from perturbkv.datasets import registry as datasets
     from perturbkv.datasets.distraction import distracted
     from perturbkv.datasets.encode import check_length, encode
-    from perturbkv.loading import load_weights, open_model, pick_device, pick_dtype
-    from perturbkv.retrieval import Evidence
-    from perturbkv.retrieval import head_scores as measured
+    from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
+    from perturbkv.pipeline.retrieval import Evidence
+    from perturbkv.pipeline.retrieval import head_scores as measured
 
     place = pick_device(device)
     files = open_model(model, seed)
@@ -82,6 +82,6 @@ def _measure(
 
 
 def _text(scores: list[list[float]]) -> str:
-    from perturbkv.head_scores import as_json
+    from perturbkv.scoring.head_scores import as_json
 
     return as_json(scores)

@@ -16,7 +16,7 @@ def info(
     trace: Annotated[Path, Argument(help="A trace file.", show_default=False)], as_json: JsonOption = False
 ) -> None:
     """Show a trace's run, samples, variables, sizes and provenance."""
-    from perturbkv.store import describe
+    from perturbkv.storage.trace_file import describe
 
     description = describe(trace)
     if as_json:

@@ -8,7 +8,7 @@ from perturbkv.cli.options import JsonOption
 
 def models(as_json: JsonOption = False) -> None:
     """List the model aliases; any hub id, folder or .gguf file of a supported family works too."""
-    from perturbkv.aliases import ALIASES, DEFAULT
+    from perturbkv.models.aliases import ALIASES, DEFAULT
 
     rows = [
         {
@@ -31,8 +31,8 @@ def models(as_json: JsonOption = False) -> None:
 
 def policies(as_json: JsonOption = False) -> None:
     """List the eviction systems and the selections that each combines with."""
-    from perturbkv.config import SELECTIONS
-    from perturbkv.policies.registry import known, pairs
+    from perturbkv.configs.eviction import SELECTIONS
+    from perturbkv.selection.policies.registry import known, pairs
 
     if as_json:
         console.print_json([{"name": row.name, "summary": row.summary, "paper": row.paper, "budgets": row.budgets,

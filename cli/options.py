@@ -10,12 +10,14 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.aliases import DEFAULT
 from perturbkv.cli.choices import apart, check_choice, numbers
-from perturbkv.config import CACHES, PRESETS, SCENARIOS, Budget, EvictionConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import PRESETS, EvictionConfig
+from perturbkv.configs.resources import Resources, parse_size
+from perturbkv.configs.run import CACHES, SCENARIOS
 from perturbkv.errors import ConfigError
-from perturbkv.grid import ORDER, grid, names_policy
-from perturbkv.resources import Resources, parse_size
+from perturbkv.models.aliases import DEFAULT
+from perturbkv.selection.grid import ORDER, grid, names_policy
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
@@ -212,7 +214,7 @@ class RunOptions:
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def choices(self) -> dict[str, Any]:
-        """What every configuration is asked to be, but for its selection, as `perturbkv.grid` takes it.
+        """What every configuration is asked to be, but for its selection, as `perturbkv.selection.grid` takes it.
 
         Raises BudgetError for a budget that is none, ConfigError for one that is asked for twice.
         """

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.cli import console
 from perturbkv.cli.options import RunOptions
-from perturbkv.config import EvictionConfig, RunConfig
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError
-from perturbkv.resources import Batches, Resources, Shape, plan_batches
 
 if TYPE_CHECKING:
     import torch
 
     from perturbkv.datasets.encode import EncodedPrompt
-    from perturbkv.loading import ModelFiles
+    from perturbkv.models.loading import ModelFiles
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def encode_prompts(options: RunOptions, tokenizer: Any) -> Encoded:
 def _check_prompts(prompts: Sequence[EncodedPrompt], options: RunOptions, model_config: Any, after: int) -> None:
     """Raise DatasetError where a prompt and the `after` tokens decoded behind it are more than the model can take."""
     from perturbkv.datasets.encode import check_length
-    from perturbkv.models import check_sliding_window
+    from perturbkv.models.adapter import check_sliding_window
 
     for prompt in prompts:
         prompt.parts(options.scenario)
@@ -121,15 +122,16 @@ def plan(
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
     `generate`: tokens generated from every cache and scored; None: as many as the dataset says.
     """
-    from perturbkv import head_scores, norms, positions
+    from perturbkv.cache import positions
     from perturbkv.datasets import registry as datasets
-    from perturbkv.loading import open_model, pick_device, pick_dtype
-    from perturbkv.policies import registry as policies
+    from perturbkv.models.loading import open_model, pick_device, pick_dtype
+    from perturbkv.scoring import head_scores, value_norms
+    from perturbkv.selection.policies import registry as policies
 
     datasets.check_name(options.dataset)
     resources, device = options.resources, pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
-    norms.check_kernel(resources.norm_kernel, device)
+    value_norms.check_kernel(resources.norm_kernel, device)
     files = open_model(options.model, options.seed)
     positions.check(configs, files.config, files.name)
     needed = [config.policy for config in configs if policies.info(config.policy).needs_scores]

@@ -51,7 +51,7 @@ def selfcheck(
     Beside that the table of ties in half precision, and the benchmark's rows of a GPU. Exits with 1 where something is
     not equal, or could not be checked.
     """
-    from perturbkv.files import written_whole
+    from perturbkv.storage.files import written_whole
 
     place, path, trained = _device(device), free(output or Path("runs/gpu.json"), overwrite), _trained(model)
     start = time.monotonic()
@@ -74,7 +74,7 @@ def _device(name: str) -> torch.device:
     """The device. Raises ConfigError where it is not there."""
     import torch
 
-    from perturbkv.loading import pick_device
+    from perturbkv.models.loading import pick_device
 
     if name.startswith("cuda") and not torch.cuda.is_available():
         msg = "selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
@@ -87,8 +87,8 @@ def _trained(model: str | None) -> str:
 
     Those are drawn anew in every dtype: it would be another model's verdict.
     """
-    from perturbkv.aliases import DEFAULT
-    from perturbkv.sources import embedded_gguf
+    from perturbkv.models.aliases import DEFAULT
+    from perturbkv.models.sources import embedded_gguf
 
     if model is None:
         return DEFAULT if embedded_gguf() else ""
@@ -124,7 +124,7 @@ def _ties(model: str, samples: int, length: int, device: str) -> list[tuple[str,
     from perturbkv.analyses.ties import compare
     from perturbkv.cli.planning import plan
     from perturbkv.cli.tracing import make_trace
-    from perturbkv.store import read_trace
+    from perturbkv.storage.trace_file import read_trace
 
     asked, traces = RunOptions(model=model, samples=samples, length=[str(length)], device=device), {}
     with tempfile.TemporaryDirectory() as folder:

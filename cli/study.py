@@ -16,9 +16,9 @@ from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import save_figure
 from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import make_trace, run_folder
-from perturbkv.config import EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.files import write_whole
+from perturbkv.storage.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,7 +100,7 @@ def open_study(
     `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
     tokens are generated from every cache and scored. Raises PerturbkvErrors.
     """
-    from perturbkv.store import read_trace
+    from perturbkv.storage.trace_file import read_trace
 
     if look.trace is not None:
         effects.check_finished(name, run, look.trace)
@@ -121,7 +121,7 @@ def open_study(
 
 
 def _of_finished(name: str, run: RunOptions, look: LookOptions, path: Path) -> Study:
-    from perturbkv.store import read_trace
+    from perturbkv.storage.trace_file import read_trace
 
     finished, folder = read_trace(path), run.output or path.parent
     _check_free(folder, name, look, run, path, finished.digest)

@@ -13,9 +13,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.spreading import options
-from perturbkv.config import Budget
+from perturbkv.configs.budget import Budget
 from perturbkv.errors import ConfigError
-from perturbkv.grid import ORDER
+from perturbkv.selection.grid import ORDER
 
 _TYPED_ALONE = ("overwrite", "dry_run", "as_json")
 """Options that say what to do this time, not what is measured: never in a file."""

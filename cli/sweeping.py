@@ -18,10 +18,12 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
 from perturbkv.cli.sweep_file import Entries, Entry, SweepFile, read
 from perturbkv.cli.sweep_keys import Key
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
-from perturbkv.grid import ORDER, combinations, configuration, unique
-from perturbkv.policies import registry
+from perturbkv.selection.grid import ORDER, combinations, configuration, unique
+from perturbkv.selection.policies import registry
 
 _WHOLE = Budget(1.0)
 """A budget that goes with every window."""
@@ -158,6 +160,6 @@ def _try_option(key: Key, value: Any) -> None:
     steps, save = run.step_count, tuple(run.save or ())
     RunConfig("", "", (EvictionConfig(_WHOLE),), steps=steps, max_tokens=run.max_tokens, save=save)
     if run.device != "auto":
-        from perturbkv.loading import pick_device
+        from perturbkv.models.loading import pick_device
 
         pick_device(run.device)

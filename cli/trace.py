@@ -61,7 +61,7 @@ def trace(
 
 def report(path: Path, as_json: bool) -> int:
     """Say what a finished trace holds; returns how many samples failed."""
-    from perturbkv.store import read_trace
+    from perturbkv.storage.trace_file import read_trace
 
     finished = read_trace(path)
     if as_json:

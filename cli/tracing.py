@@ -12,11 +12,12 @@ from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Encoded, Plan
-from perturbkv.config import EvictionConfig, RunConfig
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import PerturbkvError
 
 if TYPE_CHECKING:
-    from perturbkv.models import Adapter
+    from perturbkv.models.adapter import Adapter
     from perturbkv.trace import FailedSample, SampleTrace
 
 
@@ -40,8 +41,8 @@ def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
 
     Raises PerturbkvErrors; finished samples survive all of them.
     """
-    from perturbkv.runner import trace
-    from perturbkv.writer import TraceWriter
+    from perturbkv.pipeline.samples import trace
+    from perturbkv.storage.writer import TraceWriter
 
     prompts = planned.encoded.prompts
     names = [prompt.sample_id for prompt in prompts]
@@ -73,7 +74,7 @@ def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
 
 def load(planned: Plan) -> Adapter:
     """The planned run's model with its weights. Raises ModelError."""
-    from perturbkv.loading import load_weights
+    from perturbkv.models.loading import load_weights
 
     return load_weights(planned.files, planned.dtype, planned.device, planned.run.seed, planned.device_map)
 

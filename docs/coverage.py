@@ -25,7 +25,7 @@ from perturbkv.analyses.pairing import families
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import EVIDENCE, values
 from perturbkv.analyses.verdicts import verdicts
-from perturbkv.store import read_trace
+from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 SAMPLES, DRAWS = 8, 4000

@@ -15,15 +15,17 @@ from unittest.mock import patch
 
 import numpy as np
 
-from perturbkv.aliases import DEFAULT
-from perturbkv.config import Budget, EvictionConfig, RunConfig, from_preset
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig, from_preset
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
-from perturbkv.loading import load_model
-from perturbkv.models import Adapter
-from perturbkv.ranking import Scores
-from perturbkv.runner import trace_sample
-from perturbkv.selection import Family, families
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.aliases import DEFAULT
+from perturbkv.models.loading import load_model
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.selection.kept_sets import Family, families
+from perturbkv.selection.ranking import Scores
 
 CONFIGS = tuple(from_preset("paper", Budget(128), selection=name) for name in ("attention", "two-stage"))
 
@@ -71,7 +73,7 @@ def main() -> None:
         template = bool(adapter.tokenizer.chat_template)
         prompts = [encode(sample, adapter.tokenizer, chat_template=template, max_tokens=longest) for sample in samples]
         compare(adapter, prompts, f"{name}, two-stage in every layer")
-        with patch("perturbkv.layerwise.families", first_layer_by_attention):
+        with patch("perturbkv.pipeline.layer.families", first_layer_by_attention):
             compare(adapter, prompts, f"{name}, attention in the first layer")
 
 

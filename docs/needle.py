@@ -13,8 +13,8 @@ from perturbkv.analyses.naming import short
 from perturbkv.analyses.retrieval import CIRCULAR, MEASURES
 from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
-from perturbkv.loading import open_model
-from perturbkv.store import read_trace
+from perturbkv.models.loading import open_model
+from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import encode
 from perturbkv.datasets.registry import DatasetOptions, load
-from perturbkv.loading import load_model
-from perturbkv.policies.base import WindowVotes
-from perturbkv.prefill import prefill
-from perturbkv.resources import Resources
-from perturbkv.store import read_trace
+from perturbkv.models.loading import load_model
+from perturbkv.pipeline.prefill import prefill
+from perturbkv.selection.policies.base import WindowVotes
+from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 SINKS = 4

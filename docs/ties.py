@@ -21,7 +21,7 @@ from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.ties import Agreement, Ties, compare
 from perturbkv.errors import TraceError
-from perturbkv.store import read_trace
+from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 HEAD = ["dataset", "dtype", "measure", "samples", "heads decided", "float32's verdict", "opposite", "tied in float32"]

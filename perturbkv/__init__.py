@@ -9,19 +9,19 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "Budget": "perturbkv.config",
-    "EvictionConfig": "perturbkv.config",
-    "RunConfig": "perturbkv.config",
-    "grid": "perturbkv.grid",
-    "Resources": "perturbkv.resources",
+    "Budget": "perturbkv.configs.budget",
+    "EvictionConfig": "perturbkv.configs.eviction",
+    "RunConfig": "perturbkv.configs.run",
+    "grid": "perturbkv.selection.grid",
+    "Resources": "perturbkv.configs.resources",
     "PerturbkvError": "perturbkv.errors",
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",
-    "read_trace": "perturbkv.store",
-    "TraceWriter": "perturbkv.writer",
-    "CompactCache": "perturbkv.cache",
-    "load_model": "perturbkv.loading",
-    "trace_sample": "perturbkv.runner",
+    "read_trace": "perturbkv.storage.trace_file",
+    "TraceWriter": "perturbkv.storage.writer",
+    "CompactCache": "perturbkv.cache.compact",
+    "load_model": "perturbkv.models.loading",
+    "trace_sample": "perturbkv.pipeline.samples",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.config import RunConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 
 

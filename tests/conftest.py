@@ -12,20 +12,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before a kernel is decorated; 
 
 CHECKED = (  # not kernels: Triton compiles a function's source in its module's names, which a checking wrapper hides
     "theory",
-    "norms",
-    "scores",
-    "ranking",
+    "scoring.value_norms",
+    "scoring.window_attention",
     "selection",
-    "policies",
-    "entries",
-    "ragged",
     "cache",
-    "capture",
-    "prefill",
-    "decoding",
-    "measure",
-    "layerwise",
-    "keeping",
-    "assembly",
+    "pipeline",
 )
 install_import_hook([f"perturbkv.{name}" for name in CHECKED], "beartype.beartype")

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from perturbkv.errors import PerturbkvError
-from perturbkv.loading import pick_device, pick_dtype
+from perturbkv.models.loading import pick_device, pick_dtype
 
 _EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc hands freed memory back at once, so that a process's peak counts what is held and not what it may reuse."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from perturbkv.aliases import DEFAULT
 from perturbkv.benchmark.process import in_process, machine
 from perturbkv.benchmark.rows import NO_GPU, Report, Row, Target
 from perturbkv.errors import ConfigError, PerturbkvError
+from perturbkv.models.aliases import DEFAULT
 
 _SEVEN_B = {"d_model": 4096, "heads": 32, "kv_heads": 8}
 

@@ -14,20 +14,21 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from perturbkv.benchmark.process import peak, seconds, wait
-from perturbkv.cache import CompactCache, CompactLayer
-from perturbkv.capture import decode_from
-from perturbkv.config import EvictionConfig, RunConfig
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.entries import KeptEntries
-from perturbkv.generation import generate, read_evicting
-from perturbkv.grid import grid
-from perturbkv.loading import load_model, pick_device
-from perturbkv.models import Adapter
-from perturbkv.norms import projected_value_norms
-from perturbkv.phases import timed
-from perturbkv.runner import trace_sample
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model, pick_device
+from perturbkv.pipeline.capture import decode_from
+from perturbkv.pipeline.generation import generate, read_evicting
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.timing import timed
+from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.selection.grid import grid
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
-from perturbkv.writer import TraceWriter
 
 _GENERATED = 32
 _SELECTIONS = ("attention", "two-stage")

@@ -9,13 +9,13 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from perturbkv import hub
 from perturbkv.datasets import wording
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.jsonl import longbench_sample
 from perturbkv.datasets.registry import DATA_DIR_VARIABLE, DatasetOptions, LoadedDataset
 from perturbkv.datasets.rows import read_rows, read_text
 from perturbkv.errors import DatasetError
+from perturbkv.models import hub
 
 HUB_ID = "zai-org/LongBench"
 ARCHIVE = "data.zip"

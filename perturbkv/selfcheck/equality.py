@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv import ragged
-from perturbkv.cache import CompactCache, CompactLayer
-from perturbkv.capture import Observer, capture, decode_from, intercept_attention
-from perturbkv.entries import KeptEntries
-from perturbkv.models import Adapter
+from perturbkv.cache import ragged
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.capture import Observer, capture, decode_from, intercept_attention
 from perturbkv.selfcheck.checks import Check
 from perturbkv.selfcheck.small import D_HEAD, HEADS, KV_HEADS, LAYERS, full_cache, small_model, tokens
 

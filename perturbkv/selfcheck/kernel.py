@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from perturbkv.norms import projected_value_norms
+from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selfcheck.checks import Check
 
 HEAD_SIZES = (64, 80, 96, 128, 256)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from perturbkv.config import Budget, RunConfig, from_preset
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import from_preset
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.loading import load_model
-from perturbkv.models import Adapter
-from perturbkv.runner import trace_sample
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model
+from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selfcheck.checks import Check
 from perturbkv.trace import SampleTrace
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from perturbkv.models import Adapter
-from perturbkv.tokenization import ByteTokenizer
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.tokenization import ByteTokenizer
 
 HEADS, KV_HEADS, D_HEAD, LAYERS, VOCAB = 8, 2, 64, 3, 260
 

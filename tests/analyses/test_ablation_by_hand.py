@@ -8,9 +8,9 @@ import pytest
 
 from perturbkv.analyses import ablation
 from perturbkv.analyses.intervals import Interval
-from perturbkv.config import EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
-from perturbkv.store import read_trace
+from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.measured import MEASURED, config, hand_made
 

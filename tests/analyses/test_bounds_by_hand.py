@@ -14,7 +14,7 @@ from perturbkv.analyses.bound_tightness import LEVELS, summarise
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import spearman
 from perturbkv.errors import BoundError, ConfigError, TraceError
-from perturbkv.store import read_trace
+from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.measured import MEASURED, config, hand_made
 

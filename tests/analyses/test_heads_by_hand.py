@@ -15,7 +15,9 @@ from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.reading import held_shares, values
 from perturbkv.analyses.verdicts import verdicts
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import VARIABLES, SampleTrace, Trace
 from tests.support.measured import config

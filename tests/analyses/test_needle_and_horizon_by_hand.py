@@ -13,7 +13,7 @@ from scipy import stats
 from perturbkv.analyses import horizon, needle, retrieval
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import mean_ranks, spearman
-from perturbkv.config import RunConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import VARIABLES, SampleTrace, Trace
 from tests.support.measured import config

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from rich.cells import cell_len
 
-from perturbkv.store import read_trace
+from perturbkv.storage.trace_file import read_trace
 from tests.support.measured import MEASURED
 
 Run = Callable[..., Any]

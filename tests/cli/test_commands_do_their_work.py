@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from perturbkv.cli import console
-from perturbkv.runner import trace as run_trace
-from perturbkv.store import read_trace
+from perturbkv.pipeline.samples import trace as run_trace
+from perturbkv.storage.trace_file import read_trace
 from tests.support.asked import instead
 from tests.support.gguf_files import gguf_file
 
@@ -108,7 +108,7 @@ def test_cut_and_untouched_prompts_are_reported(perturbkv: Run, tiny: list[objec
 
 
 def test_random_weights_are_said_everywhere(perturbkv: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from perturbkv import aliases
+    from perturbkv.models import aliases
 
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
@@ -157,7 +157,7 @@ def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("perturbkv.runner.trace", interrupt)
+        patch.setattr("perturbkv.pipeline.samples.trace", interrupt)
         ran = perturbkv("heads", *tiny, "-o", "out")
     assert ran.code == 130
     assert "1 of 2 samples are kept beside out/trace.h5; run the same command with --output out" in ran.err
@@ -219,7 +219,7 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
         return run_trace(adapter, prompts, run, resources, finished, wanted)
 
     assert perturbkv("trace", *tiny, "-o", "t.h5").code == 0
-    monkeypatch.setattr("perturbkv.runner.trace", watched)
+    monkeypatch.setattr("perturbkv.pipeline.samples.trace", watched)
     more = [*instead(tiny, "--samples", 3), "--budget", 60]
     ran = perturbkv("trace", *more, "-o", "t.h5")
     assert ran.code == 0, ran.err

@@ -15,8 +15,8 @@ from perturbkv.cli import effects
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.spreading import options
-from perturbkv.policies import registry
-from perturbkv.store import read_run
+from perturbkv.selection.policies import registry
+from perturbkv.storage.trace_file import read_run
 from tests.support.asked import instead, refused
 from tests.support.measured import MEASURED
 

@@ -14,9 +14,9 @@ import pytest
 from rich.cells import cell_len
 from transformers import AutoTokenizer
 
-from perturbkv.aliases import DEFAULT
 from perturbkv.cli.datasets import datasets
-from perturbkv.store import read_run
+from perturbkv.models.aliases import DEFAULT
+from perturbkv.storage.trace_file import read_run
 from tests.support.folders import model_folder
 
 Run = Callable[..., Any]
@@ -203,7 +203,7 @@ def test_generate_shows_and_grades_what_was_expected(perturbkv: Run, chatty: Pat
 def test_a_score_is_the_metrics_of_the_answers_text(
     perturbkv: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perturbkv import generation
+    from perturbkv.pipeline import generation
 
     def answers(adapter, prompt, configs, *more, **options):  # type: ignore[no-untyped-def]
         said = [adapter.tokenizer(text)["input_ids"] for text in ("the cat sat", "dog")]

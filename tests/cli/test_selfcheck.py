@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from perturbkv import aliases
 from perturbkv.cli import selfcheck
+from perturbkv.models import aliases
 from perturbkv.selfcheck import equality, kernel
 
 Run = Callable[..., Any]
@@ -68,7 +68,7 @@ def test_random_weights_have_no_ties_and_no_model_is_said(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selfcheck, "_checks", lambda *asked: iter([]))
-    monkeypatch.setattr("perturbkv.sources.embedded_gguf", lambda: None)
+    monkeypatch.setattr("perturbkv.models.sources.embedded_gguf", lambda: None)
     ran = perturbkv("selfcheck", "--device", "cpu", "--model", "random:small", "-o", "gpu.json")
     assert ran.code == 2
     assert "expected a trained model for the table of ties, got random:small" in ran.err

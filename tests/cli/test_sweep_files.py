@@ -17,8 +17,9 @@ from perturbkv.cli import sweep_keys, sweeping
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.sweeping import resolve
-from perturbkv.config import Budget, EvictionConfig
-from perturbkv.store import read_trace
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.storage.trace_file import read_trace
 
 Run = Callable[..., Any]
 BOTH = ["attention", "two-stage"]

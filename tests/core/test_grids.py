@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from perturbkv.cli.options import RunOptions
-from perturbkv.config import Budget, EvictionConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BudgetError, ConfigError, PerturbkvError
-from perturbkv.grid import ORDER, grid
+from perturbkv.selection.grid import ORDER, grid
 
 V2 = {"stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"}
 

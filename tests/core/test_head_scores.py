@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from perturbkv import head_scores as files
-from perturbkv import retrieval
 from perturbkv.datasets import needle
 from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.datasets.registry import DatasetOptions
 from perturbkv.errors import ConfigError, DatasetError
-from perturbkv.retrieval import Evidence
-from perturbkv.tokenization import ByteTokenizer
+from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.pipeline import retrieval
+from perturbkv.pipeline.retrieval import Evidence
+from perturbkv.scoring import head_scores as files
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder
 from tests.support.models import HEADS, exact_adapter

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from perturbkv import norms
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.scoring import value_norms
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
-from perturbkv.kernels import projected_norms  # noqa: E402
+from perturbkv.scoring.kernels import projected_norms  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -47,7 +47,7 @@ def oracle(value: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
 
 
 def by_kernel(value: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
-    return norms.projected_value_norms(value, w_o, kernel="triton")
+    return value_norms.projected_value_norms(value, w_o, kernel="triton")
 
 
 def surrounded(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_no_entries_have_no_norms() -> None:
 @pytest.mark.parametrize("chunk_bytes", [1, 2**20])
 def test_the_chunked_product_equals_the_same_oracle(chunk_bytes: int, dtype: torch.dtype) -> None:
     value, w_o = normal(2, 33, 80, dtype=dtype), normal(70, 6 * 80, dtype=dtype)
-    found = norms.projected_value_norms(value, w_o, chunk_bytes, "chunked")
+    found = value_norms.projected_value_norms(value, w_o, chunk_bytes, "chunked")
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), oracle(value, w_o), rtol=1e-5, atol=0)
 
@@ -118,7 +118,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each path returns its mark, whatever it is given."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(projected_norms, "projected_value_norms", lambda value, w_o: TRITON)
-    monkeypatch.setattr(norms, "_chunked", lambda value, w_o, chunk_bytes: CHUNKED)
+    monkeypatch.setattr(value_norms, "_chunked", lambda value, w_o, chunk_bytes: CHUNKED)
 
 
 @pytest.fixture
@@ -137,18 +137,18 @@ def layer(device: torch.device, dtype: torch.dtype = torch.float32, d_head: int 
 @pytest.mark.usefixtures("marked")
 def test_auto_is_chunked_on_the_cpu() -> None:
     value, w_o = layer(CPU)
-    assert norms.projected_value_norms(value, w_o) is CHUNKED
-    assert norms.projected_value_norms(value, w_o, kernel="triton") is TRITON
+    assert value_norms.projected_value_norms(value, w_o) is CHUNKED
+    assert value_norms.projected_value_norms(value, w_o, kernel="triton") is TRITON
 
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_auto_is_triton_on_cuda_where_it_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     value, w_o = layer(CUDA, dtype)
-    assert norms.projected_value_norms(value, w_o) is TRITON
-    assert norms.projected_value_norms(value, w_o, kernel="chunked") is CHUNKED
+    assert value_norms.projected_value_norms(value, w_o) is TRITON
+    assert value_norms.projected_value_norms(value, w_o, kernel="chunked") is CHUNKED
     monkeypatch.setattr(projected_norms, "obstacle", lambda device: "no C compiler")
-    assert norms.projected_value_norms(value, w_o) is CHUNKED
+    assert value_norms.projected_value_norms(value, w_o) is CHUNKED
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -160,38 +160,38 @@ def test_what_does_not_suit_the_kernel_is_chunked_by_auto_and_an_error_by_name(u
         "two devices": (layer(CUDA)[0], layer(CPU)[1]),
         "a head of 512": layer(CUDA, d_head=512),
     }[unsuited]
-    assert norms.projected_value_norms(value, w_o) is CHUNKED
+    assert value_norms.projected_value_norms(value, w_o) is CHUNKED
     with pytest.raises(ConfigError, match="expected .* got .*; choose auto or chunked") as caught:
-        norms.projected_value_norms(value, w_o, kernel="triton")
+        value_norms.projected_value_norms(value, w_o, kernel="triton")
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_kernel_is_answered_with_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match="unknown norm kernel 'tritn'; known: triton"):
-        norms.check_kernel("tritn", CPU)
+        value_norms.check_kernel("tritn", CPU)
     with pytest.raises(UnknownNameError):
-        norms.projected_value_norms(normal(1, 5, 64), normal(10, 64), kernel="tritn")
+        value_norms.projected_value_norms(normal(1, 5, 64), normal(10, 64), kernel="tritn")
 
 
 def test_a_cpu_only_interprets_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    norms.check_kernel("triton", CPU)
+    value_norms.check_kernel("triton", CPU)
     monkeypatch.delenv("TRITON_INTERPRET")
-    norms.check_kernel("auto", CPU)
+    value_norms.check_kernel("auto", CPU)
     with pytest.raises(ConfigError, match="got 'cpu': .*TRITON_INTERPRET=1; choose auto or chunked"):
-        norms.check_kernel("triton", CPU)
+        value_norms.check_kernel("triton", CPU)
     with pytest.raises(ConfigError):
         by_kernel(torch.ones(1, 5, 64), torch.ones(10, 64))
 
 
 def test_other_devices_and_a_missing_triton_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="got 'mps': it is written for CUDA"):
-        norms.check_kernel("triton", torch.device("mps"))
-    monkeypatch.setattr(norms, "find_spec", lambda name: None)
+        value_norms.check_kernel("triton", torch.device("mps"))
+    monkeypatch.setattr(value_norms, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="got 'cuda': Triton is not installed"):
-        norms.check_kernel("triton", CUDA)
+        value_norms.check_kernel("triton", CUDA)
     for kernel in ("auto", "chunked"):
-        norms.check_kernel(kernel, CUDA)
+        value_norms.check_kernel(kernel, CUDA)
 
 
 def test_what_keeps_the_kernel_from_running_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_what_keeps_the_kernel_from_running_is_told_in_one_line(monkeypatch: pyt
     with pytest.raises(
         ConfigError, match="got 'cuda': RuntimeError: no C compiler and .*choose auto or chun"
     ) as caught:
-        norms.check_kernel("triton", CUDA)
+        value_norms.check_kernel("triton", CUDA)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -216,7 +216,7 @@ COMPILED = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from perturbkv.kernels import projected_norms
+from perturbkv.scoring.kernels import projected_norms
 
 class Device:
     capability = 0

@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.config import Budget, EvictionConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.policies import h2o, registry
-from perturbkv.policies.base import LayerAttention, Room, apportion
-from perturbkv.policies.headkv import head_budgets
-from perturbkv.policies.pyramidkv import layer_budgets, whole_budgets
+from perturbkv.selection.policies import h2o, registry
+from perturbkv.selection.policies.base import LayerAttention, Room, apportion
+from perturbkv.selection.policies.headkv import head_budgets
+from perturbkv.selection.policies.pyramidkv import layer_budgets, whole_budgets
 from tests.oracle import policies as naive
 from tests.support.models import HEADS
 

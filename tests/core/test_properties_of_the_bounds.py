@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv import theory
-from perturbkv.norms import projected_value_norms
+from perturbkv.scoring.value_norms import projected_value_norms
 from tests.support.bounds import quantities
 
 SLACK = 1e-9

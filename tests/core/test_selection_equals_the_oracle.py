@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.config import PRESETS, SELECTIONS, Budget, EvictionConfig, from_preset
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import PRESETS, SELECTIONS, EvictionConfig, from_preset
 from perturbkv.errors import ConfigError
-from perturbkv.ranking import LayerStatistics, rank
-from perturbkv.selection import select
+from perturbkv.selection.kept_sets import select
+from perturbkv.selection.ranking import LayerStatistics, rank
 from tests.oracle import selection as naive
 from tests.support.models import HEADS
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv import norms, scores, theory
+from perturbkv import theory
+from perturbkv.scoring import value_norms
+from perturbkv.scoring.window_attention import pool, window_attention
 from tests.oracle import theory as naive
 from tests.support.bounds import quantities
 from tests.support.models import HEADS
@@ -43,9 +45,9 @@ def test_value_norms(arrays: dict[str, np.ndarray]) -> None:
     expected = naive.projected_value_norms(arrays["value"], arrays["w_o"], len(arrays["query"]))
     given = tensors(arrays)
     for chunk_bytes in (1, 1000, 2**28):
-        found = norms.projected_value_norms(given["value"], given["w_o"], chunk_bytes)
+        found = value_norms.projected_value_norms(given["value"], given["w_o"], chunk_bytes)
         np.testing.assert_allclose(found, expected, rtol=1e-10)
-        low = norms.projected_value_norms(given["value"].float(), given["w_o"].float(), chunk_bytes)
+        low = value_norms.projected_value_norms(given["value"].float(), given["w_o"].float(), chunk_bytes)
         assert low.dtype == torch.float32
         np.testing.assert_allclose(low, expected, rtol=1e-5)
 
@@ -53,7 +55,7 @@ def test_value_norms(arrays: dict[str, np.ndarray]) -> None:
 def test_window_attention(arrays: dict[str, np.ndarray]) -> None:
     given = tensors(arrays)
     expected = naive.window_attention(arrays["window"], arrays["key"], 0.4)
-    np.testing.assert_allclose(scores.window_attention(given["window"], given["key"], 0.4), expected, rtol=1e-10)
+    np.testing.assert_allclose(window_attention(given["window"], given["key"], 0.4), expected, rtol=1e-10)
 
 
 def test_decode_attention(arrays: dict[str, np.ndarray]) -> None:
@@ -66,7 +68,7 @@ def test_decode_attention(arrays: dict[str, np.ndarray]) -> None:
 def test_pooling(kind: str, kernel: int) -> None:
     row = GENERATOR.random((2, 17))
     expected = [naive.pool(list(values), kind, kernel) for values in row]
-    np.testing.assert_allclose(scores.pool(torch.from_numpy(row), kind, kernel), expected, rtol=1e-12)
+    np.testing.assert_allclose(pool(torch.from_numpy(row), kind, kernel), expected, rtol=1e-12)
 
 
 def test_isolated_perturbation_and_bounds(arrays: dict[str, np.ndarray]) -> None:

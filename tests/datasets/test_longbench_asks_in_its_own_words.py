@@ -17,7 +17,7 @@ from perturbkv.datasets import metrics, registry, wording
 from perturbkv.datasets.encode import encode
 from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, load
 from perturbkv.errors import ConfigError, DatasetError
-from perturbkv.tokenization import ByteTokenizer
+from perturbkv.models.tokenization import ByteTokenizer
 
 EMPTY_INPUT = ("gov_report", "multi_news", "vcsum", "passage_count", "lcc")
 LENGTHS = {

@@ -18,7 +18,7 @@ from perturbkv.figures import bound_tightness as bounds_figure
 from perturbkv.figures import budgets as budgets_figure
 from perturbkv.figures import last_layer as samples_figure
 from perturbkv.figures import layers as layers_figure
-from perturbkv.store import read_trace
+from perturbkv.storage.trace_file import read_trace
 from tests.support import measured
 from tests.support.artists import artist, artists, words
 

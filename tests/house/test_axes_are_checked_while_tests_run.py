@@ -6,7 +6,8 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from perturbkv import norms, theory
+from perturbkv import theory
+from perturbkv.scoring import value_norms
 
 
 def test_an_axis_of_two_lengths_is_an_error() -> None:
@@ -16,4 +17,4 @@ def test_an_axis_of_two_lengths_is_an_error() -> None:
 
 def test_a_missing_axis_is_an_error() -> None:
     with pytest.raises(TypeCheckError, match="value"):
-        norms.projected_value_norms(torch.ones(4, 8), torch.ones(16, 8))
+        value_norms.projected_value_norms(torch.ones(4, 8), torch.ones(16, 8))

@@ -16,62 +16,21 @@ PARTS = {
     "figures": "perturbkv.figures",
     "cli": "perturbkv.cli",
 }
-NUMPY_SIDE = (
-    "errors",
-    "budget",
-    "eviction",
-    "config",
-    "trace",
-    "files",
-    "merging",
-    "journal",
-    "later",
-    "coordinates",
-    "store",
-    "finished",
-    "writer",
-    "export",
-    "analyses",
-    "figures",
-)
-TORCH_SIDE = (
-    (
-        "errors",
-        "budget",
-        "eviction",
-        "config",
-        "trace",
-        "aliases",
-        "tokenization",
-        "hub",
-        "user_cache",
-        "gguf_header",
-        "stored",
-        "head_scores",
-        "resources",
-        "phases",
-    ),
-    ("devices",),
-    ("kernels",),
-    ("theory", "norms", "scores"),
-    ("policies", "ranking", "selection", "grid"),
-    ("entries",),
-    ("ragged",),
-    ("keeping",),
+FLOORS = (
+    ("errors", "theory", "devices"),
+    ("configs",),
+    ("trace", "models", "scoring"),
+    ("selection", "datasets", "storage"),
     ("cache",),
-    ("positions", "models", "sources", "wholeness", "gguf_cache", "loading", "capture", "datasets"),
-    ("prefill",),
-    ("decoding", "compression"),
-    ("generation",),
-    ("measure",),
-    ("layerwise",),
-    ("assembly",),
-    ("runner", "retrieval"),
+    ("pipeline",),
     ("benchmark", "selfcheck"),
+    ("cli",),
 )
-BESIDE = {"benchmark": {"writer"}}
-"""What a module of the torch side takes from the other: the benchmark times the writing of traces."""
+"""Each part imports itself and what lies on lower floors."""
+NUMPY_SIDE = ("errors", "configs", "trace", "storage", "analyses", "figures")
+"""What stays without torch, each importing itself and what stands before it."""
 TORCH = ("torch", "transformers", "jaxtyping")
+KERNELS = "perturbkv.scoring.kernels"
 
 
 def modules() -> dict[str, str]:
@@ -98,7 +57,7 @@ def imports(source: str, everywhere: bool = True) -> set[str]:
 
 
 def part(module: str) -> str:
-    """perturbkv.analyses.heads -> analyses; perturbkv.store -> store."""
+    """perturbkv.analyses.heads -> analyses; perturbkv.theory -> theory."""
     return module.split(".")[1] if module.count(".") else ""
 
 
@@ -107,22 +66,22 @@ def ours(names: set[str]) -> set[str]:
     return {part(name) for name in names if name in known and part(name)}
 
 
-def forbidden(module: str, source: str) -> set[str]:
-    """Parts that a module imports against the arrows."""
-    mine, wanted = part(module), ours(imports(source))
-    if mine in ("cli", ""):
-        return set()
-    allowed: set[str] = {mine, *BESIDE.get(mine, ())}
+def allowed(mine: str) -> set[str]:
+    """Parts that a part may import."""
     if mine in NUMPY_SIDE:
-        allowed |= set(NUMPY_SIDE[: NUMPY_SIDE.index(mine)])
-    for place, level in enumerate(TORCH_SIDE):
-        if mine in level:
-            allowed |= {name for lower in TORCH_SIDE[: place + 1] for name in lower}
-    return wanted - allowed
+        return set(NUMPY_SIDE[: NUMPY_SIDE.index(mine) + 1])
+    (place,) = [place for place, floor in enumerate(FLOORS) if mine in floor]
+    return {mine, *(name for lower in FLOORS[:place] for name in lower)}
+
+
+def forbidden(module: str, source: str) -> set[str]:
+    """Parts that a module imports against the arrows; the command line imports what it likes."""
+    mine = part(module)
+    return set() if mine in ("cli", "") else ours(imports(source)) - allowed(mine)
 
 
 def test_every_module_has_its_place() -> None:
-    placed = {*NUMPY_SIDE, "cli", *(name for level in TORCH_SIDE for name in level)}
+    placed = {*NUMPY_SIDE, *(name for floor in FLOORS for name in floor)}
     assert {part(name) for name in modules()} - {""} == placed
 
 
@@ -134,15 +93,36 @@ def test_arrows_go_one_way(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "part_named"),
     [
-        ("perturbkv.config", "from perturbkv.store import read_trace", "store"),
-        ("perturbkv.runner", "from perturbkv.analyses import heads", "analyses"),
+        ("perturbkv.configs.run", "from perturbkv.storage.trace_file import read_trace", "storage"),
+        ("perturbkv.pipeline.samples", "from perturbkv.analyses import heads", "analyses"),
         ("perturbkv.analyses.heads", "import perturbkv.figures.heads", "figures"),
         ("perturbkv.theory", "def f():\n    from perturbkv.cache import gather", "cache"),
-        ("perturbkv.store", "from perturbkv import cli", "cli"),
+        ("perturbkv.storage.trace_file", "from perturbkv import cli", "cli"),
     ],
 )
 def test_a_planted_arrow_is_found(module: str, line: str, part_named: str) -> None:
     assert part_named in forbidden(module, modules()[module] + "\n" + line)
+
+
+def circle(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a ring, lazily or not; empty where there is none."""
+    arrows = {
+        name: {one for one in imports(source) if one in sources and one != name} for name, source in sources.items()
+    }
+    while free := [name for name, targets in arrows.items() if not targets & arrows.keys()]:
+        for name in free:
+            del arrows[name]
+    return sorted(arrows)
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(modules()) == []
+
+
+def test_a_planted_circle_is_found() -> None:
+    lazily = "\ndef f():\n    from perturbkv.pipeline import decoding"
+    found = circle(modules() | {"perturbkv.pipeline.capture": modules()["perturbkv.pipeline.capture"] + lazily})
+    assert {"perturbkv.pipeline.capture", "perturbkv.pipeline.decoding"} <= set(found)
 
 
 def uses_torch(source: str) -> bool:
@@ -156,7 +136,7 @@ def test_the_numpy_side_knows_no_torch(module: str) -> None:
 
 
 def test_only_the_store_imports_h5py() -> None:
-    assert [name for name, source in modules().items() if "h5py" in imports(source)] == ["perturbkv.store"]
+    assert [name for name, source in modules().items() if "h5py" in imports(source)] == ["perturbkv.storage.trace_file"]
 
 
 def imports_triton(source: str) -> bool:
@@ -164,25 +144,27 @@ def imports_triton(source: str) -> bool:
 
 
 def names_a_kernel_at_its_top(source: str) -> bool:
-    return any(name.startswith("perturbkv.kernels") for name in imports(source, everywhere=False))
+    return any(name.startswith(KERNELS) for name in imports(source, everywhere=False))
 
 
 def test_only_kernels_import_triton() -> None:
-    assert {part(name) for name, source in modules().items() if imports_triton(source)} == {"kernels"}
+    assert {name.rpartition(".")[0] for name, source in modules().items() if imports_triton(source)} == {KERNELS}
     assert imports_triton("def f():\n    import triton.language as tl")
 
 
 def test_kernels_are_imported_only_when_used() -> None:
     """From the syntax trees, as some builds of torch import Triton themselves."""
-    others = {name: source for name, source in modules().items() if part(name) != "kernels"}
+    others = {name: source for name, source in modules().items() if not name.startswith(KERNELS)}
     assert [name for name, source in others.items() if names_a_kernel_at_its_top(source)] == []
-    assert names_a_kernel_at_its_top(others["perturbkv.norms"] + "\nfrom perturbkv.kernels import projected_norms")
+    assert names_a_kernel_at_its_top(
+        others["perturbkv.scoring.value_norms"] + f"\nfrom {KERNELS} import projected_norms"
+    )
 
 
 def test_only_capture_registers_hooks() -> None:
     words = ("register_forward", "ALL_ATTENTION_FUNCTIONS")
     found = [name for name, source in modules().items() if any(word in source for word in words)]
-    assert found == ["perturbkv.capture"]
+    assert found == ["perturbkv.pipeline.capture"]
 
 
 def torch_is_loaded_after(code: str) -> bool:
@@ -195,9 +177,9 @@ def torch_is_loaded_after(code: str) -> bool:
     "code",
     [
         "import perturbkv",
-        "import perturbkv.store, perturbkv.writer",
+        "import perturbkv.storage.trace_file, perturbkv.storage.writer",
         "\n".join(f"import {name}" for name in modules() if part(name) in ("analyses", "figures", "export")),
-        "import perturbkv.datasets.registry, perturbkv.policies.registry, perturbkv.grid",
+        "import perturbkv.datasets.registry, perturbkv.selection.policies.registry, perturbkv.selection.grid",
         "from perturbkv.cli.main import app\nfrom typer.testing import CliRunner\n"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
         "assert CliRunner().invoke(app, ['heads', '--help']).exit_code == 0",

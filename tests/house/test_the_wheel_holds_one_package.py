@@ -14,5 +14,5 @@ def test_the_wheel_has_one_top_level_name_and_all_its_files(tmp_path: Path) -> N
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"perturbkv"}
-    for wanted in ("py.typed", "FORMAT.md", "figures/perturbkv.mplstyle", "cli/main.py", "analyses/heads.py"):
+    for wanted in ("py.typed", "storage/FORMAT.md", "figures/perturbkv.mplstyle", "cli/main.py", "analyses/heads.py"):
         assert f"perturbkv/{wanted}" in names

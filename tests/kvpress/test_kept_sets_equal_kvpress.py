@@ -26,15 +26,16 @@ from kvpress import (
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.config import Budget, EvictionConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
 from perturbkv.datasets.prose import sentences
-from perturbkv.loading import load_model
-from perturbkv.models import Adapter
-from perturbkv.policies import registry
-from perturbkv.prefill import prefill
-from perturbkv.resources import Resources
-from perturbkv.selection import families
-from perturbkv.tokenization import ByteTokenizer
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model
+from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.pipeline.prefill import prefill
+from perturbkv.selection.kept_sets import families
+from perturbkv.selection.policies import registry
 from tests.support.models import tiny_model, token_ids
 
 SYSTEMS: dict[str, tuple[Callable[..., Any], str, str]] = {

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from perturbkv import gguf_cache, user_cache
 from perturbkv.errors import ModelError
-from perturbkv.loading import load_model
-from perturbkv.models import Adapter
+from perturbkv.models import gguf_cache, user_cache
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model
 from tests.support.gguf_files import gguf_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,7 @@ def test_a_damaged_entry_is_made_anew(tiny: Path, cache: Path, file: str, damage
     assert [user_cache.is_whole(entry) for entry in cache.iterdir()] == [True]
 
 
-LOAD = "import sys; from perturbkv.loading import load_model; load_model(sys.argv[1], device='cpu')"
+LOAD = "import sys; from perturbkv.models.loading import load_model; load_model(sys.argv[1], device='cpu')"
 
 
 def test_two_processes_at_once_make_one_entry(tiny: Path, cache: Path) -> None:

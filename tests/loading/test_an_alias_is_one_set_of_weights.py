@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from perturbkv import sources, stored
-from perturbkv.aliases import ALIASES, DEFAULT
 from perturbkv.errors import ModelError
-from perturbkv.gguf_header import read_header
-from perturbkv.loading import load_model, open_model
-from perturbkv.sources import Source, embedded_gguf, resolve
+from perturbkv.models import sources, stored_weights
+from perturbkv.models.aliases import ALIASES, DEFAULT
+from perturbkv.models.gguf_header import read_header
+from perturbkv.models.loading import load_model, open_model
+from perturbkv.models.sources import Source, embedded_gguf, resolve
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
 
@@ -64,7 +64,7 @@ def test_both_have_the_shapes_that_random_weights_are_drawn_in(name: str) -> Non
 def test_a_gguf_file_says_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERTURBKV_CACHE", str(tmp_path / "cache"))
     files = open_model(str(gguf_file(tmp_path / "tiny.gguf")))
-    assert files.stored == stored.Stored("Q4_1", "Q4_1 matrices, Q8_0 embeddings, F32 norms", True)
+    assert files.stored == stored_weights.Stored("Q4_1", "Q4_1 matrices, Q8_0 embeddings, F32 norms", True)
     assert files.stored.as_run("bfloat16") == "Q4_1 → bfloat16"
 
 
@@ -102,20 +102,22 @@ def test_safetensors_say_the_type_of_most_tensors_whatever_the_configuration_cla
 )
 def test_a_quantised_model_says_how(about: dict[str, Any], kind: str) -> None:
     config = AutoConfig.for_model("llama", quantization_config=about)
-    found = stored.of_safetensors(None, config)
+    found = stored_weights.of_safetensors(None, config)
     assert (found.kind, found.quantised) == (kind, True)
     assert found.as_run("bfloat16") == f"{kind} → bfloat16"
 
 
 def test_the_hubs_configuration_is_believed() -> None:
-    assert stored.of_safetensors(None, AutoConfig.for_model("llama", dtype="bfloat16")) == stored.Stored("bfloat16")
+    assert stored_weights.of_safetensors(
+        None, AutoConfig.for_model("llama", dtype="bfloat16")
+    ) == stored_weights.Stored("bfloat16")
 
 
 def test_a_trace_and_its_figures_say_the_storage_type_of_quantised_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised_and_plain: Callable[[], tuple[Path, Path]]
 ) -> None:
     from perturbkv.analyses.identity import identity
-    from perturbkv.store import describe, read_trace
+    from perturbkv.storage.trace_file import describe, read_trace
 
     quantised, plain = quantised_and_plain()
     attrs = describe(quantised).attrs

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from perturbkv.config import EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 from tests.oracle import policies
 from tests.oracle.theory import Array, pool
 

@@ -12,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perturbkv import keeping, layerwise, runner
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.cache import gather
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources, Shape, parse_size, plan_batches
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import ConfigError
-from perturbkv.phases import timed
-from perturbkv.policies import registry
-from perturbkv.resources import Resources, Shape, parse_size, plan_batches
-from perturbkv.runner import trace_sample
+from perturbkv.pipeline import layer, samples
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.timing import timed
+from perturbkv.selection.policies import registry
 from perturbkv.trace import VARIABLES
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
@@ -100,7 +103,7 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(kibibytes: int, m
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
     whole = trace_sample(adapter, PROMPT, run(configs, steps=2, generate=3)).arrays
     held: list[int] = []
-    original = runner.decode_evicted
+    original = samples.decode_evicted
 
     def watched(adapter: Any, cache: Any, *more: Any) -> Any:
         borrowed = sum(layer.borrowed_nbytes for layer in cache.layers)
@@ -110,7 +113,7 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(kibibytes: int, m
         return original(adapter, cache, *more)
 
     rows: set[int] = set()
-    monkeypatch.setattr(runner, "decode_evicted", watched)
+    monkeypatch.setattr(samples, "decode_evicted", watched)
     resources = Resources(max_bytes=kibibytes * 2**10)
     split = trace_sample(adapter, PROMPT, run(configs, steps=2, generate=3), resources).arrays
     assert len(held) > 2
@@ -127,13 +130,13 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(kibibytes: int, m
 def test_working_memory_of_a_byte_takes_configurations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
     calls: list[int] = []
-    original = layerwise.measure.isolated
+    original = layer.measure.isolated
 
     def counted(*given: Any) -> Any:
         calls.append(len(given[1].kept))
         return original(*given)
 
-    monkeypatch.setattr(layerwise.measure, "isolated", counted)
+    monkeypatch.setattr(layer.measure, "isolated", counted)
     whole = trace_sample(adapter, PROMPT, run(configs)).arrays
     assert max(calls) > 4
     calls.clear()
@@ -167,7 +170,7 @@ def test_the_prompt_is_read_once_and_every_layer_is_sorted_once_per_ranking(monk
 
 
 def counted_sorts(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    from perturbkv import ranking
+    from perturbkv.selection import ranking
 
     calls: list[None] = []
     original: Callable[..., Any] = ranking.rank
@@ -212,12 +215,12 @@ def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.Mon
     """Head scores and PyramidKV's line are worked out on the host, where there is nothing to wait for."""
     configs = tuple(config for config in sweep() if config.policy not in ("headkv", "pyramidkv", "random"))
     modes = {name: Waiting() for name in ("look", "evict", "decode", "measure")}
-    monkeypatch.setattr(runner, "look", under(modes["look"], runner.look))
-    monkeypatch.setattr(runner._Decoding, "_evict", under(modes["evict"], runner._Decoding._evict))
-    monkeypatch.setattr(runner, "decode_evicted", under(modes["decode"], runner.decode_evicted))
-    monkeypatch.setattr(runner, "decode_full", under(modes["decode"], runner.decode_full))
-    monkeypatch.setattr(runner._Decoding, "_measure", under(modes["measure"], runner._Decoding._measure))
-    columns = keeping._nonzero
+    monkeypatch.setattr(samples, "look", under(modes["look"], samples.look))
+    monkeypatch.setattr(samples._Decoding, "_evict", under(modes["evict"], samples._Decoding._evict))
+    monkeypatch.setattr(samples, "decode_evicted", under(modes["decode"], samples.decode_evicted))
+    monkeypatch.setattr(samples, "decode_full", under(modes["decode"], samples.decode_full))
+    monkeypatch.setattr(samples._Decoding, "_measure", under(modes["measure"], samples._Decoding._measure))
+    columns = gather._nonzero
 
     def of_known_length(mask: torch.Tensor, count: int) -> Any:
         """As on CUDA, where the length is handed in."""
@@ -226,7 +229,7 @@ def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.Mon
         modes["evict"].seen = [name for name in modes["evict"].seen if name not in ("nonzero", "equal")]
         return row, column
 
-    monkeypatch.setattr(keeping, "_nonzero", of_known_length)
+    monkeypatch.setattr(gather, "_nonzero", of_known_length)
     trace_sample(tiny_adapter(), PROMPT, run(configs, steps=2))
     assert {name: mode.seen for name, mode in modes.items()} == {name: [] for name in modes}
 

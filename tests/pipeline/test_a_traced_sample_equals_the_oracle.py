@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.policies import registry
-from perturbkv.runner import trace_sample
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.selection.policies import registry
 from perturbkv.trace import SampleTrace
 from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder, Step

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.compression import mean_entries
-from perturbkv.config import Budget, EvictionConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import ConfigError
-from perturbkv.generation import answer, read_evicting
-from perturbkv.models import Adapter
-from perturbkv.policies import registry
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.generation import answer, read_evicting
+from perturbkv.pipeline.recompression import mean_entries
+from perturbkv.selection.policies import registry
 from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
@@ -142,7 +143,7 @@ def test_compressions_equal_the_naive_runs(policy: str, fields: dict[str, int]) 
 
 
 def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    from perturbkv import generation
+    from perturbkv.pipeline import generation
 
     held: list[list[float]] = []
     original = generation._next

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from perturbkv import positions
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.cache import positions
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.generation import answer
-from perturbkv.grid import grid
-from perturbkv.policies import registry
-from perturbkv.runner import trace_sample
+from perturbkv.pipeline.generation import answer
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.selection.grid import grid
+from perturbkv.selection.policies import registry
 from tests.pipeline.test_positions_inside_the_cache import INSIDE, KEPT, PROMPT, SINKS, SNAPKV
 from tests.support.models import tiny_adapter
 

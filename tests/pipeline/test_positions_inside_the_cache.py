@@ -11,15 +11,17 @@ import pytest
 import torch
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from perturbkv import positions, ragged
-from perturbkv.cache import CompactCache
-from perturbkv.capture import decode_from
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.cache import positions, ragged
+from perturbkv.cache.compact import CompactCache
+from perturbkv.cache.entries import KeptEntries, pile
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.entries import KeptEntries, pile
-from perturbkv.generation import answer, read_evicting
-from perturbkv.models import Adapter
-from perturbkv.runner import trace_sample
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.capture import decode_from
+from perturbkv.pipeline.generation import answer, read_evicting
+from perturbkv.pipeline.samples import trace_sample
 from perturbkv.trace import VARIABLES
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step

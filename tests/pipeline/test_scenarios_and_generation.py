@@ -9,14 +9,16 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from perturbkv.capture import decode_from
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import DatasetError
-from perturbkv.generation import answer, generate, read_evicting
-from perturbkv.models import Adapter
-from perturbkv.policies import registry
-from perturbkv.runner import trace_sample
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.capture import decode_from
+from perturbkv.pipeline.generation import answer, generate, read_evicting
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.selection.policies import registry
 from tests.oracle.decoder import Decoder
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
 
@@ -67,7 +69,7 @@ def test_evicting_while_reading_keeps_what_evicting_afterwards_keeps() -> None:
 
 def test_no_full_cache_is_left_of_a_prompt_that_was_evicted_while_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a layer starts, the layers before it hold nothing but what they kept."""
-    from perturbkv import prefill
+    from perturbkv.pipeline import prefill
 
     made: list[DynamicCache] = []
     held: list[int] = []

@@ -10,15 +10,18 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from perturbkv import export, runner
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.decoding import steps_of_text
-from perturbkv.models import Adapter
-from perturbkv.runner import trace_sample
-from perturbkv.store import read_trace
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import samples
+from perturbkv.pipeline.decoding import steps_of_text
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.storage import export
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import VARIABLES, SampleTrace
-from perturbkv.writer import TraceWriter
 from tests.pipeline.test_a_sweep_shares_one_prefill import Waiting
 from tests.support.models import tiny_adapter, token_ids
 
@@ -86,13 +89,13 @@ def test_a_first_token_that_ends_the_text_is_measured_all_the_same() -> None:
 def test_evicted_runs_decode_the_measured_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = free_text("regular")
     decoded: list[int] = []
-    original = runner.decode_evicted
+    original = samples.decode_evicted
 
     def watched(adapter: Any, cache: Any, question: Any, given: torch.Tensor, *more: Any) -> Any:
         decoded.extend(given.tolist())
         return original(adapter, cache, question, given, *more)
 
-    monkeypatch.setattr(runner, "decode_evicted", watched)
+    monkeypatch.setattr(samples, "decode_evicted", watched)
     end = next(token for token in tokens[1:] if token != tokens[0])
     trace_sample(ending(end), PROMPT, run())
     assert decoded == tokens[: tokens.index(end)]

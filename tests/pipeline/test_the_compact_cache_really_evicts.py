@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from perturbkv import ragged
-from perturbkv.cache import CompactCache, CompactLayer
-from perturbkv.capture import decode_from, intercept_attention
-from perturbkv.entries import borrow
+from perturbkv.cache import ragged
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import borrow
+from perturbkv.configs.resources import SLACK
 from perturbkv.errors import ConfigError
-from perturbkv.models import Adapter
-from perturbkv.resources import SLACK
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.capture import decode_from, intercept_attention
 from tests.support.caches import gather
 from tests.support.models import HEADS, tiny_adapter, token_ids
 from tests.support.varlen import varlen

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from perturbkv import gguf_cache
-from perturbkv.loading import load_model, open_model
-from perturbkv.sources import embedded_gguf
+from perturbkv.models import gguf_cache
+from perturbkv.models.loading import load_model, open_model
+from perturbkv.models.sources import embedded_gguf
 
 pytestmark = pytest.mark.real_model
 LONG = 40

@@ -13,19 +13,21 @@ import torch
 
 from perturbkv.benchmark.rows import check_names
 from perturbkv.benchmark.suite import Settings, measure
-from perturbkv.config import Budget, RunConfig, from_preset
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import from_preset
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import EncodedPrompt, encode
 from perturbkv.datasets.prose import sentences
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.datasets.scoring import exact_number
-from perturbkv.generation import answer, end_tokens
-from perturbkv.loading import load_model
-from perturbkv.models import Adapter
-from perturbkv.policies import registry
-from perturbkv.retrieval import Evidence, head_scores
-from perturbkv.runner import trace_sample
-from perturbkv.sources import embedded_gguf
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model
+from perturbkv.models.sources import embedded_gguf
+from perturbkv.pipeline.generation import answer, end_tokens
+from perturbkv.pipeline.retrieval import Evidence, head_scores
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.selection.policies import registry
 from tests.oracle import theory
 
 pytestmark = pytest.mark.real_model

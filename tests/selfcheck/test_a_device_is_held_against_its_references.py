@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbkv import aliases, ragged
+from perturbkv.cache import ragged
 from perturbkv.errors import ConfigError
+from perturbkv.models import aliases
 from perturbkv.selfcheck import equality, kernel, placement
 from perturbkv.selfcheck.checks import Check, tried
 from tests.support.varlen import varlen

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
-from perturbkv.eviction import EvictionConfig
-from perturbkv.journal import Journal, journal_path
+from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.trace import SampleTrace
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
 from tests.support.traces import run_config

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import perturbkv
 from perturbkv.errors import TraceError
-from perturbkv.store import FORMAT_VERSION, describe, read_trace
+from perturbkv.storage.trace_file import FORMAT_VERSION, describe, read_trace
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
-from perturbkv.writer import TraceWriter
 from tests.support.traces import KEPT, run_config, sample_trace
 
 FORMAT = (Path(perturbkv.__file__).parent / "FORMAT.md").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.files import clear_leftovers, write_whole, written_whole
+from perturbkv.storage.files import clear_leftovers, write_whole, written_whole
 
 
 def names(folder: Path) -> list[str]:

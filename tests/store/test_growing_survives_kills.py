@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.journal import journal_path
-from perturbkv.store import read_run
+from perturbkv.storage.journal import journal_path
+from perturbkv.storage.trace_file import read_run
 from tests.store.test_a_journal_says_what_it_holds import former_journal
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
 

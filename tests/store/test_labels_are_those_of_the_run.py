@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.finished import FinishedTrace
-from perturbkv.journal import Journal, journal_path
-from perturbkv.store import describe, read_trace
+from perturbkv.storage.existing import FinishedTrace
+from perturbkv.storage.journal import Journal, journal_path
+from perturbkv.storage.trace_file import describe, read_trace
 from tests.store.test_a_trace_file_keeps_its_word import GOLDEN, write
 from tests.support.measured import MEASURED
 from tests.support.traces import run_config, sample_trace

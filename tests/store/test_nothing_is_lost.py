@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.journal import Journal, journal_path
-from perturbkv.store import read_trace
+from perturbkv.storage.journal import Journal, journal_path
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
-from perturbkv.writer import TraceWriter
 from tests.support.traces import run_config, sample_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ from pathlib import Path
 import h5py, numpy as np
 from tests.support.traces import run_config, sample_trace
 from perturbkv import journal, store
-from perturbkv.writer import TraceWriter
+from perturbkv.storage.writer import TraceWriter
 
 path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 

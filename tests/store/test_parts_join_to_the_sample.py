@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.errors import TraceError
-from perturbkv.merging import as_it_is, join, joined_shapes, kept_entries
+from perturbkv.storage.merge import as_it_is, join, joined_shapes, kept_entries
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, sample_trace
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from perturbkv.entries import KeptEntries
+from perturbkv.cache.entries import KeptEntries
 
 
 def gather(key: Tensor, value: Tensor, positions: Sequence[Tensor]) -> KeptEntries:

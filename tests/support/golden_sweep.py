@@ -60,8 +60,8 @@ def measure(folder: Path, command: str, family: str, scenario: str) -> dict[str,
     model_folder(model, family)
     data.write_text(rows())
     scores.write_text(json.dumps({f"{layer}-{head}": layer + head / 4 for layer in range(2) for head in range(4)}))
-    sweep = {"model": str(model), "dataset": str(data), "window": 8, "steps": 2, "scenario": scenario, "save": "outputs",
-             "head-scores": str(scores), "grids": GRIDS}  # fmt: skip
+    run = {"model": str(model), "dataset": str(data), "scenario": scenario, "head-scores": str(scores)}
+    sweep = {**run, "window": 8, "steps": 2, "save": "outputs", "grids": GRIDS}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     out = folder / f"{family}-{scenario}"
     subprocess.run([command, "trace", "--config", folder / "sweep.yaml", "-o", out], check=True)

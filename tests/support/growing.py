@@ -10,9 +10,10 @@ from typing import Any
 
 import h5py
 
-from perturbkv.config import Budget, EvictionConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
-from perturbkv.writer import TraceWriter
 from tests.support.traces import cut, ragged, run_config, sample_trace
 
 CONFIGS = tuple(

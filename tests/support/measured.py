@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.config import Budget, EvictionConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import VARIABLES, SampleTrace, Trace
 from tests.support.traces import sample_trace, trace
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from perturbkv.models import Adapter
-from perturbkv.tokenization import ByteTokenizer
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.tokenization import ByteTokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}

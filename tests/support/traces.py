@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.trace import VARIABLES, SampleTrace, Trace
 
 KEPT = 3

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.loading import load_model
-from perturbkv.runner import trace_sample
+from perturbkv.models.loading import load_model
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample
-from perturbkv.writer import TraceWriter
 from tests.support.folders import model_folder
 
 SELECTIONS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage", "value", "random", "hindsight")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perturbkv.config import Budget, EvictionConfig, RunConfig
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import EncodedPrompt
-from perturbkv.models import Adapter
-from perturbkv.runner import trace_sample
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.samples import trace_sample
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
-from perturbkv.writer import TraceWriter
 from tests.support.models import tiny_adapter, token_ids
 
 STEPS, NAMES = 4, ("ends", "goes-on")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
-from perturbkv.writer import TraceWriter
 from tests.support.traces import run_config, sample_trace
 
 

@@ -1,0 +1,1 @@
+"""A cache that is really smaller: kept entries, gathered and laid out."""

@@ -1,0 +1,246 @@
+"""CompactCache: the physically evicted cache of many configurations, one configuration per batch row.
+
+Per layer the kept entries lie frozen in blocks (`ragged`); tokens decoded afterwards go to a tail that grows by
+doubling, shared by all rows. Attention runs over blocks and tail apart and joins them by their log-sum-exps, so that a
+step copies nothing that was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.cache.ragged import build
+from perturbkv.configs.resources import SLACK
+from perturbkv.devices import on_device
+from perturbkv.errors import ConfigError
+
+_FIRST_TAIL = 8
+
+
+class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
+
+    Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
+    """
+
+    def __init__(self, entries: Sequence[KeptEntries], heads: int, seen: int, layout: str = "ragged") -> None:
+        super().__init__()
+        self.heads, self.layout = heads, layout
+        self._lay_out(entries)
+        self.batch, self.seen, self.length = len(entries), seen, 0
+        self.tail_from = [0] * len(entries)
+        self.attached = False
+
+    def _lay_out(self, entries: Sequence[KeptEntries]) -> None:
+        if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
+            msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
+            raise ConfigError(msg)
+        self.borrowed = {row: given for row, given in enumerate(entries) if given.rectangle is not None}
+        self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0)
+        self.kept_entries = sum(sum(row.lengths) for row in entries)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for the first decoded tokens."""
+        shape = (self.batch, key_states.shape[1], _FIRST_TAIL, key_states.shape[-1])
+        self.keys, self.values = key_states.new_empty(shape), value_states.new_empty(shape)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append decoded tokens (row, kv_head, query, d_head); amortised, as the tail doubles when it is full.
+
+        Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
+        """
+        if not self.attached:
+            msg = "a CompactCache decodes only inside `with decode_from(model, cache):`"
+            raise ConfigError(msg)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self._grow(end)
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return key_states, value_states
+
+    def _grow(self, length: int) -> None:
+        while self.keys.shape[2] < length:
+            self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
+            self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
+
+    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> Tensor:
+        """Attention of the newest tokens over blocks and tail: (row, query, head, d_head), in the query's dtype."""
+        output, total = self._attend_tail(query, scale)
+        for block in self.blocks:
+            found, weight = block.attend(query, scale)
+            found, weight = found.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)
+            mine = total[block.places].unsqueeze(-1)
+            joint = torch.logaddexp(mine, weight)
+            output[block.places] = output[block.places] * (mine - joint).exp() + found * (weight - joint).exp()
+        return output.to(query.dtype).transpose(1, 2).contiguous()
+
+    def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Outputs (row, head, query, d_head) and log-sum-exps (row, head, query) over what was decoded."""
+        work = torch.promote_types(query.dtype, torch.float32)
+        rows, heads, queries, d_head = query.shape
+        keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
+        asked = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
+        logits = (asked @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
+        logits.masked_fill_(self._unseen(queries, query.device), -torch.inf)
+        total = logits.logsumexp(dim=-1)
+        weights = (logits - total.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
+        return (weights @ values).view(rows, heads, queries, d_head), total
+
+    def _unseen(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
+        """True where a tail entry is later than the query, or already went into the row's block."""
+        newest = torch.arange(self.length - queries, self.length, device=device)
+        place = torch.arange(self.length, device=device)
+        compressed = on_device(self.tail_from, device).view(-1, 1, 1, 1)
+        return (place > newest.unsqueeze(-1)) | (place < compressed)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far, evicted ones included: the next token's position."""
+        return self.seen + self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset for transformers' mask, which attention over a CompactCache does not read."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frozen blocks, padding included, without the tail."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def borrowed_nbytes(self) -> int:
+        """Bytes of `nbytes` that rows which keep everything borrow, counted once for each of them."""
+        return sum(tensor.nbytes for row in self.borrowed.values() for tensor in row.rectangle or ())
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the kept entries alone: Σ budgets."""
+        block = self.blocks[0]
+        return self.kept_entries * block.keys.shape[-1] * (block.keys.itemsize + block.values.itemsize)
+
+    def lengths(self, row: int) -> list[int]:
+        """Entries that each kept set of a row holds now, decoded ones included."""
+        held = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
+        return [length + self.length - self.tail_from[row] for length in held]
+
+    def entries(self, row: int) -> KeptEntries:
+        """What a row holds now: frozen entries, then those decoded since, per kept set."""
+        if not self.is_initialized:
+            return self._frozen(row)
+        sets = self._frozen(row).sets()
+        kept = slice(self.tail_from[row], self.length)
+        kv_heads = [place * self.keys.shape[1] // len(sets) for place in range(len(sets))]
+        keys, values = (
+            [torch.cat([frozen[kind], tail[row, head, kept]]) for frozen, head in zip(sets, kv_heads, strict=True)]
+            for kind, tail in enumerate((self.keys, self.values))
+        )
+        return KeptEntries.of(keys, values)
+
+    def replace(self, rows: dict[int, KeptEntries]) -> None:
+        """Freeze new entries for some rows, whose tails so become empty; the others stay as they are."""
+        every = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
+        self._lay_out(every)
+        for row in rows:
+            self.tail_from[row] = self.length
+        self._drop_dead_tail()
+
+    def _frozen(self, row: int) -> KeptEntries:
+        if row in self.borrowed:
+            return self.borrowed[row]
+        found = {
+            segment.head: block.entries(place)
+            for block in self.blocks
+            for place, segment in enumerate(block.segments)
+            if segment.row == row
+        }
+        pieces = [found[head] for head in sorted(found)]
+        return KeptEntries.of([keys for keys, _ in pieces], [values for _, values in pieces])
+
+    def _drop_dead_tail(self) -> None:
+        """Forget tail entries that no row sees any more; positions go on."""
+        dead = min(self.tail_from)
+        if dead == 0 or not self.is_initialized:
+            return
+        self.keys, self.values = (_without(tail, dead, self.length) for tail in (self.keys, self.values))
+        self.seen, self.length = self.seen + dead, self.length - dead
+        self.tail_from = [start - dead for start in self.tail_from]
+
+
+def _without(tail: Tensor, dead: int, length: int) -> Tensor:
+    """A new tail without its first `dead` entries, with room to grow."""
+    room = max(_FIRST_TAIL, length - dead)
+    fresh = tail.new_empty(*tail.shape[:2], room, tail.shape[3])
+    fresh[:, :, : length - dead] = tail[:, :, dead:length]
+    return fresh
+
+
+class CompactCache(Cache):  # type: ignore[misc]
+    """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`.
+
+    `behind` says by how much each row's next position lies before the prompt's end; nothing: by 0 in every row.
+    """
+
+    def __init__(self, layers: Sequence[CompactLayer], behind: Sequence[int] = ()) -> None:
+        super().__init__(layers=list(layers))
+        self.behind = list(behind)
+
+    def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
+        """Where the next tokens stand in each row; None where they go on from the prompt's end in all of them."""
+        if not any(self.behind):
+            return None
+        seen: int = self.get_seq_length()
+        first = seen - on_device(self.behind, device)
+        return first.unsqueeze(-1) + torch.arange(tokens, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept entries of all layers and rows, padding included, without decoded tokens."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of `nbytes` that hold no entry."""
+        return int(self.nbytes - sum(layer.kept_nbytes for layer in self.layers))
+
+    def forget(self) -> None:
+        """Forget everything that was decoded; what was kept stays, for the next decoding of the same prompt."""
+        for layer in self.layers:
+            layer.length, layer.tail_from = 0, [0] * layer.batch
+
+    def attach(self, attached: bool) -> None:
+        """Allow or forbid updates; `capture.decode_from` does both."""
+        for layer in self.layers:
+            layer.attached = attached
+
+
+class SharedCache(Cache):  # type: ignore[misc]
+    """A full cache of one prompt that a batch of identical rows decodes from: only row 0 is stored.
+
+    The full run so goes through linear layers of the same batch as the evicted runs (METHOD: protocol, 4).
+    """
+
+    def __init__(self, full: Cache) -> None:
+        super().__init__(layers=full.layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append row 0's token."""
+        stored: tuple[Tensor, Tensor] = super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
+        return stored

@@ -1,0 +1,84 @@
+"""From selections to entries: where in a layer's full cache the entries lie that some configurations keep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.devices import on_device
+from perturbkv.selection.kept_sets import Family
+
+Lengths = list[list[int]]
+"""Entries that each kept set of each configuration keeps in one layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a batch of configurations keeps in one layer.
+
+    Attributes:
+        order: the configurations, as `position` lists them.
+        position: kept positions, ascending within each kept set, one set after the other.
+        entries: where each configuration's entries lie.
+    """
+
+    order: tuple[int, ...]
+    position: Int[Tensor, " kept"]
+    entries: dict[int, KeptEntries]
+
+
+def lengths(layers: Sequence[Sequence[Family]], configs: int, device: torch.device) -> list[Lengths]:
+    """Kept entries per kept set, for every layer; the device is waited for once, for all of them."""
+    counts = [(family.budgets.kept + family.budgets.window) for found in layers for family in found]
+    flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
+    numbers = iter(flat)
+    result = []
+    for found in layers:
+        layer: Lengths = [[] for _ in range(configs)]
+        for family in found:
+            for place in family.places:
+                layer[place] = [next(numbers) for _ in range(family.kept_heads)]
+        result.append(layer)
+    return result
+
+
+def keep(
+    found: Sequence[Family],
+    batch: Collection[int],
+    lengths: Lengths,
+    key: Float[Tensor, "kv_head key d_head"],
+    value: Float[Tensor, "kv_head key d_head"],
+) -> Kept:
+    """The entries that the configurations of `batch` keep of a layer's full cache; copied by who lays them out."""
+    masks, order = [], []
+    for family in found:
+        rows = [row for row, place in enumerate(family.places) if place in batch]
+        if rows:
+            chosen = slice(None) if len(rows) == len(family.places) else on_device(rows, key.device)
+            masks.append(family.kept_sets(chosen).kept.flatten(0, 1))
+            order += [family.places[row] for row in rows]
+    segment, position = _nonzero(torch.cat(masks), sum(sum(lengths[place]) for place in order))
+    starts = on_device([start for place in order for start in _starts(len(lengths[place]), *key.shape[:2])], key.device)
+    pieces = torch.split(starts[segment] + position, [sum(lengths[place]) for place in order])
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    entries = {
+        place: KeptEntries(keys, values, index, lengths[place]) for place, index in zip(order, pieces, strict=True)
+    }
+    return Kept(tuple(order), position.to(torch.int32), entries)
+
+
+def _starts(kept_heads: int, kv_heads: int, keys: int) -> list[int]:
+    """Where the entries of each kept set's key/value head begin, all heads' one after the other."""
+    return [head * kv_heads // kept_heads * keys for head in range(kept_heads)]
+
+
+def _nonzero(mask: Bool[Tensor, "row key"], count: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the `count` true places, row by row; CUDA is not waited for."""
+    places = torch.nonzero_static(mask, size=count) if mask.is_cuda else mask.nonzero()
+    row, column = places.unbind(dim=-1)
+    return row, column

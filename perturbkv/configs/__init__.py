@@ -1,0 +1,1 @@
+"""What a user chooses, frozen and validated where it is made."""

@@ -1,0 +1,147 @@
+"""How a run may use the machine. Nothing here changes what is measured, but for its rounding. No torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
+
+CHUNK_BYTES = 256 * 2**20
+SLACK = 1 / 8
+"""Most padding of a ragged cache, as a share of the entries in it."""
+_UNITS = {"": 2**20, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a run may take.
+
+    Attributes:
+        chunk_bytes: working memory of the value norms and of the sums over entries.
+        max_bytes: what evicted caches that are decoded together may take; None: half of what weights and full cache do.
+        norm_kernel: how value norms are computed, a key of `norms.NORM_KERNELS`.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES
+    max_bytes: int | None = None
+    norm_kernel: str = "auto"
+
+
+def parse_size(option: str, text: str) -> int:
+    """'512MiB', '2GiB', '800MB', or MiB where no unit is given, in bytes. Raises ConfigError for anything else."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].lower() not in _UNITS or not float(found[1]) > 0:
+        msg = f"{option} takes a size such as 512MiB or 2GiB, got '{text}'"
+        raise ConfigError(msg)
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape, as far as memory depends on it; `itemsize` in bytes per number."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    d_head: int
+    d_model: int
+    vocab: int
+    itemsize: int
+    parameters: int
+
+    @classmethod
+    def of(cls, config: Any, itemsize: int, parameters: int) -> Self:
+        """From transformers' configuration of a model."""
+        heads = int(config.num_attention_heads)
+        d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            int(config.num_hidden_layers), heads, int(config.num_key_value_heads), int(d_head),
+            int(config.hidden_size), int(config.vocab_size), itemsize, parameters,
+        )  # fmt: skip
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.parameters * self.itemsize
+
+    def full_cache_bytes(self, tokens: int) -> int:
+        """Bytes of the full cache of a prompt."""
+        return self._entries_bytes(self.kv_heads * tokens)
+
+    def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
+        """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total."""
+        sets = self.heads if config.granularity == "query" else self.kv_heads
+        return self._entries_bytes(sets * config.tokens(tokens))
+
+    def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int) -> int:
+        """Bytes that a configuration adds to a batch: its cache with its padding, its tail, what is recorded of it."""
+        cache = int(self.kept_bytes(config, tokens) * (1 + SLACK)) + self._entries_bytes(self.kv_heads * decoded)
+        recorded = 3 * self.layers * self.d_model * self.itemsize
+        logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
+        return cache + recorded * decoded + logits
+
+    def _entries_bytes(self, entries_of_a_layer: int) -> int:
+        return 2 * self.layers * entries_of_a_layer * self.d_head * self.itemsize
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Which configurations are decoded together.
+
+    Attributes:
+        places: configurations of each batch, by their place in the run.
+        rows: rows of every batch, the one that keeps everything first; short ones are filled up with more of those, so
+            that all batches and the reference go through linear layers of the same shape.
+        largest_bytes: of the largest batch, planned.
+        bound_bytes: what a batch may take.
+    """
+
+    places: tuple[tuple[int, ...], ...]
+    rows: int
+    largest_bytes: int
+    bound_bytes: int
+
+
+def plan_batches(
+    configs: Sequence[EvictionConfig], shape: Shape, tokens: int, decoded: int, max_bytes: int | None
+) -> Batches:
+    """As few batches as fit the bound, alike in bytes and in configurations.
+
+    `tokens` are compressed and `decoded` ones come after. Without `max_bytes` a configuration that exceeds half of
+    weights and full cache is decoded alone. Raises ConfigError where a given bound is below what one takes.
+    """
+    sizes = [shape.row_bytes(config, tokens, decoded) for config in configs]
+    bound = max_bytes or max((shape.weights_bytes + shape.full_cache_bytes(tokens)) // 2, max(sizes))
+    if max(sizes) > bound:
+        label = configs[sizes.index(max(sizes))].label()
+        msg = (
+            f"--max-memory allows {_said(bound)}, less than the {_said(max(sizes))} that '{label}' takes at "
+            f"{tokens} tokens; raise it or lower the budget"
+        )
+        raise ConfigError(msg)
+    count = math.ceil(sum(sizes) / bound)
+    while (largest := max(sum(sizes[place] for place in batch) for batch in _deal(sizes, count))) > bound:
+        count += 1
+    dealt = _deal(sizes, count)
+    return Batches(dealt, 1 + max(map(len, dealt)), largest, bound)
+
+
+def _said(size: int) -> str:
+    """A size in MiB, or in KiB below one; rounded up."""
+    unit, word = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
+    return f"{math.ceil(size / unit):,} {word}"
+
+
+def _deal(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Deal configurations to batches, largest first and back and forth, so that batches come out alike."""
+    batches: list[list[int]] = [[] for _ in range(min(count, len(sizes)))]
+    order = sorted(range(len(sizes)), key=lambda place: (-sizes[place], place))
+    for turn, place in enumerate(order):
+        there, back = divmod(turn, len(batches))
+        batches[back if there % 2 == 0 else -1 - back].append(place)
+    return tuple(tuple(sorted(batch)) for batch in batches)

@@ -1,0 +1,132 @@
+"""What a run is: frozen, validated where it is made, and written whole into the trace.
+
+`RunConfig` puts the model, the data and the protocol around the eviction configurations. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError, UnknownNameError
+
+DTYPES = ("float32", "bfloat16", "float16")
+SAVES = ("outputs",)
+SCENARIOS = {
+    "regular": "the whole prompt is compressed, its question included",
+    "context-only": "only the context is compressed; the question is run over the compressed cache",
+}
+CACHES = {
+    "ragged": "heads of any lengths, in blocks with bounded padding",
+    "rectangular": "one length per configuration and layer, no padding",
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run's numbers depend on; stored as JSON in the trace, compared when a run is resumed.
+
+    Attributes:
+        model: alias, hub id, folder or GGUF file, as the user gave it.
+        revision: what pins the weights: a commit, or a digest of the files.
+        random_weights: True where the model has the alias' shapes and random weights.
+        dataset: dataset name or file, as the user gave it.
+        dataset_options: what the dataset was made with (lengths, depths, wording with its template and metric, …).
+        samples: how many samples the run has.
+        seed: of the data and the random weights.
+        steps: decode steps measured; step 0 is the first decoding token.
+        max_tokens: prompts longer than this are cut in the middle; None: never.
+        chat_template: whether prompts went through the tokenizer's chat template.
+        dtype, device: of the model.
+        configs: the eviction configurations, in the order of the trace's `config` dimension.
+        save: extra variables to store: `outputs`.
+        scenario: what is compressed, a key of `SCENARIOS`.
+        cache: how evicted caches are laid out, a key of `CACHES`.
+        head_scores: one row of scores per layer, for `headkv`; empty where no configuration asks for them.
+        generate: tokens generated greedily from each cache and scored; 0: none.
+    """
+
+    model: str
+    dataset: str
+    configs: tuple[EvictionConfig, ...]
+    revision: str = ""
+    random_weights: bool = False
+    dataset_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    samples: int = 8
+    seed: int = 0
+    steps: int = 1
+    max_tokens: int | None = None
+    chat_template: bool = True
+    dtype: str = "float32"
+    device: str = "cpu"
+    save: tuple[str, ...] = ()
+    scenario: str = "regular"
+    cache: str = "ragged"
+    head_scores: tuple[tuple[float, ...], ...] = ()
+    generate: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            msg = f"a run needs at least 1 sample, got {self.samples}"
+            raise ConfigError(msg)
+        if self.steps < 1:
+            msg = f"a run needs at least 1 decode step, got {self.steps}"
+            raise ConfigError(msg)
+        if self.max_tokens is not None and self.max_tokens < 2:
+            msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
+            raise ConfigError(msg)
+        if self.generate < 0:
+            msg = f"a run generates at least 0 tokens, got {self.generate}"
+            raise ConfigError(msg)
+        for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES)):
+            if getattr(self, field) not in known:
+                raise UnknownNameError(getattr(self, field), field, known)
+        for name in self.save:
+            if name not in SAVES:
+                raise UnknownNameError(name, "--save", SAVES)
+        if not self.configs:
+            msg = "a run needs at least one eviction configuration, got none"
+            raise ConfigError(msg)
+        labels = self.labels()
+        if len(set(labels)) < len(labels):
+            twice = next(label for label in labels if labels.count(label) > 1)
+            msg = f"the configuration '{twice}' is asked for twice; leave one out"
+            raise ConfigError(msg)
+
+    def labels(self) -> list[str]:
+        """The `config` coordinate: one label per configuration."""
+        return [config.label() for config in self.configs]
+
+    def to_json(self) -> str:
+        """The whole run as JSON, keys sorted."""
+        document = dataclasses.asdict(self)
+        for config, entry in zip(self.configs, document["configs"], strict=True):
+            entry["budget"] = config.budget.value
+        return json.dumps(document, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The run that `to_json` wrote. Raises ConfigError where the text is not one."""
+        try:
+            document = json.loads(text)
+            configs = [{**entry, "budget": Budget(entry["budget"])} for entry in document.pop("configs")]
+            document["save"] = tuple(document["save"])
+            document["head_scores"] = tuple(map(tuple, document.get("head_scores", ())))
+            return cls(configs=tuple(EvictionConfig(**entry) for entry in configs), **document)
+        except (ValueError, KeyError, TypeError) as error:
+            msg = f"expected a run configuration as JSON, got one that cannot be read: {error}"
+            raise ConfigError(msg) from None
+
+    def digest(self) -> str:
+        """SHA-256 of `to_json`: equal exactly where the runs are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def differences(self, other: RunConfig) -> list[str]:
+        """Names of the fields in which two runs differ."""
+        mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        return [name for name in mine if mine[name] != theirs[name]]

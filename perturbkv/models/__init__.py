@@ -1,0 +1,1 @@
+"""Models: where their files are, how they are read, and one adapter per layout."""

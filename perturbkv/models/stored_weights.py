@@ -1,0 +1,70 @@
+"""In which types a model's weights are stored, and what a run makes of them. No torch here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from perturbkv.models import gguf_header
+from perturbkv.models.gguf_header import StoredTensor
+
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How weights are stored.
+
+    Attributes:
+        kind: the type of most of them: a dtype, a GGUF type such as Q4_1, or a way to quantise.
+        detail: more in words, where there are several types.
+        quantised: True where they are rounded to fewer levels than a floating-point type has.
+    """
+
+    kind: str
+    detail: str = ""
+    quantised: bool = False
+
+    def as_run(self, dtype: str) -> str:
+        """Storage type → the type that a run computes with; one word where they are the same."""
+        return dtype if self.kind == dtype else f"{self.kind} → {dtype}"
+
+
+def of_gguf(tensors: Sequence[StoredTensor]) -> Stored:
+    """As a GGUF file's header says."""
+    kind, detail = gguf_header.storage(tensors)
+    return Stored(_NAMES.get(kind, kind), detail, gguf_header.is_quantised(kind))
+
+
+def of_safetensors(folder: Path | None, config: Any) -> Stored:
+    """As the configuration's `quantization_config` says, or the files' headers.
+
+    Of a hub's model, whose `folder` is None, the configuration's word on its dtype is taken.
+    """
+    if about := getattr(config, "quantization_config", None):
+        return Stored(_method(about if isinstance(about, dict) else about.to_dict()), quantised=True)
+    kinds = _kinds(folder) if folder is not None else Counter()
+    if kinds:
+        return Stored(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
+    return Stored(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))
+
+
+def _method(about: dict[str, Any]) -> str:
+    """For example `bitsandbytes int4`."""
+    method = str(getattr(about.get("quant_method"), "value", about.get("quant_method", "quantised")))
+    bits = 4 if about.get("load_in_4bit") else 8 if about.get("load_in_8bit") else about.get("bits")
+    return f"{method} int{bits}" if bits else method
+
+
+def _kinds(folder: Path) -> Counter[str]:
+    """How many tensors of each type a folder's safetensors hold."""
+    kinds: Counter[str] = Counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            kinds.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())
+    return Counter({_NAMES.get(kind, kind): count for kind, count in kinds.items()})

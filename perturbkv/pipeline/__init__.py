@@ -1,0 +1,1 @@
+"""One sample measured, and what a run of many does."""

@@ -1,0 +1,160 @@
+"""From what was measured on the device to the arrays of a trace: one place where axes are put into their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perturbkv.cache.gather import Kept, Lengths
+from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.scoring import exact_number, leading_digits
+from perturbkv.devices import stack_on
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.layer import LayerResult, order
+from perturbkv.pipeline.measure import Arrays, to_numpy
+from perturbkv.trace import VARIABLES
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What one batch of configurations gave.
+
+    Attributes:
+        places: which of the run's configurations.
+        steps: per decode step, name -> tensor, configurations first where the variable has them.
+        kept: what every layer keeps.
+        cache_bytes, padding_bytes: of the evicted caches.
+        generated: tokens of every row, the full cache's first; empty where nothing is generated.
+    """
+
+    places: tuple[int, ...]
+    steps: list[dict[str, Tensor]]
+    kept: list[Kept]
+    cache_bytes: int
+    padding_bytes: int
+    generated: list[list[int]]
+
+
+def sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Tensor, batches: Sequence[BatchResult]) -> Arrays:
+    """What is one number or one row per sample."""
+    n = len(prompt.parts(run.scenario)[0])
+    values: dict[str, object] = {
+        "prompt_tokens": n,
+        "question_tokens": len(prompt.token_ids) - n,
+        "cut_tokens": prompt.cut_tokens,
+        "token_id": tokens.tolist(),
+        "steps_measured": len(tokens),
+        "evicted": [config.tokens(n) < n for config in run.configs],
+        "cache_bytes": sum(batch.cache_bytes for batch in batches),
+        "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
+    }
+    return _as_arrays(values)
+
+
+def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
+    """(config, step, layer, head) from per layer, per step (config, head); noise floors without config."""
+    back = _inverse(order(layers[0].families))
+    arrays = {}
+    for name in layers[0].isolated[0]:
+        stacked = stack_on(device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1)
+        array = to_numpy(stacked, VARIABLES[name].dtype)
+        arrays[name] = array if array.ndim == 3 else array.transpose(2, 0, 1, 3)[back]
+    return arrays
+
+
+def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
+    """Variables of the decode steps, in the run's order of configurations; what all batches measured from the first."""
+    back = _inverse([place for batch in batches for place in batch.places])
+    arrays = {}
+    for name in batches[0].steps[0]:
+        dims = VARIABLES[name].dims
+        parts = [
+            to_numpy(torch.stack([step[name] for step in batch.steps], dim=dims.index("step")), VARIABLES[name].dtype)
+            for batch in (batches if "config" in dims else batches[:1])
+        ]
+        arrays[name] = np.concatenate(parts)[back] if "config" in dims else parts[0]
+    return arrays
+
+
+def kept_arrays(
+    batches: Sequence[BatchResult], lengths: Sequence[Lengths], layers: Sequence[LayerResult], heads: int
+) -> Arrays:
+    """Kept positions of all configurations and layers in one row; heads of a shared kept set share their place."""
+    shape = (len(lengths[0]), len(layers), heads)
+    offsets, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    rows, start = [], 0
+    for batch in batches:
+        for layer, kept in enumerate(batch.kept):
+            rows.append(to_numpy(kept.position, VARIABLES["kept_position"].dtype))
+            for place in kept.order:
+                own = np.array(lengths[layer][place])
+                sharing = heads // len(own)
+                offsets[place, layer] = (start + own.cumsum() - own).repeat(sharing)
+                counts[place, layer] = own.repeat(sharing)
+                start += int(own.sum())
+    for layer, found in enumerate(layers):
+        for family in found.families:
+            taken = family.budgets.stage1.repeat_interleave(heads // family.kept_heads, dim=1)
+            stage1[list(family.places), layer] = to_numpy(taken, "int64")
+    return {
+        "kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": np.concatenate(rows)
+    }  # fmt: skip
+
+
+def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
+    """(config,) entries of all layers and kept sets over those of the full cache (METHOD: a budget is not a share)."""
+    held = [sum(sum(layer[place]) for layer in lengths) for place in range(len(lengths[0]))]
+    return np.array(held, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
+
+
+def answer_arrays(adapter: Adapter, prompt: EncodedPrompt, batches: Sequence[BatchResult], most: int) -> Arrays:
+    """What each row generated, the full cache's first, and whether it is right."""
+    made = {place: row for batch in batches for place, row in zip(batch.places, batch.generated[1:], strict=False)}
+    rows = [batches[0].generated[0], *(made[place] for place in sorted(made))]
+    full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
+    texts = [adapter.tokenizer.decode(list(tokens)) for tokens in rows]
+    values: dict[str, object] = {"generated_full": full, "generated": evicted}
+    for name, grade in (("score", exact_number), ("digits", leading_digits)):
+        values[f"{name}_full"], *values[name] = (grade(text, prompt.answers) for text in texts)
+    return _as_arrays(values)
+
+
+def attention_array(layers: Sequence[LayerResult]) -> Arrays:
+    """Reference attention (step, layer, head, key), NaN past the entries a step sees."""
+    longest = layers[0].attention[-1].shape[-1]
+    padded = [
+        [torch.nn.functional.pad(a, (0, longest - a.shape[-1]), value=torch.nan).cpu() for a in layer.attention]
+        for layer in layers
+    ]
+    stacked = torch.stack([torch.stack(layer) for layer in padded], dim=1)
+    return {"attention_full": to_numpy(stacked, VARIABLES["attention_full"].dtype)}
+
+
+def with_all_steps(arrays: Arrays, steps: int) -> Arrays:
+    """The arrays with `steps` places along `step`; past the end of the text NaN, token -1, other integers 0."""
+    return {name: _padded(name, array, steps) for name, array in arrays.items()}
+
+
+def _padded(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
+    dims = VARIABLES[name].dims
+    if "step" not in dims:
+        return array
+    missing = steps - array.shape[dims.index("step")]
+    blank = np.nan if array.dtype.kind == "f" else -1 if name == "token_id" else 0
+    return np.pad(array, [(0, missing if axis == "step" else 0) for axis in dims], constant_values=blank)
+
+
+def _as_arrays(values: dict[str, object]) -> Arrays:
+    return {name: np.asarray(value).astype(VARIABLES[name].dtype) for name, value in values.items()}
+
+
+def _inverse(places: Sequence[int]) -> list[int]:
+    """Where each configuration of the run stands in another order."""
+    return sorted(range(len(places)), key=lambda row: places[row])

@@ -1,0 +1,154 @@
+"""The only place that registers hooks: context managers that watch or replace a model's attention and undo themselves.
+
+Nothing here changes what the model computes: with hooks on and nothing evicted its logits stay the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from perturbkv.cache.compact import CompactCache
+from perturbkv.errors import ModelError
+from perturbkv.models.adapter import Adapter
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What to watch; each callable gets the layer's index first, `final` only the tensor.
+
+    Attributes:
+        attention: query (batch, head, query, d_head), key and value (batch, kv_head, key, d_head) after RoPE.
+        head_output: input of the output projection (batch, query, head · d_head), before it mixes the heads.
+        hidden: residual stream after the decoder layer (batch, query, d_model).
+        final: hidden state after the final norm (batch, query, d_model).
+    """
+
+    attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
+    head_output: Callable[[int, Tensor], None] | None = None
+    hidden: Callable[[int, Tensor], None] | None = None
+    final: Callable[[Tensor], None] | None = None
+
+
+@contextmanager
+def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
+    """Call `observer` during every forward pass inside the block; on exit all hooks are gone, errors included."""
+    with ExitStack() as stack:
+        if observer.attention is not None:
+            stack.enter_context(intercept_attention(adapter, _watch(adapter.layer_of, observer.attention)))
+        for handle in _hooks(adapter, observer):
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def intercept_attention(
+    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Send this model's attention through `replacement(stock, module, args, kwargs)` inside the block.
+
+    Other models in the process keep their attention. Raises ModelError where the model's attention implementation
+    is not registered with transformers' attention interface.
+    """
+    name = adapter.model.config._attn_implementation
+    stock = ALL_ATTENTION_FUNCTIONS.get(name)
+    if stock is None:
+        msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
+        raise ModelError(msg)
+    ours = {id(attention) for attention in adapter.attentions}
+
+    def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) not in ours:
+            return stock(module, *args, **kwargs)
+        return replacement(stock, module, args, kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[name] = dispatch
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not stock:
+            ALL_ATTENTION_FUNCTIONS[name] = stock
+
+
+@contextmanager
+def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
+    """Let the model decode from `cache` inside the block: pass it as `past_key_values`, one row per configuration.
+
+    New tokens stand where the cache says, whatever `position_ids` say of rows that assign positions themselves.
+    """
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
+        layer = cache.layers[adapter.layer_of(module)]
+        return layer.attend(args[0], kwargs["scaling"]), None
+
+    cache.attach(True)
+    rotary = adapter.rotary.register_forward_pre_hook(_positions_of(cache), with_kwargs=True)
+    try:
+        with intercept_attention(adapter, attend):
+            yield
+    finally:
+        rotary.remove()
+        cache.attach(False)
+
+
+def _positions_of(cache: CompactCache) -> Callable[..., Any]:
+    """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's."""
+
+    def place(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        positions = cache.positions(args[0].shape[1], args[0].device)
+        return None if positions is None else ((args[0], positions), {})
+
+    return place
+
+
+@contextmanager
+def decode_shared(adapter: Adapter) -> Iterator[None]:
+    """Let a batch of identical rows decode from a `SharedCache`: the stock attention on row 0, handed to all rows."""
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        query, key, value, mask, *others = args
+        first = mask[:1] if isinstance(mask, Tensor) else mask
+        output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
+        return output.expand(query.shape[0], *output.shape[1:]), weights
+
+    with intercept_attention(adapter, attend):
+        yield
+
+
+def _watch(
+    layer_of: Callable[[nn.Module], int], callback: Callable[[int, Tensor, Tensor, Tensor], None]
+) -> Callable[..., Any]:
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        callback(layer_of(module), args[0], args[1], args[2])
+        return stock(module, *args, **kwargs)
+
+    return attend
+
+
+def _hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
+    """Register what is watched; the generator hands out each handle as soon as its hook is on."""
+    for index, (layer, attention) in enumerate(zip(adapter.layers, adapter.attentions, strict=True)):
+        if observer.head_output is not None:
+            yield attention.o_proj.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
+        if observer.hidden is not None:
+            yield layer.register_forward_hook(_hidden_hook(index, observer.hidden))
+    if observer.final is not None:
+        callback = observer.final
+        yield adapter.final_norm.register_forward_hook(lambda module, args, output: callback(output))
+
+
+def _head_output_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    return lambda module, args: callback(index, args[0])
+
+
+def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    return lambda module, args, output: callback(index, output[0] if isinstance(output, tuple) else output)

@@ -1,0 +1,196 @@
+"""Greedy generation from evicted caches: all configurations of a prompt as one batch, each stopping at its own end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv.cache import positions
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import borrow
+from perturbkv.cache.gather import keep, lengths
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.capture import Observer, capture, decode_from
+from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
+from perturbkv.pipeline.recompression import Compression, Compressor
+from perturbkv.selection.kept_sets import families
+from perturbkv.selection.policies.base import LayerAttention
+
+_DEFAULT = Resources()
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """A prompt whose cache was evicted while it was read.
+
+    Attributes:
+        cache: one row per configuration, behind a row that keeps everything where `with_full` asked for it.
+        logits: of the context's last position.
+        queries: per layer the last queries (head, query, d_head), as many as the largest window.
+    """
+
+    cache: CompactCache
+    logits: Float[Tensor, " vocab"]
+    queries: list[Tensor]
+
+
+def read_evicting(
+    adapter: Adapter,
+    context: Sequence[int],
+    configs: Sequence[EvictionConfig],
+    sample: str,
+    *,
+    with_full: bool = False,
+    layout: str = "ragged",
+    head_scores: Sequence[Sequence[float]] = (),
+    above: int = 0,
+    resources: Resources = _DEFAULT,
+) -> Evicted:
+    """Prefill, and evict each layer as soon as it is read: at no time does more than one layer's full cache lie there.
+
+    `with_full` puts a row that keeps everything first, for which all layers stay. A prompt of at most `above` entries
+    is kept whole, for compressions that come later.
+
+    Raises what `positions.check` raises.
+    """
+    positions.check(configs, adapter.config, adapter.name)
+    layers: list[CompactLayer] = []
+    queries: list[Tensor] = []
+    window = max((config.window for config in configs), default=1)
+    whole = len(context) <= above
+
+    def take(layer: int, found: Statistics, seen: LayerAttention, value: Tensor) -> None:
+        everything = [borrow(seen.key, value)] if with_full else []
+        if whole or not configs:
+            rows = [borrow(seen.key, value) for _ in configs]
+        else:
+            chosen = families(configs, found.scores(layer), found.tokens)
+            (counts,) = lengths([chosen], len(configs), seen.key.device)
+            kept = keep(chosen, range(len(configs)), counts, seen.key, value)
+            kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
+            rows = [kept.entries[place] for place in range(len(configs))]
+        layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
+        queries.append(seen.query[:, -window:].clone())
+
+    read = prefill(adapter, context, configs, resources, sample, head_scores, take)
+    read.finite.raise_if_not(sample)
+    behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
+    return Evicted(CompactCache(layers, [*([0] if with_full else []), *behind]), read.logits, queries)
+
+
+@torch.inference_mode()
+def generate(
+    adapter: Adapter,
+    cache: CompactCache,
+    question: Sequence[int],
+    logits: Float[Tensor, " vocab"],
+    most: int,
+    ends: Collection[int],
+    compressor: Compressor | None = None,
+    check: FiniteCheck | None = None,
+) -> list[list[int]]:
+    """At most `most` tokens per row, greedily; a row ends before the first token of `ends`.
+
+    `logits` are those after the context: where there is no question, every row's first token comes from them. `check`
+    looks at all others.
+    """
+    looked = check or FiniteCheck()
+    rows = cache.layers[0].batch
+    watch = Observer(attention=None if compressor is None else compressor.watch)
+    ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
+    following = logits.argmax().expand(rows)
+    made: list[list[int]] = [[] for _ in range(rows)]
+    open_rows = set(range(rows))
+    with decode_from(adapter, cache), capture(adapter, watch):
+        if question:
+            following = _next(adapter, cache, ids, looked)
+        for count in range(1, most + 1):
+            for row, token in enumerate(following.tolist()):
+                if row in open_rows and token not in ends:
+                    made[row].append(token)
+                else:
+                    open_rows.discard(row)
+            if not open_rows or count == most:
+                break
+            if compressor is not None:
+                compressor.compress(count)
+            following = _next(adapter, cache, following.unsqueeze(-1), looked)
+    return made
+
+
+def _next(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
+    logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    check.look(LOGITS, logits)
+    return logits[:, -1].argmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one prompt's caches generated.
+
+    Attributes:
+        full: token ids from the full cache.
+        evicted: token ids from each configuration's.
+        held: entries of each configuration's cache over those of the full one, after the prompt's compressed part.
+        compressions: those that came later.
+    """
+
+    full: list[int]
+    evicted: list[list[int]]
+    held: list[float]
+    compressions: list[Compression]
+
+
+def answer(
+    adapter: Adapter,
+    prompt: EncodedPrompt,
+    configs: Sequence[EvictionConfig],
+    most: int,
+    *,
+    scenario: str = "regular",
+    layout: str = "ragged",
+    head_scores: Sequence[Sequence[float]] = (),
+    compress_every: int | None = None,
+    resources: Resources = _DEFAULT,
+) -> Answers:
+    """Read a prompt and answer it from its full cache and from every configuration's, in one batch.
+
+    Raises ActivationError for NaN or Inf.
+    """
+    context, question = prompt.parts(scenario)
+    read = read_evicting(
+        adapter, context, configs, prompt.sample_id, with_full=True, layout=layout, head_scores=head_scores,
+        above=compress_every or 0, resources=resources,
+    )  # fmt: skip
+    held = _held(read.cache)
+    compressor = None
+    if compress_every is not None:
+        compressor = Compressor(
+            adapter, read.cache, configs, compress_every, read.queries, prompt.sample_id, 1, head_scores
+        )
+    check = FiniteCheck()
+    full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor, check)
+    check.raise_if_not(prompt.sample_id)
+    return Answers(full, evicted, held, compressor.done if compressor else [])
+
+
+def _held(cache: CompactCache) -> list[float]:
+    """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share)."""
+    entries = [sum(sum(layer.lengths(row)) for layer in cache.layers) for row in range(cache.layers[0].batch)]
+    return [row / entries[0] for row in entries[1:]]
+
+
+def end_tokens(adapter: Adapter) -> set[int]:
+    """Tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
+    settings = getattr(adapter.model, "generation_config", None)
+    found: set[int | None] = set()
+    for ends in (getattr(adapter.tokenizer, "eos_token_id", None), getattr(settings, "eos_token_id", None)):
+        found |= set(ends) if isinstance(ends, list | tuple) else {ends}
+    return {end for end in found if end is not None}

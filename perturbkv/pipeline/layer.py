@@ -1,0 +1,97 @@
+"""What every configuration keeps in one layer, and the isolated quantities of every decode step, for all of them.
+
+Nothing here waits for the device, so that a GPU works through all layers before anyone asks for a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.devices import on_device
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import measure
+from perturbkv.pipeline.decoding import StepRecord
+from perturbkv.pipeline.measure import LayerMasks
+from perturbkv.pipeline.prefill import Prefill, layer_norms
+from perturbkv.pipeline.timing import phase
+from perturbkv.selection.kept_sets import Family, KeptSets, families
+
+_ENTRY_BYTES = 18
+"""Of the sums over entries, per entry, head and configuration: masks, weights, and the weights in another order."""
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One layer of one sample.
+
+    Attributes:
+        families: what every configuration keeps.
+        isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `families`' order.
+        attention: reference attention per step (head, key), where the run saves outputs.
+    """
+
+    families: list[Family]
+    isolated: list[dict[str, Tensor]]
+    attention: list[Tensor]
+
+
+def order(found: Sequence[Family]) -> list[int]:
+    """The configurations as families list them: the same in all layers."""
+    return [place for family in found for place in family.places]
+
+
+def look(
+    adapter: Adapter,
+    before: Prefill,
+    full: Sequence[StepRecord],
+    configs: Sequence[EvictionConfig],
+    layer: int,
+    resources: Resources,
+    keep_attention: bool,
+) -> LayerResult:
+    """Select for every configuration in one layer, and measure what that alone changes at every step."""
+    keys, values = before.cache.layers[layer].keys[0], before.cache.layers[layer].values[0]
+    n, w_o = before.statistics.tokens, adapter.output_projection(layer)
+    slices = theory.head_slices(w_o, adapter.heads)
+    attention = [
+        theory.decode_attention(record.query[layer][0], keys[:, : record.entries], adapter.scale(layer))
+        for record in full
+    ]
+    with phase("select"):
+        found = families(configs, before.statistics.scores(layer, attention[0]), n)
+    norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
+    summed = theory.quantities(values, norms)
+    steps = [measure.reference(step, summed[:, : step.shape[-1]], slices) for step in attention]
+    parts = []
+    for family, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
+        masks = _per_query_head(family.kept_sets(rows), adapter.heads)
+        alphas = on_device([configs[place].alpha for place in family.places[rows]], keys.device, theory.WORK)
+        parts.append([measure.isolated(step, masks, alphas) for step in steps])
+    isolated = [_joined(step) for step in zip(*parts, strict=True)]
+    return LayerResult(found, isolated, attention if keep_attention else [])
+
+
+def _parts(found: Sequence[Family], entries: int, chunk_bytes: int) -> Iterator[tuple[Family, slice]]:
+    """As many configurations at once as fit the working memory."""
+    size = max(1, chunk_bytes // (_ENTRY_BYTES * entries))
+    return ((family, slice(start, start + size)) for family in found for start in range(0, len(family.places), size))
+
+
+def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
+    sharing = heads // sets.kept.shape[1]
+    return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One dictionary of all configurations; noise floors, which all parts measured, from the first."""
+    return {
+        name: torch.cat([part[name] for part in parts]) if first.ndim == 2 else first
+        for name, first in parts[0].items()
+    }

@@ -1,0 +1,174 @@
+"""Prefill a prompt and keep, per layer, what eviction needs: accumulated attention and value norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.devices import stack_on
+from perturbkv.errors import ActivationError
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.capture import Observer, capture
+from perturbkv.pipeline.timing import phase
+from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.selection.policies import registry
+from perturbkv.selection.policies.base import LayerAttention, Votes
+from perturbkv.selection.ranking import LayerStatistics, Scores
+from perturbkv.theory import WORK
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What selections may look at of one prompt, layer by layer as the prefill goes on; nothing of size n × n.
+
+    Attributes:
+        sample: the sample's id.
+        tokens: n.
+        kv_heads, layers: of the model.
+        accumulated: way to accumulate -> per layer Ā (head, n − w).
+        norms: per layer ν (head, n).
+        head_scores: given scores of all query heads; empty where there are none.
+    """
+
+    sample: str
+    tokens: int
+    kv_heads: int
+    layers: int
+    accumulated: dict[Votes, list[Tensor]]
+    norms: list[Tensor] = field(default_factory=list)
+    head_scores: Sequence[Sequence[float]] = ()
+
+    def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[EvictionConfig], Scores]:
+        """One layer's scores for a configuration; those that accumulate alike share theirs.
+
+        `realised` is A of the first decoding query, where it is known.
+        """
+        made: dict[Votes, Scores] = {}
+
+        def of(config: EvictionConfig) -> Scores:
+            votes = registry.build(config.policy).votes(config)
+            if votes not in made:
+                made[votes] = Scores(self._of(self.accumulated[votes][layer], layer, realised))
+            return made[votes]
+
+        return of
+
+    def _of(self, accumulated: Tensor, layer: int, realised: Tensor | None) -> LayerStatistics:
+        norms = self.norms[layer][:, : accumulated.shape[1]]
+        return LayerStatistics(
+            accumulated=accumulated,
+            norms=norms,
+            realised=torch.zeros_like(norms, dtype=WORK) if realised is None else realised[:, : norms.shape[1]],
+            kv_heads=self.kv_heads,
+            layer=layer,
+            layers=self.layers,
+            sample=self.sample,
+            head_scores=torch.tensor(self.head_scores, dtype=WORK) if self.head_scores else None,
+        )
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
+
+    `finite` knows of every layer, the final norm and the logits whether they were; nothing was raised yet.
+    """
+
+    cache: Cache
+    logits: Float[Tensor, " vocab"]
+    statistics: Statistics
+    finite: FiniteCheck
+
+
+FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
+
+
+class FiniteCheck:
+    """Remembers, place by place and without waiting for the device, whether activations were finite."""
+
+    def __init__(self) -> None:
+        self._finite: list[tuple[str, Tensor]] = []
+
+    def __call__(self, layer: int, hidden: Tensor) -> None:
+        """Look at one layer's activations."""
+        self.look(f"the hidden states of layer {layer}", hidden)
+
+    def look(self, where: str, activations: Tensor) -> None:
+        """Look at activations that are called `where`."""
+        self._finite.append((where, torch.isfinite(activations).all()))
+
+    def raise_if_not(self, sample: str) -> None:
+        """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
+        if not self._finite:
+            return
+        places, flags = zip(*self._finite, strict=True)
+        for where, finite in zip(places, stack_on(flags[0].device, flags).tolist(), strict=True):
+            if not finite:
+                raise ActivationError(where, sample)
+
+
+def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
+    """The ways to accumulate attention that the configurations need, each once."""
+    return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in configs))
+
+
+LayerRead = Callable[[int, Statistics, LayerAttention, Tensor], None]
+
+
+@torch.inference_mode()
+def prefill(
+    adapter: Adapter,
+    token_ids: Sequence[int],
+    configs: Iterable[EvictionConfig],
+    resources: Resources,
+    sample: str,
+    head_scores: Sequence[Sequence[float]] = (),
+    taken: LayerRead | None = None,
+) -> Prefill:
+    """Run the prompt once.
+
+    With `taken`, which gets each layer's statistics, attention and values (kv_head, key, d_head) as they are there, no
+    full cache is kept: a layer's keys and values are let go when the layer is done.
+    """
+    cache, check = DynamicCache(), FiniteCheck()
+    found = Statistics(
+        sample, len(token_ids), adapter.kv_heads, len(adapter.layers), {vote: [] for vote in votes(configs)}, [],
+        head_scores,
+    )  # fmt: skip
+
+    def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        seen = LayerAttention(query[0], key[0], adapter.scale(layer), layer, sample)
+        with phase("votes"):
+            for vote, layers in found.accumulated.items():
+                layers.append(vote(seen))
+        with phase("norms"):
+            found.norms.append(layer_norms(value[0], adapter.output_projection(layer), resources))
+        if taken is not None:
+            taken(layer, found, seen, value[0])
+
+    def done(layer: int, hidden: Tensor) -> None:
+        check(layer, hidden)
+        if taken is not None:
+            held = cache.layers[layer]
+            held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
+
+    def final(output: Tensor) -> None:
+        check.look(FINAL_NORM, output)
+
+    ids = torch.tensor([list(token_ids)], device=adapter.device)
+    with phase("prefill"), capture(adapter, Observer(attention=observe, hidden=done, final=final)):
+        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    check.look(LOGITS, logits)
+    return Prefill(cache, logits[0, -1], found, check)
+
+
+def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
+    """ν of a layer's values, computed as the run asks for."""
+    return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

@@ -1,0 +1,206 @@
+"""Long generation: compress a row of a compact cache again whenever it holds more than a limit (paper, appendix K).
+
+What decoding sees is all that is left to decide with: the last queries of the row, and the entries it still holds. The
+perturbation that each compression causes is measured as it happens, on the query that came last. Where positions are
+those in the cache, what stays then moves up, and the row's next token stands behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.cache import positions
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.configs.eviction import IN_CACHE, EvictionConfig
+from perturbkv.models.adapter import Adapter
+from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.selection.kept_sets import select
+from perturbkv.selection.policies import registry
+from perturbkv.selection.policies.base import LayerAttention
+from perturbkv.selection.ranking import LayerStatistics
+
+
+@dataclass(frozen=True)
+class Compression:
+    """One compression of one row.
+
+    Attributes:
+        config: which configuration.
+        generated: tokens generated before it.
+        before, after: entries per kept set, mean over kept sets and layers.
+        perturbation: isolated perturbation (layer, head) on the last query, against what the row held before.
+        output_norm: ‖o_h‖₁ (layer, head) of that query before the compression.
+        retained_mass: S (layer, head).
+    """
+
+    config: int
+    generated: int
+    before: float
+    after: float
+    perturbation: Float[Tensor, "layer head"]
+    output_norm: Float[Tensor, "layer head"]
+    retained_mass: Float[Tensor, "layer head"]
+
+
+class Compressor:
+    """Watches what is decoded from a compact cache, and compresses rows that hold more than `limit` per kept set.
+
+    Args:
+        adapter: the model.
+        cache: its cache; row r + `first` is configuration r.
+        configs: how each row is compressed, budgets in tokens.
+        limit: entries per kept set, averaged over layers and kept sets, that a row may hold.
+        queries: per layer the last queries of the prompt (head, query, d_head), the window's at least.
+        sample: the sample's id, for seeds.
+        first: row of the first configuration.
+        head_scores: for headkv.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        cache: CompactCache,
+        configs: Sequence[EvictionConfig],
+        limit: int,
+        queries: Sequence[Float[Tensor, "head query d_head"]],
+        sample: str,
+        first: int,
+        head_scores: Sequence[Sequence[float]] = (),
+    ) -> None:
+        self.adapter, self.cache, self.configs, self.limit = adapter, cache, configs, limit
+        self.sample, self.first, self.head_scores = sample, first, head_scores
+        self.window = max(config.window for config in configs)
+        rows = first + len(configs)
+        self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in queries]
+        self.done: list[Compression] = []
+
+    def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Remember the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
+        self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
+
+    def compress(self, generated: int) -> None:
+        """Compress every row that holds more than the limit."""
+        for place, config in enumerate(self.configs):
+            row = self.first + place
+            before = mean_entries(self.cache, row)
+            if before <= self.limit:
+                continue
+            measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
+            stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
+            after = mean_entries(self.cache, row)
+            if config.positions == IN_CACHE:
+                self.cache.behind[row] += round(before - after)  # its kept sets are equally long
+            self.done.append(Compression(place, generated, before, after, *stacked))
+
+    def _compress_layer(
+        self, layer: int, row: int, config: EvictionConfig, generated: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
+        held: CompactLayer = self.cache.layers[layer]
+        sets = held.entries(row).sets()
+        if config.granularity == "query":
+            sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
+        view = _RowView(self.adapter, sets, self.queries[layer][row], layer, f"{self.sample}/{generated}")
+        kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
+        places = view.places(kept)
+        stays = view.take(places)
+        if config.positions == IN_CACHE:
+            stays = positions.move(stays, torch.cat(places), self.adapter.rotary.inv_freq)
+        held.replace({row: stays})
+        return view.perturbation(kept)
+
+
+class _RowView:
+    """What one row holds in one layer, kept sets of different lengths aligned at their ends, zeros before them."""
+
+    def __init__(
+        self, adapter: Adapter, sets: Sequence[tuple[Tensor, Tensor]], queries: Tensor, layer: int, sample: str
+    ) -> None:
+        self.adapter, self.queries, self.layer, self.sample = adapter, queries, layer, sample
+        self.keys, self.values = zip(*sets, strict=True)
+        self.lengths = [len(keys) for keys in self.keys]
+        self.sets, self.longest = len(sets), max(self.lengths)
+        self.group = adapter.heads // self.sets
+        even = len(set(self.lengths)) == 1
+        self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
+
+    def statistics(self, config: EvictionConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
+        """What the selection may look at; kept sets of one length are read at once."""
+        window = min(config.window, self.longest)
+        vote = registry.build(config.policy).votes(config)
+        accumulated = [vote(self._seen(part, str(part.start))) for part in self.parts]
+        norms = [self._norms(part)[:, :-window] for part in self.parts]
+        lengths = torch.tensor(self.lengths, device=norms[0].device)
+        places = torch.arange(self.longest - window, device=norms[0].device)
+        aligned = _aligned(norms, self.longest - window)
+        return LayerStatistics(
+            accumulated=_aligned(accumulated, self.longest - window),
+            norms=aligned,
+            realised=torch.zeros_like(aligned, dtype=theory.WORK),
+            kv_heads=self.sets,
+            layer=self.layer,
+            layers=len(self.adapter.layers),
+            sample=self.sample,
+            head_scores=torch.tensor(head_scores, dtype=theory.WORK) if head_scores else None,
+            valid=places >= (self.longest - lengths).unsqueeze(-1),
+        )
+
+    def places(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
+        """Which of its entries each kept set keeps, counted from its first one."""
+        return [
+            row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
+        ]
+
+    def take(self, places: Sequence[Tensor]) -> KeptEntries:
+        """The entries at these places, copied."""
+        keys, values = (
+            [piece[rows] for piece, rows in zip(pieces, places, strict=True)] for pieces in (self.keys, self.values)
+        )
+        return KeptEntries.of(keys, values)
+
+    def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
+        seen = [self._seen(part, "") for part in self.parts]
+        rows = [theory.decode_attention(part.query[:, -1], part.key, part.scale) for part in seen]
+        attention = _aligned(rows, self.longest)
+        value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
+        value = value.transpose(1, 2)
+        slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
+        mask = kept.repeat_interleave(self.group, dim=0).unsqueeze(0)
+        weights = attention.unsqueeze(0)
+        whole, mixed = (theory.weighted_sums(kind, value) for kind in (weights, weights * mask))
+        mass = (weights * mask).sum(dim=-1)
+        output = theory.projected(whole[0], slices)
+        moved = theory.isolated_perturbation(whole, mixed, mass, slices, output)
+        return moved.l1[0], output.abs().sum(dim=-1), mass[0]
+
+    def _heads(self, part: slice) -> slice:
+        return slice(part.start * self.group, part.stop * self.group)
+
+    def _seen(self, part: slice, name: str) -> LayerAttention:
+        keys = torch.stack(self.keys[part])
+        scale, sample = self.adapter.scale(self.layer), f"{self.sample}/{name}"
+        return LayerAttention(self.queries[self._heads(part)], keys, scale, self.layer, sample)
+
+    def _norms(self, part: slice) -> Tensor:
+        heads, d_head = self._heads(part), self.adapter.d_head
+        columns = self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
+        return projected_value_norms(torch.stack(self.values[part]), columns)
+
+
+def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:
+    """Pieces (…, length) of different lengths, one below the other, zeros before the shorter ones."""
+    return torch.cat([torch.nn.functional.pad(piece, (longest - piece.shape[-1], 0)) for piece in pieces])
+
+
+def mean_entries(cache: CompactCache, row: int) -> float:
+    """Entries per kept set that a row holds, over layers and kept sets."""
+    lengths: list[int] = [length for layer in cache.layers for length in layer.lengths(row)]
+    return sum(lengths) / len(lengths)

@@ -1,0 +1,176 @@
+"""The one pipeline: prefill once, decode from the full cache, evict for every configuration, decode, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from perturbkv.cache import positions
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import borrow
+from perturbkv.cache.gather import Kept, Lengths, keep, lengths
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources, plan_batches
+from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.errors import ActivationError
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import measure
+from perturbkv.pipeline.assembly import (
+    BatchResult,
+    answer_arrays,
+    attention_array,
+    held_share,
+    isolated_arrays,
+    kept_arrays,
+    sample_arrays,
+    step_arrays,
+    with_all_steps,
+)
+from perturbkv.pipeline.decoding import StepRecord, decode_evicted, decode_full, steps_of_text
+from perturbkv.pipeline.generation import end_tokens, generate
+from perturbkv.pipeline.layer import LayerResult, look
+from perturbkv.pipeline.prefill import FiniteCheck, Prefill, prefill
+from perturbkv.pipeline.timing import phase
+from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
+
+_DEFAULT = Resources()
+
+
+def trace(
+    adapter: Adapter,
+    prompts: Iterable[EncodedPrompt],
+    run: RunConfig,
+    resources: Resources = _DEFAULT,
+    finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
+    wanted: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
+) -> list[FailedSample]:
+    """Measure prompts one after the other; `finished` gets each as it is ready. Returns those that failed.
+
+    `wanted` names the configurations that a sample still lacks; all of the run's where it does not name the sample. A
+    sample whose activations are not finite is marked failed and the run goes on.
+    """
+    failed = []
+    for prompt in prompts:
+        try:
+            configs = wanted.get(prompt.sample_id, run.configs)
+            finished(trace_sample(adapter, prompt, replace(run, configs=configs), resources))
+        except ActivationError as error:
+            failed.append(FailedSample(prompt.sample_id, str(error)))
+            finished(failed[-1])
+    return failed
+
+
+@torch.inference_mode()
+def trace_sample(
+    adapter: Adapter, prompt: EncodedPrompt, run: RunConfig, resources: Resources = _DEFAULT
+) -> SampleTrace:
+    """Measure every configuration of `run` on one prompt (METHOD: the protocol).
+
+    The prompt is read once; all configurations share its scores, norms and reference. The device is waited for when
+    the lengths of the evicted caches are needed, when the numbers are, and for the end of a text of several steps.
+
+    Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
+    for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,
+    what `positions.check` raises.
+    """
+    positions.check(run.configs, adapter.config, adapter.name)
+    sample = prompt.sample_id
+    context, question = prompt.parts(run.scenario)
+    decoded = len(question) + max(run.steps, run.generate)
+    planned = plan_batches(run.configs, adapter.shape, len(context), decoded, resources.max_bytes)
+    before = prefill(adapter, context, run.configs, resources, sample, run.head_scores)
+    with phase("reference"):
+        full, tokens = decode_full(adapter, before, question, run.steps, planned.rows)
+        measured = steps_of_text(tokens, end_tokens(adapter))
+        full, tokens = full[:measured], tokens[:measured]
+    with phase("layers"):
+        saves = "outputs" in run.save
+        layers = [
+            look(adapter, before, full, run.configs, layer, resources, saves) for layer in range(len(adapter.layers))
+        ]
+        kept = lengths([layer.families for layer in layers], len(run.configs), adapter.device)
+    before.finite.raise_if_not(sample)
+    decode = _Decoding(adapter, run, before, full, tokens, question, layers, kept, planned.rows)
+    batches = [decode.batch(places) for places in planned.places]
+    with phase("assembly"):
+        arrays = sample_arrays(prompt, run, tokens, batches) | isolated_arrays(layers, adapter.device)
+        arrays |= {"held_share": held_share(kept, adapter.kv_heads, len(context))}
+        arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
+        if run.generate:
+            arrays |= answer_arrays(adapter, prompt, batches, run.generate)
+        if saves:
+            arrays |= attention_array(layers)
+    decode.finite.raise_if_not(sample)
+    return SampleTrace(sample, with_all_steps(arrays, run.steps))
+
+
+class _Decoding:
+    """Decodes one sample from the evicted caches of one batch of configurations after the other."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        run: RunConfig,
+        before: Prefill,
+        full: Sequence[StepRecord],
+        tokens: Tensor,
+        question: Sequence[int],
+        layers: Sequence[LayerResult],
+        kept: Sequence[Lengths],
+        rows: int,
+    ) -> None:
+        self.adapter, self.run, self.before, self.full = adapter, run, before, full
+        self.tokens, self.question, self.layers, self.kept, self.rows = tokens, question, layers, kept, rows
+        self.finite = FiniteCheck()
+
+    def batch(self, places: tuple[int, ...]) -> BatchResult:
+        """One batch: evict, decode, compare."""
+        with phase("evict"):
+            found = [self._evict(layer, places) for layer in range(len(self.layers))]
+            cache = CompactCache([layer for layer, _ in found], self._behind(places))
+        with phase("decode"):
+            evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
+        with phase("measure"):
+            steps = [self._measure(step, len(places)) for step in zip(self.full, evicted, strict=True)]
+        whole = sum(layer.borrowed_nbytes for layer in cache.layers)
+        held, padding = cache.nbytes - whole, cache.padding_nbytes
+        return BatchResult(places, steps, [kept for _, kept in found], held, padding, self._generate(cache))
+
+    def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept]:
+        """One layer's cache: the row that keeps everything, the configurations, and more of the first kind."""
+        held, n = self.before.cache.layers[layer], self.before.statistics.tokens
+        keys, values = held.keys[0], held.values[0]
+        kept = keep(self.layers[layer].families, set(places), self.kept[layer], keys, values)
+        kept = positions.in_cache(kept, self.run.configs, self.adapter.rotary.inv_freq)
+        everything = borrow(keys[:, :n], values[:, :n])
+        rows = [everything, *(kept.entries[place] for place in places)]
+        rows += [everything] * (self.rows - len(rows))
+        return CompactLayer(rows, self.adapter.heads, n, self.run.cache), kept
+
+    def _behind(self, places: tuple[int, ...]) -> list[int]:
+        """Of each row, those that keep everything with it, how far its next position lies before n."""
+        own = positions.behind([self.run.configs[place] for place in places], self.before.statistics.tokens)
+        return [0, *own, *[0] * (self.rows - 1 - len(own))]
+
+    def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
+        """The step's quantities, without the rows that fill the batch up."""
+        found = measure.propagated(self.adapter, *step)
+        if "outputs" in self.run.save:
+            found |= measure.raw_outputs(*step)
+        return {
+            name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor for name, tensor in found.items()
+        }
+
+    def _generate(self, cache: CompactCache) -> list[list[int]]:
+        if not self.run.generate:
+            return []
+        cache.forget()
+        ends = end_tokens(self.adapter)
+        return generate(
+            self.adapter, cache, self.question, self.before.logits, self.run.generate, ends, check=self.finite
+        )

@@ -1,0 +1,1 @@
+"""What an entry is worth: window attention, value norms, scores of heads."""

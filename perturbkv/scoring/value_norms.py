@@ -1,0 +1,104 @@
+"""Projected value norms ν = ‖V_i W_O^h‖₁ without ever holding V W_O (METHOD: Notation)."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv.configs.resources import CHUNK_BYTES
+from perturbkv.errors import ConfigError, UnknownNameError
+
+NORM_KERNELS = {
+    "auto": "triton where the device runs it and the dtype suits it, else chunked",
+    "triton": "one kernel that sums the projections where they are made, on CUDA; bfloat16, float16 and float32",
+    "chunked": "matrix products of bounded size, on any device and in any dtype",
+}
+_INSTEAD = "choose auto or chunked"
+_CACHE_BYTES = 8 * 2**20
+"""On a CPU a tile that stays in the cache is reduced where it was made: fastest well below any memory bound."""
+
+
+def projected_value_norms(
+    value: Float[Tensor, "kv_head key d_head"],
+    w_o: Float[Tensor, "d_model head_d_head"],
+    chunk_bytes: int = CHUNK_BYTES,
+    kernel: str = "auto",
+) -> Float[Tensor, "head key"]:
+    """ν_{h,i} = ‖V_i W_O^h‖₁ in float32 (float64 for a float64 model), tile by tile.
+
+    `w_o` is `o_proj.weight`, `kernel` one of `NORM_KERNELS`. The Triton kernel needs no memory beside inputs and
+    result. The chunked product's stays under `chunk_bytes`, or under one entry's projections where those are larger;
+    one product serves all query heads of a key/value head.
+
+    Raises UnknownNameError for an unknown kernel, ConfigError where `triton` is asked for and cannot work.
+    """
+    check_kernel(kernel, value.device)
+    if not _by_triton(kernel, value, w_o):
+        return _chunked(value, w_o, chunk_bytes)
+    from perturbkv.scoring.kernels import projected_norms
+
+    return projected_norms.projected_value_norms(value, w_o)
+
+
+def check_kernel(kernel: str, device: torch.device) -> None:
+    """Raise UnknownNameError for a name not in `NORM_KERNELS`, ConfigError where `triton` cannot run on `device`."""
+    if kernel not in NORM_KERNELS:
+        raise UnknownNameError(kernel, "norm kernel", NORM_KERNELS)
+    if kernel == "triton" and (why := obstacle(device)):
+        msg = f"expected a device that runs the norm kernel 'triton', got '{device}': {why}; {_INSTEAD}"
+        raise ConfigError(msg)
+
+
+def obstacle(device: torch.device) -> str:
+    """Why the Triton kernel cannot run on a device; empty where it can, and `auto` takes it on CUDA."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "a CPU interprets it only under TRITON_INTERPRET=1"
+    if device.type != "cuda":
+        return "it is written for CUDA"
+    from perturbkv.scoring.kernels import projected_norms
+
+    return projected_norms.obstacle(device)
+
+
+def _by_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
+    """Whether the Triton kernel is taken. Raises ConfigError where it is asked for and the tensors do not suit it."""
+    if kernel == "chunked" or (kernel == "auto" and (not value.is_cuda or obstacle(value.device))):
+        return False
+    from perturbkv.scoring.kernels import projected_norms
+
+    unsuited = projected_norms.unsuited(value, w_o)
+    if kernel == "triton" and unsuited:
+        msg = f"norm kernel 'triton' expected {unsuited}; {_INSTEAD}"
+        raise ConfigError(msg)
+    return not unsuited
+
+
+def _chunked(
+    value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"], chunk_bytes: int
+) -> Float[Tensor, "head key"]:
+    kv_heads, keys, d_head = value.shape
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    group = w_o.shape[1] // (kv_heads * d_head)
+    norms = torch.empty(kv_heads, group, keys, dtype=dtype, device=value.device)
+    tile = _tile_entries(group * w_o.shape[0] * dtype.itemsize, keys, value.device, chunk_bytes)
+    made = torch.empty(tile, group * w_o.shape[0], dtype=dtype, device=value.device)  # one for all: no new pages
+    for kv_head in range(kv_heads):
+        columns = w_o[:, kv_head * group * d_head : (kv_head + 1) * group * d_head].to(dtype)
+        per_head = columns.view(-1, group, d_head).permute(2, 1, 0).reshape(d_head, -1)
+        for start in range(0, keys, tile):
+            rows = value[kv_head, start : start + tile].to(dtype)
+            projected = torch.mm(rows, per_head, out=made[: len(rows)]).view(len(rows), group, -1)
+            norms[kv_head, :, start : start + tile] = projected.abs_().sum(dim=-1).T
+    return norms.flatten(0, 1)
+
+
+def _tile_entries(entry_bytes: int, keys: int, device: torch.device, chunk_bytes: int) -> int:
+    """Entries whose projections fit the bound."""
+    bound = min(chunk_bytes, _CACHE_BYTES) if device.type == "cpu" else chunk_bytes
+    return max(1, min(keys, bound // entry_bytes))

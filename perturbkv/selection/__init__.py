@@ -1,0 +1,1 @@
+"""From scores to kept sets; one file per eviction system under `policies`."""

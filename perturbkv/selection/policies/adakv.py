@@ -1,0 +1,59 @@
+"""AdaKV (Feng et al., 2024, https://arxiv.org/abs/2407.11550): a layer's heads compete for its budget.
+
+The pooled scores of all the layer's heads are flattened, and a head's count among the H · (b − w) largest says how much
+it keeps. Two safeguards see to it that none is left with nothing; `floor` = 0.2 as in their paper and both codes.
+
+- `mixture` (their Algorithm 1 and FFY0/AdaKV): a head keeps (1 − `floor`) of its count and `floor` of the uniform
+  share. The released code rounds each head's number by itself; here they are rounded by largest remainder, so that the
+  layer keeps H · b entries, to the entry.
+- `guaranteed` (kvpress and FFY0/DefensiveKV): every head's own ⌊`floor` · b⌋ best, the window inside, come first; what
+  is left goes to the layer's largest. A second stage does not displace the guaranteed ones.
+
+Equal scores of different heads go to the earlier position, then to the earlier head. Entries that are protected stay in
+every head and do not compete.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.configs.budget import entries
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.selection.policies.base import Policy, Room, apportion
+
+
+class AdaKV(Policy):
+    """Window votes, budgets by head."""
+
+    def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
+        """⌊floor · b⌋ less what always stays, with the safeguard of that name."""
+        return max(0, entries(float(config.floor), kept) - always) if config.safeguard == "guaranteed" else 0
+
+    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+        """Each head's count among the layer's largest scores, safeguarded."""
+        heads, mean, order = room.kept_heads, room.free, room.heads_in_order()
+        if config.safeguard == "guaranteed":
+            return beyond(order, heads, mean, self.guaranteed(config, room.kept, room.always))
+        counts = _count(order[: heads * mean], heads)
+        return apportion((1 - config.floor) * counts + config.floor * mean, heads * mean)
+
+
+def beyond(order: Int[Tensor, " entry"], heads: int, mean: int, least: int) -> Int[Tensor, " kept_head"]:
+    """Entries per head: its own `least` best, and the layer's largest of the others up to `heads` · `mean` in all.
+
+    `order` lists the heads of the layer's entries by descending score, each as often as the others.
+    """
+    by_head = order.argsort(stable=True)
+    place = torch.arange(len(order), device=order.device)
+    nth = torch.empty_like(order).scatter_(0, by_head, place % max(1, len(order) // heads))  # of its own head's
+    free = nth >= least
+    taken = free & (free.cumsum(dim=0) <= heads * (mean - least))
+    return least + torch.zeros(heads, dtype=torch.int64, device=order.device).scatter_add_(0, order, taken.long())
+
+
+def _count(order: Int[Tensor, " entry"], heads: int) -> Tensor:
+    counts = torch.zeros(heads, dtype=theory.WORK, device=order.device)
+    return counts.scatter_add_(0, order, torch.ones_like(order, dtype=theory.WORK))

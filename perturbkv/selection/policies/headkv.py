@@ -1,0 +1,38 @@
+"""HeadKV (Fu et al., 2024, https://arxiv.org/abs/2410.19258): given scores say how much each head of the model keeps.
+
+Every head keeps (b − w)(1 − 1/β) prefix entries; the rest of the model's entries form a pool that is shared out in
+proportion to the scores (their section 3.2). They try β from 1.005 to 10; `head_beta` = 1.01 is the default of
+KVCache-Factory's port. Scores come from a JSON file `{"layer-head": score}`, as their code reads it, or from
+`perturbkv head-scores`. A kept set of several query heads takes the mean of their scores.
+
+A head whose share exceeds the prompt keeps all of it, and what it cannot take goes to the others, so that the model
+keeps L · H · b entries, to the entry.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Int
+from torch import Tensor
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
+from perturbkv.selection.policies.base import Policy, Room, apportion
+
+
+class HeadKV(Policy):
+    """Window votes, budgets by given head scores."""
+
+    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+        """The layer's row of the whole model's budgets."""
+        if room.head_scores is None:
+            msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv head-scores` writes"
+            raise ConfigError(msg)
+        budgets = head_budgets(room.head_scores, room.free, room.prefix, config.head_beta)
+        return budgets[room.layer]
+
+
+def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:
+    """Prefix entries of every kept set; their sum is `mean` times their number, none above `prefix`."""
+    share = scores.double() / scores.double().sum()
+    budgets = mean * (1 - 1 / beta) + share * scores.numel() * mean / beta
+    return apportion(budgets.flatten(), scores.numel() * mean, prefix).view(scores.shape)

@@ -1,0 +1,59 @@
+"""PyramidKV (Cai et al., 2024, https://arxiv.org/abs/2406.02069): lower layers keep more, upper layers less.
+
+With p = b − w prefix entries per head on the average, the last layer keeps p / β of them, the first 2p − p / β, and the
+layers between lie on a line (their section 4.2). `pyramid_beta` = 20 as in their released code. Where the prompt has
+fewer entries than the first layer's share, that layer keeps all and the line is laid so that the mean stays p.
+
+The released code rounds the slope down and so spends other than L · p entries; here the shares are rounded by largest
+remainder and the total is the uniform one, to the entry.
+
+`pyramid_line` = `total` is kvpress' line, which differs in four ways: b itself lies on it, the window inside; the first
+layer keeps at most n − w; each layer is rounded by itself, halves to even, which adds up to L · b as the line is
+symmetric; and where the last layer would get fewer entries than the window, every layer keeps b. (With β = 20 and
+w = 64 that is wherever b < 1280, but for prompts so short that the first layer's bound lifts the last one's share.)
+
+Protected entries stay in every layer: beside p on the paper's line, inside b, as the window is, on kvpress'.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.selection.policies.base import Policy, Room, apportion
+
+
+class PyramidKV(Policy):
+    """Window votes, budgets by layer."""
+
+    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+        """The layer's place on the line, for every kept set."""
+        if config.pyramid_line == "total":
+            most = room.prefix + room.always - config.window
+            budgets = whole_budgets(room.kept, most, room.always, room.layers, config.pyramid_beta) - room.always
+        else:
+            budgets = layer_budgets(room.free, room.prefix, room.layers, config.pyramid_beta)
+        return budgets[room.layer].expand(room.kept_heads)
+
+
+def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
+    """Prefix entries per head of each layer: their sum is `layers` · `mean`, none above `prefix`."""
+    if layers == 1:
+        return torch.tensor([mean])
+    first = min(2 * mean - mean / beta, prefix)
+    step = 2 * (first - mean) / (layers - 1)
+    line = first - step * torch.arange(layers, dtype=theory.WORK)
+    return apportion(line, layers * mean, prefix)
+
+
+def whole_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
+    """All entries per head of each layer: `kept` on the average, at most `most`; equal where one is below `least`."""
+    first = min(2 * kept - kept / beta, most)
+    last = 2 * kept - first
+    if layers == 1 or not first >= last >= least:
+        return torch.full((layers,), kept)
+    step = (first - last) / (layers - 1)
+    return torch.tensor([round(first - layer * step) for layer in range(layers)])

@@ -1,0 +1,1 @@
+"""The trace on disk."""

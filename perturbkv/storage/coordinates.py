@@ -1,0 +1,89 @@
+"""Whether a trace file's axes are what its run and its variables say; a result read by wrong labels is turned around.
+
+And whether what counts or points into another axis stays within it.
+
+Called once for every file that is opened; nothing behind it asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError
+from perturbkv.trace import VARIABLES
+
+_AGAIN = "the file was changed since it was made; make it again"
+Shape = tuple[int, ...]
+Counts = NDArray[np.int64]
+
+
+def check_configs(path: Path, run: RunConfig, held: Sequence[str], own_wording: bool) -> None:
+    """Raise TraceError unless the coordinate `config` names the run's configurations in their order.
+
+    Without `own_wording`, that is in a file of an older format, a label that this version has for no configuration is
+    taken to be an older wording of the one at its place.
+    """
+    labels = run.labels()
+    if len(held) != len(labels):
+        msg = (
+            f"expected the {len(labels)} configurations of the run along 'config' in {path}, got {len(held)}; {_AGAIN}"
+        )
+        raise TraceError(msg)
+    for place, (expected, got) in enumerate(zip(labels, held, strict=True)):
+        if expected != got and (own_wording or got in labels):
+            where = f"at place {place} along 'config' in {path}"
+            msg = f"expected '{expected}', as the run says, {where}, got '{got}'; {_AGAIN}"
+            raise TraceError(msg)
+
+
+def check_samples(path: Path, held: Sequence[str]) -> None:
+    """Raise TraceError unless every sample id is there once."""
+    if len(set(held)) < len(held):
+        twice = next(name for name in held if list(held).count(name) > 1)
+        msg = f"expected every sample id once along 'sample' in {path}, got '{twice}' twice; {_AGAIN}"
+        raise TraceError(msg)
+
+
+def check_places(path: Path, axis: str, held: NDArray[np.generic]) -> None:
+    """Raise TraceError unless a coordinate counts its places from 0 on."""
+    if not np.array_equal(held, np.arange(len(held))):
+        msg = f"expected the places 0 … {len(held) - 1} along '{axis}' in {path}, got {held[:8].tolist()} …; {_AGAIN}"
+        raise TraceError(msg)
+
+
+def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Shape]) -> None:
+    """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
+    for name, shape in shapes.items():
+        dims = VARIABLES[name].dims if name in VARIABLES else ()
+        axes = dims if dims == ("kept_entry",) else ("sample", *dims)
+        expected = tuple(lengths[axis] for axis in axes)
+        if shape != expected:
+            msg = f"expected {name} of the shape {expected} along {' '.join(axes)} in {path}, got {shape}; {_AGAIN}"
+            raise TraceError(msg)
+
+
+def check_measured(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: int) -> None:
+    """Raise TraceError unless `steps_measured` is 1 … `steps` in every complete sample and 0 in every failed one."""
+    wrong = np.where(ok, (measured < 1) | (measured > steps), measured != 0)
+    if wrong.any():
+        place = int(wrong.argmax())
+        expected = f"1 … {steps}" if ok[place] else "0, as the sample failed,"
+        msg = f"expected steps_measured of {expected} for sample {place} in {path}, got {measured[place]}; {_AGAIN}"
+        raise TraceError(msg)
+
+
+def check_kept(path: Path, offset: Counts, count: Counts, held: int) -> None:
+    """Raise TraceError unless every head's kept entries lie within the `held` ones of `kept_position`."""
+    wrong = (offset < 0) | (count < 0) | (count > held - offset)
+    if wrong.any():
+        where = tuple(np.argwhere(wrong)[0].tolist())
+        msg = (
+            f"expected kept_offset and kept_count within the {held} entries of kept_position in {path}, "
+            f"got {offset[where]} and {count[where]} at {where}; {_AGAIN}"
+        )
+        raise TraceError(msg)

@@ -1,0 +1,70 @@
+"""A finished trace that a run goes on with: its samples one at a time, as they were before they were joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.storage.merge import Shapes, kept_entries
+from perturbkv.storage.trace_file import describe_whole, opened
+from perturbkv.trace import VARIABLES
+
+
+class FinishedTrace:
+    """What a trace file holds, its numbers unread.
+
+    Args:
+        path: the file. Raises TraceError where it is not a whole trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        held = describe_whole(path)
+        self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
+        self._path, self._stamp = path, path.stat().st_mtime_ns
+
+    def part(self, sample_id: str) -> FinishedSample | None:
+        """The sample; None where it failed or is not there."""
+        if sample_id not in self.sample_ids or sample_id in self.failures:
+            return None
+        return FinishedSample(self._path, self._stamp, self.sample_ids.index(sample_id), self.labels)
+
+
+@dataclass(frozen=True)
+class FinishedSample:
+    """A complete sample of a trace file, at `place` along its `sample` axis; a part of the sample to be."""
+
+    path: Path
+    stamp: int
+    place: int
+    labels: tuple[str, ...]
+
+    def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
+        """Those of the named variables that it holds, as in a `SampleTrace`; one sample's bytes alone are read."""
+        with opened(self.path, self.stamp) as file:
+            first, last = self._kept(file)
+            arrays = {}
+            for name in names:
+                if name == "kept_position":
+                    arrays[name] = np.asarray(file[name][first:last])
+                elif name in file:
+                    arrays[name] = np.asarray(file[name][self.place])
+            if "kept_offset" in arrays:
+                arrays["kept_offset"] -= first
+            return arrays
+
+    def shapes(self) -> Shapes:
+        """Variable name -> shape, that of kept_position without what no head keeps."""
+        with opened(self.path, self.stamp) as file:
+            shapes = {name: tuple(file[name].shape[1:]) for name in VARIABLES if name in file}
+        kept = self.arrays(("kept_offset", "kept_count"))
+        return {**shapes, "kept_position": (kept_entries(kept["kept_offset"], kept["kept_count"]),)}
+
+    def _kept(self, file: Any) -> tuple[int, int]:
+        """Where the sample's kept positions begin and end in the file's one row of all samples."""
+        offsets, counts = file["kept_offset"][self.place], file["kept_count"][self.place]
+        return int(offsets.min()), int((offsets + counts).max())

@@ -1,0 +1,222 @@
+"""Collecting a run's samples, resuming and extending it, and leaving its trace file behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError
+from perturbkv.storage.existing import FinishedSample, FinishedTrace
+from perturbkv.storage.files import clear_leftovers, written_whole
+from perturbkv.storage.journal import Entry, Journal, journal_path
+from perturbkv.storage.merge import FULL_RUN, Shapes, as_it_is, check_same_run, disjoint, join, joined_shapes
+from perturbkv.storage.trace_file import describe_whole, read_run, write_trace
+from perturbkv.trace import FailedSample, SampleTrace
+
+
+class TraceWriter:
+    """Collects the samples of one run and writes their trace file.
+
+    Samples go to a journal beside the file as they come; `finish` assembles the file under another name and renames
+    it. A killed process so loses at most the sample in flight, and never a file that was there.
+
+    Args:
+        path: the trace file to be.
+        run: its configuration. A finished trace or journal of the same run is gone on with; of the same run with
+            fewer samples or with some of its eviction configurations, extended.
+        sample_ids: every sample of the run, in the order of the file.
+        attrs: provenance, stored as root attributes.
+        overwrite: replace a trace or journal of another run.
+
+    Raises TraceError where a file or journal of another run is there and `overwrite` is False.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run: RunConfig,
+        sample_ids: Sequence[str],
+        attrs: Mapping[str, str],
+        overwrite: bool = False,
+    ) -> None:
+        self.path, self.run, self.attrs = path, run, dict(attrs)
+        self.sample_ids = tuple(sample_ids)
+        self._check_ids()
+        self._configs = dict(zip(run.labels(), run.configs, strict=True))
+        self._journal = Journal(journal_path(path))
+        if overwrite:
+            self._drop_other_runs()
+        self._old = self._finished_trace()
+        self._entries = self._journal_entries()
+        self._begun = False
+        self._failed: set[str] = set()
+
+    def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
+        """Sample -> the configurations still to be measured, in the run's order; samples that lack none are absent.
+
+        A sample that failed in an older run is measured again, one that failed in this one is not.
+        """
+        found = {name: self._missing_of(name) for name in self.sample_ids if name not in self._failed}
+        return {name: configs for name, configs in found.items() if configs}
+
+    def done(self) -> set[str]:
+        """Samples that need not be measured: complete in the file and the journal, or failed in this run."""
+        return set(self.sample_ids) - set(self.missing())
+
+    def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
+        """Keep one sample in the journal: measured for `configs`, by default all of the run, in this order.
+
+        Raises TraceError for a sample or configurations that are not of this run, some of which are there already, or
+        whose number is not the sample's, and where the sample's full-cache run is not the one measured before. The
+        whole of a sample replaces its parts.
+        """
+        if sample.sample_id not in self.sample_ids:
+            msg = f"expected a sample of this run, got '{sample.sample_id}'"
+            raise TraceError(msg)
+        labels = self._labels_of(self.run.configs if configs is None else configs)
+        if isinstance(sample, SampleTrace):
+            self._check_part(sample, labels)
+        if not self._begun:
+            self._journal.begin(self.run)
+            self._begun = True
+        self._entries.setdefault(sample.sample_id, []).append(self._journal.append(sample, labels))
+        if isinstance(sample, FailedSample):
+            self._failed.add(sample.sample_id)
+        else:
+            self._failed.discard(sample.sample_id)
+
+    def finish(self) -> Path:
+        """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples.
+
+        A file that holds everything is left as it is, its configurations in the order in which it has them.
+        """
+        missing = [name for name in self.sample_ids if self._missing_of(name) and self._reason(name) is None]
+        if missing:
+            msg = f"expected every sample to be measured, {len(missing)} are not, such as '{missing[0]}'"
+            raise TraceError(msg)
+        if not self._is_finished():
+            with written_whole(self.path) as beside:
+                write_trace(beside, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
+        self._journal.discard()
+        return self.path
+
+    def _check_ids(self) -> None:
+        if not self.sample_ids:
+            msg = "expected at least one sample in a run, got none"
+            raise TraceError(msg)
+        if len(set(self.sample_ids)) < len(self.sample_ids):
+            msg = "expected every sample id once, got one of them twice"
+            raise TraceError(msg)
+
+    def _labels_of(self, configs: Iterable[EvictionConfig]) -> list[str]:
+        labels = [config.label() for config in configs]
+        strange = [label for label in labels if label not in self._configs or labels.count(label) > 1]
+        if strange:
+            msg = f"expected configurations of this run, each once, got '{strange[0]}'"
+            raise TraceError(msg)
+        return labels
+
+    def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
+        """Refuse what cannot be joined with what is there, before it is kept and others are measured."""
+        length = sample.sizes()["config"]
+        if length != len(labels):
+            msg = f"expected {len(labels)} configurations in sample '{sample.sample_id}', got {length}"
+            raise TraceError(msg)
+        if len(labels) == len(self._configs):
+            return
+        parts = self._parts(sample.sample_id)
+        there = [label for part in parts for label in part.labels if label in labels]
+        if there:
+            msg = f"expected what is missing of sample '{sample.sample_id}', got '{there[0]}', which is there"
+            raise TraceError(msg)
+        check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
+
+    def _drop_other_runs(self) -> None:
+        if self._journal.folder.exists() and not self._extends(self._journal.run()):
+            self._journal.discard()
+        if self.path.exists():
+            try:
+                same = self._extends(read_run(self.path))
+                describe_whole(self.path)
+            except TraceError:
+                same = False
+            if not same:
+                self.path.unlink()
+
+    def _finished_trace(self) -> FinishedTrace | None:
+        """The trace that is there; None where there is none."""
+        clear_leftovers(self.path)
+        if not self.path.exists():
+            return None
+        self._check_extends(read_run(self.path), self.path)
+        return FinishedTrace(self.path)
+
+    def _journal_entries(self) -> dict[str, list[Entry]]:
+        """Sample -> what the journal holds of this run, older parts before newer ones."""
+        run = self._journal.run()
+        if run is None:
+            self._journal.discard()
+            return {}
+        self._check_extends(run, self._journal.folder)
+        found: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
+        for entry in self._journal.entries():
+            if entry.sample_id in found and self._configs.keys() >= set(entry.labels):
+                found[entry.sample_id].append(entry)
+        return found
+
+    def _extends(self, run: RunConfig | None) -> bool:
+        return run is not None and not obstacles(self.run, run)
+
+    def _check_extends(self, run: RunConfig, where: Path) -> None:
+        fields = obstacles(self.run, run)
+        if fields:
+            msg = (
+                f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}; use another "
+                "--output, or --overwrite to replace it (only samples and configurations may be added)"
+            )
+            raise TraceError(msg)
+
+    def _parts(self, name: str) -> list[FinishedSample | Entry]:
+        """What is there of a sample, each configuration once, older parts before newer ones."""
+        old = self._old.part(name) if self._old else None
+        entries = [entry for entry in self._entries.get(name, []) if entry.reason is None]
+        return disjoint([*([old] if old else []), *entries])
+
+    def _missing_of(self, name: str) -> tuple[EvictionConfig, ...]:
+        held = {label for part in self._parts(name) for label in part.labels}
+        return tuple(config for label, config in self._configs.items() if label not in held)
+
+    def _reason(self, name: str) -> str | None:
+        """Why the sample failed when it was last measured; None where it did not."""
+        reasons = [entry.reason for entry in self._entries.get(name, []) if entry.reason is not None]
+        if not reasons and self._old and not self._entries.get(name):
+            return self._old.failures.get(name)
+        return reasons[-1] if reasons else None
+
+    def _is_finished(self) -> bool:
+        """Whether the file holds every sample and configuration, and the journal nothing newer."""
+        old = self._old
+        if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
+            return False
+        return not any(self._entries.get(name) and self._parts(name) != [old.part(name)] for name in self.sample_ids)
+
+    def _shapes(self, name: str) -> Shapes | None:
+        return None if self._missing_of(name) else joined_shapes([part.shapes() for part in self._parts(name)])
+
+    def _sample(self, name: str) -> SampleTrace | FailedSample:
+        if self._missing_of(name):
+            return FailedSample(name, str(self._reason(name)))
+        parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
+        return as_it_is(parts, list(self._configs)) or join(parts, list(self._configs))
+
+
+def obstacles(run: RunConfig, held: RunConfig) -> list[str]:
+    """Fields in which `held` differs so that it cannot be extended to `run`; none where it is a part of it."""
+    may_grow = {
+        "samples": held.samples <= run.samples,
+        "configs": set(held.configs) <= set(run.configs),
+        "head_scores": not held.head_scores,  # empty where no configuration needs them
+    }
+    return [name for name in run.differences(held) if not may_grow.get(name, False)]
