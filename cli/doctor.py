@@ -53,9 +53,9 @@ def _embedded() -> str:
 def _norm_kernel() -> str:
     """What `--norm-kernel auto` takes here."""
     from perturbkv.models.loading import pick_device
-    from perturbkv.scoring.value_norms import obstacle
+    from perturbkv.scoring.value_norms import triton_unavailable_reason
 
-    why = obstacle(pick_device("auto"))
+    why = triton_unavailable_reason(pick_device("auto"))
     return f"chunked ({why})" if why else "triton"
 
 

@@ -65,5 +65,5 @@ def describe(planned: Plan) -> dict[str, Any]:
         "batches": len(batches.places),
         "batch_mib": batches.largest_bytes / _MIB,
         "batch_bound_mib": batches.bound_bytes / _MIB,
-        "kept": [(eviction.label(), str(eviction.tokens(compressed))) for eviction in run.configs],
+        "kept": [(eviction.label(), str(eviction.kept_entries(compressed))) for eviction in run.configs],
     }

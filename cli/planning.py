@@ -102,7 +102,7 @@ def fitting(
     for config in configs:
         try:
             for prompt in prompts:
-                config.tokens(len(prompt.parts(scenario)[0]))
+                config.kept_entries(len(prompt.parts(scenario)[0]))
         except BudgetError as error:
             refused[str(config.budget)] = error
         else:

@@ -100,7 +100,7 @@ def _say_what_is_special(encoded: Encoded, run: RunConfig) -> None:
         )
     for config in run.configs:
         compressed = [len(prompt.parts(run.scenario)[0]) for prompt in encoded.prompts]
-        whole = sum(config.tokens(tokens) >= tokens for tokens in compressed)
+        whole = sum(config.kept_entries(tokens) >= tokens for tokens in compressed)
         if whole:
             console.note(f"'{config.label()}' evicts nothing in {whole} of {len(encoded.prompts)} samples: b ≥ n")
     if run.random_weights:

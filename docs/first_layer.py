@@ -24,7 +24,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.selection.kept_sets import Family, families
+from perturbkv.selection.kept_sets import ranking_groups
 from perturbkv.selection.ranking import Scores
 
 CONFIGS = tuple(from_preset("paper", Budget(128), selection=name) for name in ("attention", "two-stage"))
@@ -36,7 +36,7 @@ def first_layer_by_attention(
     """`families`, but as the baseline selects in the first layer."""
     if scores(configs[0]).statistics.layer == 0:
         configs = [replace(config, selection="attention") for config in configs]
-    return families(configs, scores, prompt_tokens)
+    return ranking_groups(configs, scores, prompt_tokens)
 
 
 def compare(adapter: Adapter, prompts: list[EncodedPrompt], words: str) -> None:
@@ -73,7 +73,7 @@ def main() -> None:
         template = bool(adapter.tokenizer.chat_template)
         prompts = [encode(sample, adapter.tokenizer, chat_template=template, max_tokens=longest) for sample in samples]
         compare(adapter, prompts, f"{name}, two-stage in every layer")
-        with patch("perturbkv.pipeline.layer.families", first_layer_by_attention):
+        with patch("perturbkv.pipeline.layer.ranking_groups", first_layer_by_attention):
             compare(adapter, prompts, f"{name}, attention in the first layer")
 
 

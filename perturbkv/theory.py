@@ -28,13 +28,13 @@ def decode_attention(
 
 
 def weighted_sums(
-    weights: Float[Tensor, "config head key"], quantities: Float[Tensor, "kv_head key column"]
+    weights: Float[Tensor, "config head key"], summands: Float[Tensor, "kv_head key column"]
 ) -> Float[Tensor, "config head column"]:
     """Σ_i weights_i x_i of each head's entries; all configurations of a key/value head go through one product."""
     configs, heads, keys = weights.shape
-    kv_heads = quantities.shape[0]
+    kv_heads = summands.shape[0]
     grouped = weights.view(configs, kv_heads, -1, keys).transpose(0, 1).reshape(kv_heads, -1, keys)
-    sums = grouped @ quantities.to(weights.dtype)
+    sums = grouped @ summands.to(weights.dtype)
     return sums.view(kv_heads, configs, heads // kv_heads, -1).transpose(0, 1).flatten(1, 2)
 
 
@@ -65,29 +65,51 @@ class KeptSums:
     mixed: Float[Tensor, "config head d_head"]
 
 
-def quantities(
-    value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]
-) -> Float[Tensor, "kv_head key column"]:
-    """What is summed over entries: V, then ν of each of the group's heads, then 1."""
+@dataclass(frozen=True)
+class Summands:
+    """What is summed over a layer's entries, side by side, so that one product makes all sums.
+
+    Attributes:
+        columns: V, then ν of each of the group's heads, then 1.
+        d_head: how many of the columns are V.
+    """
+
+    columns: Float[Tensor, "kv_head key column"]
+    d_head: int
+
+    def of_first(self, entries: int) -> Summands:
+        """Those of the first entries alone: a view."""
+        return Summands(self.columns[:, :entries], self.d_head)
+
+    def without_values(self) -> Summands:
+        """The same with nothing to mix: a view."""
+        return Summands(self.columns[..., self.d_head :], 0)
+
+    def smallest_norms(self) -> Float[Tensor, " head"]:
+        """M = min ν of each head."""
+        return self.columns[..., self.d_head : -1].amin(dim=1).flatten()
+
+    def sums(self, weights: Float[Tensor, "config head key"]) -> KeptSums:
+        """Σ weights · summands of every head, each with its own ν."""
+        heads, group = weights.shape[1], weights.shape[1] // len(self.columns)
+        found = weighted_sums(weights, self.columns)
+        own = self.d_head + torch.arange(heads, device=found.device) % group
+        weighted = found.gather(-1, own.view(1, -1, 1).expand(len(weights), -1, 1)).squeeze(-1)
+        return KeptSums(mass=found[..., -1], weighted=weighted, mixed=found[..., : self.d_head])
+
+
+def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]) -> Summands:
+    """`Summands` of a layer's values and value norms, in `WORK`."""
     per_head = norms.view(value.shape[0], -1, norms.shape[1]).transpose(1, 2).to(WORK)
-    return torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
+    columns = torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
+    return Summands(columns, value.shape[-1])
 
 
 def kept_sums(
-    attention: Float[Tensor, "head key"],
-    summed: Float[Tensor, "kv_head key column"],
-    kept: Bool[Tensor, "config head key"],
+    attention: Float[Tensor, "head key"], summands: Summands, kept: Bool[Tensor, "config head key"]
 ) -> KeptSums:
-    """All sums over kept entries that perturbation and bounds are made of, in one product.
-
-    `summed` are `quantities`; without their first columns, V, nothing is mixed.
-    """
-    heads, group = len(attention), len(attention) // len(summed)
-    d_head = summed.shape[-1] - group - 1
-    sums = weighted_sums(attention * kept, summed)
-    own = d_head + torch.arange(heads, device=sums.device) % group
-    weighted = sums.gather(-1, own.view(1, -1, 1).expand(len(kept), -1, 1)).squeeze(-1)
-    return KeptSums(mass=sums[..., -1], weighted=weighted, mixed=sums[..., :d_head])
+    """All sums over kept entries that perturbation and bounds are made of, in one product."""
+    return summands.sums(attention * kept)
 
 
 @dataclass(frozen=True)
@@ -161,6 +183,20 @@ def isolated_perturbation(
     it; `mixed` Σ N A V and `mass` Σ N A over the kept ones.
     """
     return distances(output, projected(mixed / mass.unsqueeze(-1) - whole, slices))
+
+
+def propagated_perturbation(
+    full: Float[Tensor, "head d_head"],
+    evicted: Float[Tensor, "row head d_head"],
+    slices: Float[Tensor, "head d_head d_model"],
+) -> tuple[Float[Tensor, "head d_model"], Distances]:
+    """o_h of the full run, and its distances from what the evicted runs computed (METHOD: propagated), (row, head).
+
+    Output and differences go through one product: subtracting two products would leave their rounding.
+    """
+    vectors = full.to(WORK)
+    both = projected(torch.cat([vectors.unsqueeze(0), evicted.to(WORK) - vectors]), slices)
+    return both[0], distances(both[0], both[1:])
 
 
 def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:

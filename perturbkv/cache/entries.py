@@ -50,7 +50,7 @@ def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_
 
 
 @dataclass(frozen=True, eq=False)
-class Pile:
+class EntryPool:
     """Where the entries of all rows lie: `index` lists their places, segment after segment."""
 
     keys: Float[Tensor, "place d_head"]
@@ -65,11 +65,11 @@ class Pile:
         )
 
 
-def pile(rows: Sequence[KeptEntries]) -> Pile:
+def pool_entries(rows: Sequence[KeptEntries]) -> EntryPool:
     """One pile of all rows; what several share is there once, and what all share is not copied."""
     apart = {id(row.keys): row for row in rows}
     if len(apart) == 1:
-        return Pile(rows[0].keys, rows[0].values, torch.cat([row.index for row in rows]))
+        return EntryPool(rows[0].keys, rows[0].values, torch.cat([row.index for row in rows]))
     keys, values = torch.cat([row.keys for row in apart.values()]), torch.cat([row.values for row in apart.values()])
     starts = dict(zip(apart, accumulate([len(row.keys) for row in apart.values()], initial=0), strict=False))
-    return Pile(keys, values, torch.cat([row.index + starts[id(row.keys)] for row in rows]))
+    return EntryPool(keys, values, torch.cat([row.index + starts[id(row.keys)] for row in rows]))

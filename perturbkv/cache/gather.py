@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.devices import on_device
-from perturbkv.selection.kept_sets import Family
+from perturbkv.selection.kept_sets import RankingGroup
 
 Lengths = list[list[int]]
 """Entries that each kept set of each configuration keeps in one layer."""
@@ -32,23 +32,23 @@ class Kept:
     entries: dict[int, KeptEntries]
 
 
-def lengths(layers: Sequence[Sequence[Family]], configs: int, device: torch.device) -> list[Lengths]:
+def lengths(layers: Sequence[Sequence[RankingGroup]], configs: int, device: torch.device) -> list[Lengths]:
     """Kept entries per kept set, for every layer; the device is waited for once, for all of them."""
-    counts = [(family.budgets.kept + family.budgets.window) for found in layers for family in found]
+    counts = [(group.budgets.kept + group.budgets.window) for found in layers for group in found]
     flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
     numbers = iter(flat)
     result = []
     for found in layers:
         layer: Lengths = [[] for _ in range(configs)]
-        for family in found:
-            for place in family.places:
-                layer[place] = [next(numbers) for _ in range(family.kept_heads)]
+        for group in found:
+            for place in group.places:
+                layer[place] = [next(numbers) for _ in range(group.kept_heads)]
         result.append(layer)
     return result
 
 
 def keep(
-    found: Sequence[Family],
+    found: Sequence[RankingGroup],
     batch: Collection[int],
     lengths: Lengths,
     key: Float[Tensor, "kv_head key d_head"],
@@ -56,12 +56,12 @@ def keep(
 ) -> Kept:
     """The entries that the configurations of `batch` keep of a layer's full cache; copied by who lays them out."""
     masks, order = [], []
-    for family in found:
-        rows = [row for row, place in enumerate(family.places) if place in batch]
+    for group in found:
+        rows = [row for row, place in enumerate(group.places) if place in batch]
         if rows:
-            chosen = slice(None) if len(rows) == len(family.places) else on_device(rows, key.device)
-            masks.append(family.kept_sets(chosen).kept.flatten(0, 1))
-            order += [family.places[row] for row in rows]
+            chosen = slice(None) if len(rows) == len(group.places) else on_device(rows, key.device)
+            masks.append(group.kept_sets(chosen).kept.flatten(0, 1))
+            order += [group.places[row] for row in rows]
     segment, position = _nonzero(torch.cat(masks), sum(sum(lengths[place]) for place in order))
     starts = on_device([start for place in order for start in _starts(len(lengths[place]), *key.shape[:2])], key.device)
     pieces = torch.split(starts[segment] + position, [sum(lengths[place]) for place in order])

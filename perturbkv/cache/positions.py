@@ -41,9 +41,9 @@ def check(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> No
         raise ModelError(msg)
 
 
-def behind(configs: Iterable[EvictionConfig], prompt_tokens: int) -> list[int]:
+def behind(configs: Iterable[EvictionConfig], n: int) -> list[int]:
     """By how much each configuration's next position lies before n: n − min(b, n) in the cache, else 0."""
-    return [prompt_tokens - config.tokens(prompt_tokens) if config.positions == IN_CACHE else 0 for config in configs]
+    return [n - config.kept_entries(n) if config.positions == IN_CACHE else 0 for config in configs]
 
 
 def in_cache(kept: Kept, configs: Sequence[EvictionConfig], frequencies: Float[Tensor, " frequency"]) -> Kept:

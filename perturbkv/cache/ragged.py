@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.cache.entries import KeptEntries, Pile, pile
+from perturbkv.cache.entries import EntryPool, KeptEntries, pool_entries
 from perturbkv.devices import on_device
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
@@ -125,7 +125,7 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block |
     found = sorted(_segments(rows, heads), key=lambda s: (s.group, -s.length, s.row, s.head))
     if not found:
         return blocks
-    kept = pile([entries for entries in rows if entries.rectangle is None])
+    kept = pool_entries([entries for entries in rows if entries.rectangle is None])
     if kernel is None:
         return blocks + [_padded(kept, segments) for segments in _buckets(found, slack)]
     groups = [list(alike) for _, alike in groupby(found, key=lambda s: s.group)]
@@ -160,7 +160,7 @@ def _buckets(found: Sequence[Segment], slack: float) -> list[list[Segment]]:
     return buckets
 
 
-def _padded(kept: Pile, segments: list[Segment]) -> Block:
+def _padded(kept: EntryPool, segments: list[Segment]) -> Block:
     """A block; behind its last entry a segment repeats it, and attention passes over that."""
     longest, device = segments[0].length, kept.keys.device
     lengths = on_device([[segment.length] for segment in segments], device)
@@ -197,7 +197,7 @@ def _places(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tens
     return rows, first + torch.arange(segments[0].group, device=device)
 
 
-def _packed(kept: Pile, segments: list[Segment], kernel: Kernel) -> Packed:
+def _packed(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
     device, begins = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
     starts = on_device(begins, device)
     shift = on_device([segment.start for segment in segments], device) - starts[:-1]

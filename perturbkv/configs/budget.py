@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from perturbkv.errors import BudgetError
 
@@ -57,4 +57,9 @@ def entries(value: int | float, of: int) -> int:
     """How many entries a share (float) of `of` entries is, rounded down; an int is entries already."""
     if isinstance(value, int):
         return value
-    return int(value * of + 1e-9)  # 0.29 * 100 is 28.999… in binary
+    return int(whole_entries(value * of))
+
+
+def whole_entries(shares: Any) -> Any:
+    """Shares of entries rounded down, numbers and tensors alike: ⌊0.29 · 100⌋ is 29, though 28.999… in binary."""
+    return (shares + 1e-9) // 1

@@ -166,7 +166,7 @@ class EvictionConfig:
             )
         raise BudgetError(msg)
 
-    def tokens(self, prompt_tokens: int) -> int:
+    def kept_entries(self, prompt_tokens: int) -> int:
         """Entries kept per head of a prompt of n tokens: min(b, n), and n where n ≤ w, as the window always stays.
 
         Raises BudgetError where n > w and b leaves nothing beside what always stays.

@@ -24,7 +24,7 @@ class Resources:
     Attributes:
         chunk_bytes: working memory of the value norms and of the sums over entries.
         max_bytes: what evicted caches that are decoded together may take; None: half of what weights and full cache do.
-        norm_kernel: how value norms are computed, a key of `norms.NORM_KERNELS`.
+        norm_kernel: how value norms are computed, a key of `scoring.value_norms.NORM_KERNELS`.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -76,7 +76,7 @@ class Shape:
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total."""
         sets = self.heads if config.granularity == "query" else self.kv_heads
-        return self._entries_bytes(sets * config.tokens(tokens))
+        return self._entries_bytes(sets * config.kept_entries(tokens))
 
     def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int) -> int:
         """Bytes that a configuration adds to a batch: its cache with its padding, its tail, what is recorded of it."""

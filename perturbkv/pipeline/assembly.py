@@ -51,7 +51,7 @@ def sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Tensor, batches
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens.tolist(),
         "steps_measured": len(tokens),
-        "evicted": [config.tokens(n) < n for config in run.configs],
+        "evicted": [config.kept_entries(n) < n for config in run.configs],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }
@@ -60,7 +60,7 @@ def sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Tensor, batches
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
     """(config, step, layer, head) from per layer, per step (config, head); noise floors without config."""
-    back = _inverse(order(layers[0].families))
+    back = _inverse(order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
         stacked = stack_on(device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1)
@@ -100,9 +100,9 @@ def kept_arrays(
                 counts[place, layer] = own.repeat(sharing)
                 start += int(own.sum())
     for layer, found in enumerate(layers):
-        for family in found.families:
-            taken = family.budgets.stage1.repeat_interleave(heads // family.kept_heads, dim=1)
-            stage1[list(family.places), layer] = to_numpy(taken, "int64")
+        for group in found.groups:
+            taken = group.budgets.stage1.repeat_interleave(heads // group.kept_heads, dim=1)
+            stage1[list(group.places), layer] = to_numpy(taken, "int64")
     return {
         "kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": np.concatenate(rows)
     }  # fmt: skip

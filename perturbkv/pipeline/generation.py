@@ -20,7 +20,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
-from perturbkv.selection.kept_sets import families
+from perturbkv.selection.kept_sets import ranking_groups
 from perturbkv.selection.policies.base import LayerAttention
 
 _DEFAULT = Resources()
@@ -71,7 +71,7 @@ def read_evicting(
         if whole or not configs:
             rows = [borrow(seen.key, value) for _ in configs]
         else:
-            chosen = families(configs, found.scores(layer), found.tokens)
+            chosen = ranking_groups(configs, found.scores(layer), found.tokens)
             (counts,) = lengths([chosen], len(configs), seen.key.device)
             kept = keep(chosen, range(len(configs)), counts, seen.key, value)
             kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
@@ -173,7 +173,7 @@ def answer(
     compressor = None
     if compress_every is not None:
         compressor = Compressor(
-            adapter, read.cache, configs, compress_every, read.queries, prompt.sample_id, 1, head_scores
+            adapter, read.cache, configs, compress_every, read.queries, prompt.sample_id, 1, resources, head_scores
         )
     check = FiniteCheck()
     full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor, check)

@@ -21,7 +21,7 @@ from perturbkv.pipeline.decoding import StepRecord
 from perturbkv.pipeline.measure import LayerMasks
 from perturbkv.pipeline.prefill import Prefill, layer_norms
 from perturbkv.pipeline.timing import phase
-from perturbkv.selection.kept_sets import Family, KeptSets, families
+from perturbkv.selection.kept_sets import KeptSets, RankingGroup, ranking_groups
 
 _ENTRY_BYTES = 18
 """Of the sums over entries, per entry, head and configuration: masks, weights, and the weights in another order."""
@@ -32,22 +32,22 @@ class LayerResult:
     """One layer of one sample.
 
     Attributes:
-        families: what every configuration keeps.
-        isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `families`' order.
+        groups: what every configuration keeps.
+        isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
         attention: reference attention per step (head, key), where the run saves outputs.
     """
 
-    families: list[Family]
+    groups: list[RankingGroup]
     isolated: list[dict[str, Tensor]]
     attention: list[Tensor]
 
 
-def order(found: Sequence[Family]) -> list[int]:
-    """The configurations as families list them: the same in all layers."""
-    return [place for family in found for place in family.places]
+def order(found: Sequence[RankingGroup]) -> list[int]:
+    """The configurations as groups list them: the same in all layers."""
+    return [place for group in found for place in group.places]
 
 
-def look(
+def measure_layer(
     adapter: Adapter,
     before: Prefill,
     full: Sequence[StepRecord],
@@ -65,23 +65,23 @@ def look(
         for record in full
     ]
     with phase("select"):
-        found = families(configs, before.statistics.scores(layer, attention[0]), n)
+        found = ranking_groups(configs, before.statistics.scores(layer, attention[0]), n)
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
-    summed = theory.quantities(values, norms)
-    steps = [measure.reference(step, summed[:, : step.shape[-1]], slices) for step in attention]
+    summands = theory.stack_summands(values, norms)
+    steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices) for step in attention]
     parts = []
-    for family, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
-        masks = _per_query_head(family.kept_sets(rows), adapter.heads)
-        alphas = on_device([configs[place].alpha for place in family.places[rows]], keys.device, theory.WORK)
+    for group, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
+        masks = _per_query_head(group.kept_sets(rows), adapter.heads)
+        alphas = on_device([configs[place].alpha for place in group.places[rows]], keys.device, theory.WORK)
         parts.append([measure.isolated(step, masks, alphas) for step in steps])
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     return LayerResult(found, isolated, attention if keep_attention else [])
 
 
-def _parts(found: Sequence[Family], entries: int, chunk_bytes: int) -> Iterator[tuple[Family, slice]]:
+def _parts(found: Sequence[RankingGroup], entries: int, chunk_bytes: int) -> Iterator[tuple[RankingGroup, slice]]:
     """As many configurations at once as fit the working memory."""
     size = max(1, chunk_bytes // (_ENTRY_BYTES * entries))
-    return ((family, slice(start, start + size)) for family in found for start in range(0, len(family.places), size))
+    return ((group, slice(start, start + size)) for group in found for start in range(0, len(group.places), size))
 
 
 def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv import theory
+from perturbkv.configs.budget import whole_entries
 from perturbkv.devices import stack_on
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.decoding import StepRecord
-from perturbkv.theory import WORK, Distances
+from perturbkv.theory import WORK, Distances, Summands
 from perturbkv.trace import VARIABLES
 
 Arrays = dict[str, NDArray[Any]]
@@ -38,8 +39,7 @@ class Reference:
 
     Attributes:
         attention: A of the decoding query over the prompt and the tokens decoded so far.
-        summed: `theory.quantities` of these entries.
-        d_head: how many columns of it are V.
+        summands: of these entries.
         whole: Σ A V.
         slices: W_O^h of every head.
         output: o_h = Σ A V W_O^h.
@@ -48,8 +48,7 @@ class Reference:
     """
 
     attention: Float[Tensor, "head key"]
-    summed: Float[Tensor, "kv_head key column"]
-    d_head: int
+    summands: Summands
     whole: Float[Tensor, "1 head d_head"]
     slices: Float[Tensor, "head d_head d_model"]
     output: Float[Tensor, "head d_model"]
@@ -59,17 +58,19 @@ class Reference:
 
 
 def reference(
-    attention: Float[Tensor, "head key"],
-    summed: Float[Tensor, "kv_head key column"],
-    slices: Float[Tensor, "head d_head d_model"],
+    attention: Float[Tensor, "head key"], summands: Summands, slices: Float[Tensor, "head d_head d_model"]
 ) -> Reference:
-    """What the isolated quantities of a layer and step start from; `summed` may be a view of more entries."""
-    d_head = slices.shape[1]
-    everything = theory.kept_sums(attention, summed, torch.ones_like(attention, dtype=torch.bool).unsqueeze(0))
-    smallest, largest = summed[..., d_head:-1].amin(dim=1).flatten(), theory.largest_sums(attention)
-    output = theory.projected(everything.mixed[0], slices)
+    """What the isolated quantities of a layer and step start from; `summands` may be a view of more entries."""
+    everything = summands.sums(attention.unsqueeze(0))
     return Reference(
-        attention, summed, d_head, everything.mixed, slices, output, everything.weighted[0], smallest, largest
+        attention=attention,
+        summands=summands,
+        whole=everything.mixed,
+        slices=slices,
+        output=theory.projected(everything.mixed[0], slices),
+        total=everything.weighted[0],
+        smallest=summands.smallest_norms(),
+        largest=theory.largest_sums(attention),
     )
 
 
@@ -81,13 +82,13 @@ def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, " config
     decoded = given.attention.shape[-1] - masks.kept.shape[-1]
     everything = torch.ones_like(masks.kept[:1])
     both = _with_decoded(torch.cat([everything, masks.kept]), decoded)
-    kept = theory.kept_sums(given.attention, given.summed, both)
-    no_values = given.summed[..., given.d_head :]  # the bounds of stage 1 need no mixture
+    kept = theory.kept_sums(given.attention, given.summands, both)
+    no_values = given.summands.without_values()  # the bounds of stage 1 need no mixture
     stage1 = theory.kept_sums(given.attention, no_values, _with_decoded(masks.stage1, decoded))
     moved = theory.isolated_perturbation(given.whole, kept.mixed, kept.mass, given.slices, given.output)
     own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
     limits = theory.bounds(given.total, given.smallest, own, stage1)
-    counts = torch.floor(alphas.unsqueeze(-1) * masks.kept.sum(dim=-1) + 1e-9).to(torch.int64)
+    counts = whole_entries(alphas.unsqueeze(-1) * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
         **_floors("noise_floor_isolated", moved, given.output, WORK),
         **_configurations("perturbation_isolated", moved),
@@ -150,10 +151,9 @@ def _heads(
     full: Float[Tensor, "1 head d_head"],
     evicted: Float[Tensor, "row head d_head"],
 ) -> dict[str, Tensor]:
-    """One layer's perturbation; the full output goes through the same product as the differences from it."""
-    slices, vectors = theory.head_slices(adapter.output_projection(layer), adapter.heads), full.to(WORK)
-    both = theory.projected(torch.cat([vectors, evicted.to(WORK) - vectors]), slices)
-    output, moved = both[0], theory.distances(both[0], both[1:])
+    """One layer's perturbation, its noise floor, and the norms of the full output."""
+    slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
+    output, moved = theory.propagated_perturbation(full[0], evicted, slices)
     return (
         _floors("noise_floor", moved, output, adapter.dtype)
         | _configurations("perturbation_propagated", moved)

@@ -21,7 +21,6 @@ from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerAttention, Votes
 from perturbkv.selection.ranking import LayerStatistics, Scores
-from perturbkv.theory import WORK
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,12 @@ class Statistics:
         return LayerStatistics(
             accumulated=accumulated,
             norms=norms,
-            realised=torch.zeros_like(norms, dtype=WORK) if realised is None else realised[:, : norms.shape[1]],
             kv_heads=self.kv_heads,
             layer=layer,
             layers=self.layers,
             sample=self.sample,
-            head_scores=torch.tensor(self.head_scores, dtype=WORK) if self.head_scores else None,
+            realised=None if realised is None else realised[:, : norms.shape[1]],
+            head_scores=self.head_scores,
         )
 
 

@@ -19,8 +19,9 @@ from perturbkv.cache import positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import IN_CACHE, EvictionConfig
+from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
-from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.pipeline.prefill import layer_norms
 from perturbkv.selection.kept_sets import select
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerAttention
@@ -60,6 +61,7 @@ class Compressor:
         queries: per layer the last queries of the prompt (head, query, d_head), the window's at least.
         sample: the sample's id, for seeds.
         first: row of the first configuration.
+        resources: how value norms are computed.
         head_scores: for headkv.
     """
 
@@ -72,10 +74,11 @@ class Compressor:
         queries: Sequence[Float[Tensor, "head query d_head"]],
         sample: str,
         first: int,
+        resources: Resources,
         head_scores: Sequence[Sequence[float]] = (),
     ) -> None:
         self.adapter, self.cache, self.configs, self.limit = adapter, cache, configs, limit
-        self.sample, self.first, self.head_scores = sample, first, head_scores
+        self.sample, self.first, self.resources, self.head_scores = sample, first, resources, head_scores
         self.window = max(config.window for config in configs)
         rows = first + len(configs)
         self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in queries]
@@ -107,7 +110,8 @@ class Compressor:
         sets = held.entries(row).sets()
         if config.granularity == "query":
             sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
-        view = _RowView(self.adapter, sets, self.queries[layer][row], layer, f"{self.sample}/{generated}")
+        sample = f"{self.sample}/{generated}"
+        view = _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
         places = view.places(kept)
         stays = view.take(places)
@@ -121,7 +125,13 @@ class _RowView:
     """What one row holds in one layer, kept sets of different lengths aligned at their ends, zeros before them."""
 
     def __init__(
-        self, adapter: Adapter, sets: Sequence[tuple[Tensor, Tensor]], queries: Tensor, layer: int, sample: str
+        self,
+        adapter: Adapter,
+        sets: Sequence[tuple[Tensor, Tensor]],
+        queries: Tensor,
+        layer: int,
+        sample: str,
+        resources: Resources,
     ) -> None:
         self.adapter, self.queries, self.layer, self.sample = adapter, queries, layer, sample
         self.keys, self.values = zip(*sets, strict=True)
@@ -130,25 +140,23 @@ class _RowView:
         self.group = adapter.heads // self.sets
         even = len(set(self.lengths)) == 1
         self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
+        self.norms = _aligned([self._norms(part, resources) for part in self.parts], self.longest)
 
     def statistics(self, config: EvictionConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
         """What the selection may look at; kept sets of one length are read at once."""
         window = min(config.window, self.longest)
         vote = registry.build(config.policy).votes(config)
         accumulated = [vote(self._seen(part, str(part.start))) for part in self.parts]
-        norms = [self._norms(part)[:, :-window] for part in self.parts]
-        lengths = torch.tensor(self.lengths, device=norms[0].device)
-        places = torch.arange(self.longest - window, device=norms[0].device)
-        aligned = _aligned(norms, self.longest - window)
+        lengths = torch.tensor(self.lengths, device=self.norms.device)
+        places = torch.arange(self.longest - window, device=self.norms.device)
         return LayerStatistics(
             accumulated=_aligned(accumulated, self.longest - window),
-            norms=aligned,
-            realised=torch.zeros_like(aligned, dtype=theory.WORK),
+            norms=self.norms[:, : self.longest - window],
             kv_heads=self.sets,
             layer=self.layer,
             layers=len(self.adapter.layers),
             sample=self.sample,
-            head_scores=torch.tensor(head_scores, dtype=theory.WORK) if head_scores else None,
+            head_scores=head_scores,
             valid=places >= (self.longest - lengths).unsqueeze(-1),
         )
 
@@ -171,15 +179,13 @@ class _RowView:
         rows = [theory.decode_attention(part.query[:, -1], part.key, part.scale) for part in seen]
         attention = _aligned(rows, self.longest)
         value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
-        value = value.transpose(1, 2)
+        summands = theory.stack_summands(value.transpose(1, 2), self.norms)
+        everything = summands.sums(attention.unsqueeze(0)).mixed
+        stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0))
         slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
-        mask = kept.repeat_interleave(self.group, dim=0).unsqueeze(0)
-        weights = attention.unsqueeze(0)
-        whole, mixed = (theory.weighted_sums(kind, value) for kind in (weights, weights * mask))
-        mass = (weights * mask).sum(dim=-1)
-        output = theory.projected(whole[0], slices)
-        moved = theory.isolated_perturbation(whole, mixed, mass, slices, output)
-        return moved.l1[0], output.abs().sum(dim=-1), mass[0]
+        output = theory.projected(everything[0], slices)
+        moved = theory.isolated_perturbation(everything, stays.mixed, stays.mass, slices, output)
+        return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
 
     def _heads(self, part: slice) -> slice:
         return slice(part.start * self.group, part.stop * self.group)
@@ -189,10 +195,10 @@ class _RowView:
         scale, sample = self.adapter.scale(self.layer), f"{self.sample}/{name}"
         return LayerAttention(self.queries[self._heads(part)], keys, scale, self.layer, sample)
 
-    def _norms(self, part: slice) -> Tensor:
+    def _norms(self, part: slice, resources: Resources) -> Tensor:
         heads, d_head = self._heads(part), self.adapter.d_head
         columns = self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
-        return projected_value_norms(torch.stack(self.values[part]), columns)
+        return layer_norms(torch.stack(self.values[part]), columns, resources)
 
 
 def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:

@@ -33,7 +33,7 @@ from perturbkv.pipeline.assembly import (
 )
 from perturbkv.pipeline.decoding import StepRecord, decode_evicted, decode_full, steps_of_text
 from perturbkv.pipeline.generation import end_tokens, generate
-from perturbkv.pipeline.layer import LayerResult, look
+from perturbkv.pipeline.layer import LayerResult, measure_layer
 from perturbkv.pipeline.prefill import FiniteCheck, Prefill, prefill
 from perturbkv.pipeline.timing import phase
 from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
@@ -91,9 +91,10 @@ def trace_sample(
     with phase("layers"):
         saves = "outputs" in run.save
         layers = [
-            look(adapter, before, full, run.configs, layer, resources, saves) for layer in range(len(adapter.layers))
+            measure_layer(adapter, before, full, run.configs, layer, resources, saves)
+            for layer in range(len(adapter.layers))
         ]
-        kept = lengths([layer.families for layer in layers], len(run.configs), adapter.device)
+        kept = lengths([layer.groups for layer in layers], len(run.configs), adapter.device)
     before.finite.raise_if_not(sample)
     decode = _Decoding(adapter, run, before, full, tokens, question, layers, kept, planned.rows)
     batches = [decode.batch(places) for places in planned.places]
@@ -145,7 +146,7 @@ class _Decoding:
         """One layer's cache: the row that keeps everything, the configurations, and more of the first kind."""
         held, n = self.before.cache.layers[layer], self.before.statistics.tokens
         keys, values = held.keys[0], held.values[0]
-        kept = keep(self.layers[layer].families, set(places), self.kept[layer], keys, values)
+        kept = keep(self.layers[layer].groups, set(places), self.kept[layer], keys, values)
         kept = positions.in_cache(kept, self.run.configs, self.adapter.rotary.inv_freq)
         everything = borrow(keys[:, :n], values[:, :n])
         rows = [everything, *(kept.entries[place] for place in places)]

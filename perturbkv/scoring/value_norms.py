@@ -48,12 +48,12 @@ def check_kernel(kernel: str, device: torch.device) -> None:
     """Raise UnknownNameError for a name not in `NORM_KERNELS`, ConfigError where `triton` cannot run on `device`."""
     if kernel not in NORM_KERNELS:
         raise UnknownNameError(kernel, "norm kernel", NORM_KERNELS)
-    if kernel == "triton" and (why := obstacle(device)):
+    if kernel == "triton" and (why := triton_unavailable_reason(device)):
         msg = f"expected a device that runs the norm kernel 'triton', got '{device}': {why}; {_INSTEAD}"
         raise ConfigError(msg)
 
 
-def obstacle(device: torch.device) -> str:
+def triton_unavailable_reason(device: torch.device) -> str:
     """Why the Triton kernel cannot run on a device; empty where it can, and `auto` takes it on CUDA."""
     if find_spec("triton") is None:
         return "Triton is not installed"
@@ -63,12 +63,12 @@ def obstacle(device: torch.device) -> str:
         return "it is written for CUDA"
     from perturbkv.scoring.kernels import projected_norms
 
-    return projected_norms.obstacle(device)
+    return projected_norms.triton_unavailable_reason(device)
 
 
 def _by_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
     """Whether the Triton kernel is taken. Raises ConfigError where it is asked for and the tensors do not suit it."""
-    if kernel == "chunked" or (kernel == "auto" and (not value.is_cuda or obstacle(value.device))):
+    if kernel == "chunked" or (kernel == "auto" and (not value.is_cuda or triton_unavailable_reason(value.device))):
         return False
     from perturbkv.scoring.kernels import projected_norms
 

@@ -1,8 +1,8 @@
 """Scores and budgets -> which entries stay (METHOD: Select), for all configurations of a layer at once.
 
-What a configuration keeps is written as cutoffs: the entries whose rank lies below them. Configurations that rank alike
-(a `Family`) share their orders, so that one more budget, alpha or policy costs comparisons and no sort. Nothing here
-waits for the device.
+What a configuration keeps is written as cutoffs: the entries whose rank lies below them. Configurations that rank
+alike (a `RankingGroup`) share their orders, so that one more budget, alpha or policy costs comparisons and no sort.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.devices import on_device
 from perturbkv.selection.policies import registry
-from perturbkv.selection.policies.base import Room
+from perturbkv.selection.policies.base import LayerBudget
 from perturbkv.selection.ranking import LayerStatistics, Ranking, Scores, at_ends
 from perturbkv.theory import WORK
 
@@ -61,7 +62,7 @@ class Budgets:
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class RankingGroup:
     """Configurations that rank one layer's entries alike.
 
     Attributes:
@@ -88,7 +89,7 @@ class Family:
         return len(self.first.ranks)
 
     def kept_sets(self, rows: _Rows = slice(None)) -> KeptSets:
-        """Masks of some of the family's configurations, by their place in it."""
+        """Masks of some of the group's configurations, by their place in it."""
         ranks = self.first.ranks
         stage1 = ranks < self.stage1_cut[rows].unsqueeze(-1)
         if self.protects:
@@ -98,12 +99,12 @@ class Family:
         return KeptSets(_with_window(kept, self.budgets.window), _with_window(stage1, self.budgets.window))
 
 
-def families(
+def ranking_groups(
     configs: Sequence[EvictionConfig], scores: Callable[[EvictionConfig], Scores], prompt_tokens: int
-) -> list[Family]:
+) -> list[RankingGroup]:
     """What every configuration keeps in one layer; `scores` gives the layer's scores for a configuration.
 
-    The families, and the configurations in each, come in the same order in all layers.
+    The groups, and the configurations in each, come in the same order in all layers.
 
     Raises BudgetError where a budget leaves nothing beside the window, ConfigError where headkv has no scores.
     """
@@ -113,32 +114,32 @@ def families(
         first = own.first(config)
         alike.setdefault((own, first, own.second(config) or first), []).append(place)
     return [
-        _family(places, [configs[place] for place in places], own, first, second, prompt_tokens)
+        _group(places, [configs[place] for place in places], own, first, second, prompt_tokens)
         for (own, first, second), places in alike.items()
     ]
 
 
 def select(config: EvictionConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
-    """The entries that one configuration keeps in one layer: (kept_head, n). Raises what `families` raises."""
+    """The entries that one configuration keeps in one layer: (kept_head, n). Raises what `ranking_groups` raises."""
     scores = Scores(statistics)
-    (only,) = families([config], lambda _: scores, prompt_tokens)
+    (only,) = ranking_groups([config], lambda _: scores, prompt_tokens)
     found = only.kept_sets()
     return KeptSets(found.kept[0], found.stage1[0])
 
 
-def _family(
+def _group(
     places: Sequence[int],
     configs: Sequence[EvictionConfig],
     scores: Scores,
     first: Ranking,
     second: Ranking,
     prompt_tokens: int,
-) -> Family:
+) -> RankingGroup:
     budgets, begin = _budgets(configs, scores, prompt_tokens), scores.statistics.begin
     protects = any(any(_ends(config, prompt_tokens)) for config in configs)
     steps = [_cuts(first, second, budgets, begin if protects else None, rows) for rows in _steps(len(configs), first)]
     stage1_cut, cut = (torch.cat(kind) for kind in zip(*steps, strict=True))
-    return Family(tuple(places), first, second, budgets, begin, protects, stage1_cut, cut)
+    return RankingGroup(tuple(places), first, second, budgets, begin, protects, stage1_cut, cut)
 
 
 def _steps(configs: int, ranking: Ranking) -> Iterator[slice]:
@@ -199,12 +200,13 @@ def _allocate(
 ) -> Int[Tensor, " kept_head"]:
     """Prefix entries of each kept set: those that always stay, and its part of the others as the policy shares out."""
     statistics, window = scores.statistics, min(config.window, prompt_tokens)
-    given = statistics.head_scores
-    if given is not None:
-        given = given.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
-    room = Room(
+    given = None
+    if statistics.head_scores:
+        by_head = torch.tensor(statistics.head_scores, dtype=WORK)
+        given = by_head.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
+    available = LayerBudget(
         kept_heads=scores.kept_heads(config),
-        kept=config.tokens(prompt_tokens),
+        kept=config.kept_entries(prompt_tokens),
         always=window + first + recent,
         layer=statistics.layer,
         layers=statistics.layers,
@@ -212,12 +214,12 @@ def _allocate(
         heads_in_order=lambda: scores.heads_in_order(config, first, recent),
         head_scores=given,
     )
-    return registry.build(config.policy).allocate(config, room) + first + recent
+    return registry.build(config.policy).allocate(config, available) + first + recent
 
 
 def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
     """Entries before the window that stay because they are first, or recent; no more than the budget in all."""
-    kept, window = config.tokens(prompt_tokens), min(config.window, prompt_tokens)
+    kept, window = config.kept_entries(prompt_tokens), min(config.window, prompt_tokens)
     first = min(config.protected(kept)[0], kept - window)
     recent = min(registry.build(config.policy).recent(config, kept), kept - first)
     return first, max(0, recent - window)
@@ -225,7 +227,7 @@ def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
 
 def _guaranteed(config: EvictionConfig, prompt_tokens: int) -> int:
     """Entries beside those that always stay that stage 1 takes at least."""
-    kept, window = config.tokens(prompt_tokens), min(config.window, prompt_tokens)
+    kept, window = config.kept_entries(prompt_tokens), min(config.window, prompt_tokens)
     return registry.build(config.policy).guaranteed(config, kept, window + sum(_ends(config, prompt_tokens)))
 
 
@@ -235,8 +237,8 @@ def _stage1(
     """Entries that stage 1 takes of `free` beside the `always` kept ones (METHOD: Select)."""
     alpha = on_device([[config.alpha] for config in configs], free.device, WORK)
     total = on_device([[config.split == "total"] for config in configs], free.device)
-    of_prefix = (alpha * free + 1e-9).floor()
-    of_total = ((alpha * (free + always) + 1e-9).floor() - always).clamp(min=0)
+    of_prefix = whole_entries(alpha * free)
+    of_total = (whole_entries(alpha * (free + always)) - always).clamp(min=0)
     return torch.where(total, of_total, of_prefix).to(torch.int64)
 
 

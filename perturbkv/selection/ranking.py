@@ -6,7 +6,7 @@ Equal scores go to the earlier position on every device: orders come from a stab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, reduce_group, seeded
 from perturbkv.theory import WORK
 
@@ -29,28 +30,36 @@ class LayerStatistics:
     Attributes:
         accumulated: Ā per query head.
         norms: ν per query head.
-        realised: A of the first decoding query per query head (only the two of `hindsight` look at it).
         kv_heads: number of key/value heads.
         layer, layers: which of how many.
         sample: the sample's id, for the seed of `random`.
-        head_scores: given scores of all query heads of the model (only `headkv` looks at them).
+        realised: A of the first decoding query per query head; None where it is not known.
+        head_scores: given scores of all query heads of the model, (layer, head); empty where there are none.
         valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
     """
 
     accumulated: Float[Tensor, "head prefix"]
     norms: Float[Tensor, "head prefix"]
-    realised: Float[Tensor, "head prefix"]
     kv_heads: int
     layer: int
     layers: int
     sample: str
-    head_scores: Float[Tensor, "layer head"] | None = None
+    realised: Float[Tensor, "head prefix"] | None = None
+    head_scores: Sequence[Sequence[float]] = ()
     valid: Bool[Tensor, "kept_head prefix"] | None = None
 
     @property
     def prefix(self) -> int:
         """Entries before the window."""
         return self.accumulated.shape[1]
+
+    @property
+    def hindsight(self) -> Float[Tensor, "head prefix"]:
+        """A of the first decoding query. Raises ConfigError where it is not known."""
+        if self.realised is None:
+            msg = "a selection by hindsight looks at the next query, which is not known here; choose another selection"
+            raise ConfigError(msg)
+        return self.realised
 
     @property
     def begin(self) -> Int[Tensor, " #kept_head"]:
@@ -164,12 +173,12 @@ class Scores:
     def hindsight(self, config: EvictionConfig) -> Score:
         """The realised A·ν."""
         kept, given = self.kept_heads(config), self.statistics
-        return self.once(("hindsight", kept), lambda: reduce_group(given.realised * given.norms.to(WORK), kept))
+        return self.once(("hindsight", kept), lambda: reduce_group(given.hindsight * given.norms.to(WORK), kept))
 
     def hindsight_attention(self, config: EvictionConfig) -> Score:
         """The realised A alone."""
         kept = self.kept_heads(config)
-        return self.once(("hindsight attention", kept), lambda: reduce_group(self.statistics.realised, kept))
+        return self.once(("hindsight attention", kept), lambda: reduce_group(self.statistics.hindsight, kept))
 
     def random(self, config: EvictionConfig) -> Score:
         """Uniform numbers that depend on seed, sample and layer alone, not on the device."""

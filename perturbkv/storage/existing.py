@@ -15,7 +15,7 @@ from perturbkv.storage.trace_file import describe_whole, opened
 from perturbkv.trace import VARIABLES
 
 
-class FinishedTrace:
+class ExistingTrace:
     """What a trace file holds, its numbers unread.
 
     Args:
@@ -27,15 +27,15 @@ class FinishedTrace:
         self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
         self._path, self._stamp = path, path.stat().st_mtime_ns
 
-    def part(self, sample_id: str) -> FinishedSample | None:
+    def part(self, sample_id: str) -> ExistingSample | None:
         """The sample; None where it failed or is not there."""
         if sample_id not in self.sample_ids or sample_id in self.failures:
             return None
-        return FinishedSample(self._path, self._stamp, self.sample_ids.index(sample_id), self.labels)
+        return ExistingSample(self._path, self._stamp, self.sample_ids.index(sample_id), self.labels)
 
 
 @dataclass(frozen=True)
-class FinishedSample:
+class ExistingSample:
     """A complete sample of a trace file, at `place` along its `sample` axis; a part of the sample to be."""
 
     path: Path

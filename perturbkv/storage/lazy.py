@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class LaterArrays(Mapping[str, NDArray[np.generic]]):
+class LazyArrays(Mapping[str, NDArray[np.generic]]):
     """Name -> array: `held` at once, `later` through `read`, which is called once per name."""
 
     def __init__(

@@ -79,7 +79,7 @@ def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[st
     return SampleTrace(samples[0].sample_id, arrays | _kept(samples, order))
 
 
-def as_it_is(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace | None:
+def single_whole_part(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace | None:
     """The only part, where it holds all of `labels` in this order and no kept position too many: nothing to copy."""
     (sample, held), *others = parts
     kept = (sample.arrays[name] for name in ("kept_offset", "kept_count"))

@@ -23,7 +23,7 @@ from perturbkv.storage.coordinates import (
     check_shapes,
 )
 from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.lazy import LaterArrays
+from perturbkv.storage.lazy import LazyArrays
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import RAGGED_AXES, VARIABLES, FailedSample, SampleTrace, Trace, axis_lengths
 
@@ -176,7 +176,7 @@ def read_trace(path: Path) -> Trace:
         attrs = _provenance_of(file)
     digest = _digest(path)
     later = [name for name in names if _is_large(name)]
-    held = LaterArrays(arrays, later, _read_later(path))
+    held = LazyArrays(arrays, later, _read_later(path))
     return Trace(run, ids, held, failures, attrs, str(path), digest)
 
 

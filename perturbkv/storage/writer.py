@@ -8,10 +8,10 @@ from pathlib import Path
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.storage.existing import FinishedSample, FinishedTrace
+from perturbkv.storage.existing import ExistingSample, ExistingTrace
 from perturbkv.storage.files import clear_leftovers, written_whole
 from perturbkv.storage.journal import Entry, Journal, journal_path
-from perturbkv.storage.merge import FULL_RUN, Shapes, as_it_is, check_same_run, disjoint, join, joined_shapes
+from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
 from perturbkv.storage.trace_file import describe_whole, read_run, write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -145,13 +145,13 @@ class TraceWriter:
             if not same:
                 self.path.unlink()
 
-    def _finished_trace(self) -> FinishedTrace | None:
+    def _finished_trace(self) -> ExistingTrace | None:
         """The trace that is there; None where there is none."""
         clear_leftovers(self.path)
         if not self.path.exists():
             return None
         self._check_extends(read_run(self.path), self.path)
-        return FinishedTrace(self.path)
+        return ExistingTrace(self.path)
 
     def _journal_entries(self) -> dict[str, list[Entry]]:
         """Sample -> what the journal holds of this run, older parts before newer ones."""
@@ -167,10 +167,10 @@ class TraceWriter:
         return found
 
     def _extends(self, run: RunConfig | None) -> bool:
-        return run is not None and not obstacles(self.run, run)
+        return run is not None and not differing_fields(self.run, run)
 
     def _check_extends(self, run: RunConfig, where: Path) -> None:
-        fields = obstacles(self.run, run)
+        fields = differing_fields(self.run, run)
         if fields:
             msg = (
                 f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}; use another "
@@ -178,7 +178,7 @@ class TraceWriter:
             )
             raise TraceError(msg)
 
-    def _parts(self, name: str) -> list[FinishedSample | Entry]:
+    def _parts(self, name: str) -> list[ExistingSample | Entry]:
         """What is there of a sample, each configuration once, older parts before newer ones."""
         old = self._old.part(name) if self._old else None
         entries = [entry for entry in self._entries.get(name, []) if entry.reason is None]
@@ -209,10 +209,10 @@ class TraceWriter:
         if self._missing_of(name):
             return FailedSample(name, str(self._reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
-        return as_it_is(parts, list(self._configs)) or join(parts, list(self._configs))
+        return single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))
 
 
-def obstacles(run: RunConfig, held: RunConfig) -> list[str]:
+def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
     """Fields in which `held` differs so that it cannot be extended to `run`; none where it is a part of it."""
     may_grow = {
         "samples": held.samples <= run.samples,

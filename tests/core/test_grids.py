@@ -107,10 +107,10 @@ def test_what_is_protected_is_entries_or_a_share_of_the_budget() -> None:
 
 def test_protection_that_leaves_nothing_of_a_share_is_found_with_the_prompt() -> None:
     (found,) = grid(0.1, protect_first=20)
-    assert found.tokens(600) == 60
+    assert found.kept_entries(600) == 60
     with pytest.raises(BudgetError, match="budget 0.1 of 500 tokens keeps 50 .* the first 20 and the last 32"):
-        found.tokens(500)
-    assert found.tokens(30) == 30, "a prompt inside the window stays whole"
+        found.kept_entries(500)
+    assert found.kept_entries(30) == 30, "a prompt inside the window stays whole"
 
 
 @pytest.mark.parametrize(

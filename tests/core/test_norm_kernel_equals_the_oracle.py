@@ -124,7 +124,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def anywhere(marked: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CUDA runs the kernel, and tensors are made of a shape and a device alone, so that it needs not be there."""
-    monkeypatch.setattr(projected_norms, "obstacle", lambda device: "")
+    monkeypatch.setattr(projected_norms, "triton_unavailable_reason", lambda device: "")
     with FakeTensorMode():
         yield
 
@@ -147,7 +147,7 @@ def test_auto_is_triton_on_cuda_where_it_runs(dtype: torch.dtype, monkeypatch: p
     value, w_o = layer(CUDA, dtype)
     assert value_norms.projected_value_norms(value, w_o) is TRITON
     assert value_norms.projected_value_norms(value, w_o, kernel="chunked") is CHUNKED
-    monkeypatch.setattr(projected_norms, "obstacle", lambda device: "no C compiler")
+    monkeypatch.setattr(projected_norms, "triton_unavailable_reason", lambda device: "no C compiler")
     assert value_norms.projected_value_norms(value, w_o) is CHUNKED
 
 
@@ -195,7 +195,7 @@ def test_other_devices_and_a_missing_triton_are_named(monkeypatch: pytest.Monkey
 
 
 def test_what_keeps_the_kernel_from_running_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = projected_norms.obstacle.__wrapped__
+    tried = projected_norms.triton_unavailable_reason.__wrapped__
     assert tried(DEVICE) == ""
 
     def fail(value: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_what_keeps_the_kernel_from_running_is_told_in_one_line(monkeypatch: pyt
         raise RuntimeError(msg)
 
     monkeypatch.setattr(projected_norms, "projected_value_norms", fail)
-    monkeypatch.setattr(projected_norms, "obstacle", lambda device: tried(DEVICE))
+    monkeypatch.setattr(projected_norms, "triton_unavailable_reason", lambda device: tried(DEVICE))
     with pytest.raises(
         ConfigError, match="got 'cuda': RuntimeError: no C compiler and .*choose auto or chun"
     ) as caught:

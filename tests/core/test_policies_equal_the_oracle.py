@@ -10,7 +10,7 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.policies import h2o, registry
-from perturbkv.selection.policies.base import LayerAttention, Room, apportion
+from perturbkv.selection.policies.base import LayerAttention, LayerBudget, apportion
 from perturbkv.selection.policies.headkv import head_budgets
 from perturbkv.selection.policies.pyramidkv import layer_budgets, whole_budgets
 from tests.oracle import policies as naive
@@ -66,11 +66,11 @@ def test_random_votes_depend_on_seed_sample_and_layer_alone() -> None:
     assert first.unique().numel() == first.numel()
 
 
-def room(scores: torch.Tensor, kept: int, prefix: int) -> Room:
+def room(scores: torch.Tensor, kept: int, prefix: int) -> LayerBudget:
     """One layer whose entries are put in order one by one."""
     heads, entries = scores.shape
     order = sorted((-float(scores[head, place]), place, head) for head in range(heads) for place in range(entries))
-    return Room(heads, kept, 5, 0, 1, prefix, lambda: torch.tensor([head for _, _, head in order]))
+    return LayerBudget(heads, kept, 5, 0, 1, prefix, lambda: torch.tensor([head for _, _, head in order]))
 
 
 shares = st.lists(st.integers(0, 400).map(lambda tenth: tenth / 10), min_size=1, max_size=9)
@@ -166,7 +166,7 @@ def test_every_policy_stands_in_one_row_of_the_table() -> None:
 def test_a_guaranteed_share_comes_first_and_the_layers_largest_fill_the_rest() -> None:
     """Head 0 has the ten largest scores: a mixture leaves head 1 its share of 8 · 0.5, a guarantee 10 · 0.5 − 2."""
     scores = torch.stack([torch.arange(40.0, 20, -1), torch.arange(20.0, 0, -1)])
-    given = Room(2, 10, 2, 0, 1, 20, room(scores, 10, 20).heads_in_order)
+    given = LayerBudget(2, 10, 2, 0, 1, 20, room(scores, 10, 20).heads_in_order)
     for safeguard, budgets in (("mixture", [12, 4]), ("guaranteed", [13, 3])):
         chosen = config("adakv", 10, window=2, floor=0.5, safeguard=safeguard)
         assert registry.build("adakv").allocate(chosen, given).tolist() == budgets

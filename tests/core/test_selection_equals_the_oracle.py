@@ -34,9 +34,9 @@ def statistics(heads: int, kv_heads: int, n: int, window: int, seed: int, ties: 
     if ties:
         attention, norms = np.round(attention * 8) / 8, np.round(norms)
     realised = generator.random((heads, prefix))
-    made = (torch.from_numpy(array) for array in (attention, norms, realised))
-    scores = torch.from_numpy(generator.integers(1, 9, (LAYERS, heads)).astype(float))
-    return LayerStatistics(*made, kv_heads=kv_heads, layer=1, layers=LAYERS, sample="s", head_scores=scores)
+    accumulated, value_norms, known = (torch.from_numpy(array) for array in (attention, norms, realised))
+    scores = generator.integers(1, 9, (LAYERS, heads)).astype(float).tolist()
+    return LayerStatistics(accumulated, value_norms, kv_heads, 1, LAYERS, "s", known, scores)
 
 
 def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, ties: bool = False) -> None:
@@ -45,12 +45,12 @@ def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, 
         chosen,
         given_statistics.accumulated.numpy(),
         given_statistics.norms.numpy(),
-        given_statistics.realised.numpy(),
+        given_statistics.hindsight.numpy(),
         n,
         kv_heads,
         given_statistics.layer,
         LAYERS,
-        given_statistics.head_scores.tolist(),
+        given_statistics.head_scores,
     )
     found = select(chosen, given_statistics, n)
     sharing = heads // len(found.kept)
@@ -212,7 +212,7 @@ def test_random_depends_on_seed_sample_and_layer_alone() -> None:
 
 
 def test_headkv_without_scores_says_where_to_get_them() -> None:
-    bare = dataclasses.replace(statistics(4, 2, 50, 6, seed=1), head_scores=None)
+    bare = dataclasses.replace(statistics(4, 2, 50, 6, seed=1), head_scores=())
     with pytest.raises(ConfigError, match="--head-scores"):
         select(config(policy="headkv"), bare, 50)
 

@@ -34,7 +34,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.tokenization import ByteTokenizer
 from perturbkv.pipeline.prefill import prefill
-from perturbkv.selection.kept_sets import families
+from perturbkv.selection.kept_sets import ranking_groups
 from perturbkv.selection.policies import registry
 from tests.support.models import tiny_model, token_ids
 
@@ -92,8 +92,8 @@ def we_keep(adapter: Adapter, configs: Sequence[EvictionConfig], ids: Sequence[i
     read = prefill(adapter, ids, configs, Resources(), "s").statistics
     found: list[list[Tensor]] = [[] for _ in configs]
     for layer in range(len(adapter.layers)):
-        for family in families(configs, read.scores(layer), len(ids)):
-            for place, kept in zip(family.places, family.kept_sets().kept, strict=True):
+        for group in ranking_groups(configs, read.scores(layer), len(ids)):
+            for place, kept in zip(group.places, group.kept_sets().kept, strict=True):
                 found[place].append(kept)
     return found
 

@@ -214,8 +214,8 @@ def under(mode: Waiting, function: Callable[..., Any]) -> Callable[..., Any]:
 def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head scores and PyramidKV's line are worked out on the host, where there is nothing to wait for."""
     configs = tuple(config for config in sweep() if config.policy not in ("headkv", "pyramidkv", "random"))
-    modes = {name: Waiting() for name in ("look", "evict", "decode", "measure")}
-    monkeypatch.setattr(samples, "look", under(modes["look"], samples.look))
+    modes = {name: Waiting() for name in ("measure_layer", "evict", "decode", "measure")}
+    monkeypatch.setattr(samples, "measure_layer", under(modes["measure_layer"], samples.measure_layer))
     monkeypatch.setattr(samples._Decoding, "_evict", under(modes["evict"], samples._Decoding._evict))
     monkeypatch.setattr(samples, "decode_evicted", under(modes["decode"], samples.decode_evicted))
     monkeypatch.setattr(samples, "decode_full", under(modes["decode"], samples.decode_full))

@@ -8,9 +8,11 @@ import torch
 
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import EncodedPrompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import generation
 from perturbkv.pipeline.generation import answer, read_evicting
 from perturbkv.pipeline.recompression import mean_entries
 from perturbkv.selection.policies import registry
@@ -143,8 +145,6 @@ def test_compressions_equal_the_naive_runs(policy: str, fields: dict[str, int]) 
 
 
 def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    from perturbkv.pipeline import generation
-
     held: list[list[float]] = []
     original = generation._next
 
@@ -168,6 +168,26 @@ def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest
         assert one.after == BUDGET
         assert ((one.retained_mass > 0) & (one.retained_mass <= 1 + 1e-12)).all()
         assert torch.isfinite(one.perturbation).all()
+
+
+def test_every_value_norm_is_computed_as_the_run_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a compression too: with another kernel or another bound of memory they would be other numbers."""
+    from perturbkv.pipeline import prefill
+
+    asked: list[tuple[int, str]] = []
+    original = prefill.projected_value_norms
+
+    def noted(value, w_o, chunk_bytes, kernel):  # type: ignore[no-untyped-def]
+        asked.append((chunk_bytes, kernel))
+        return original(value, w_o, chunk_bytes, kernel)
+
+    monkeypatch.setattr(prefill, "projected_value_norms", noted)
+    monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
+    adapter = tiny_adapter()
+    resources = Resources(chunk_bytes=4096, norm_kernel="chunked")
+    found = answer(adapter, PROMPT, (config("snapkv"),), TOKENS, compress_every=LIMIT, resources=resources)
+    assert len(asked) == len(adapter.layers) * (1 + len(found.compressions)) > len(adapter.layers)
+    assert set(asked) == {(4096, "chunked")}
 
 
 def test_a_long_prompt_is_compressed_while_it_is_read() -> None:

@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from perturbkv.cache import positions, ragged
 from perturbkv.cache.compact import CompactCache
-from perturbkv.cache.entries import KeptEntries, pile
+from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -200,12 +200,12 @@ def test_entries_that_rows_share_are_piled_once() -> None:
         KeptEntries(own, -own, torch.tensor([2, 0]), [2]),
         KeptEntries(shared, -shared, torch.tensor([9]), [1]),
     ]
-    made = pile(rows)
+    made = pool_entries(rows)
     assert len(made.keys) == 13
     keys, values = made.take(torch.arange(5))
     assert keys.tolist() == [[14, 15], [2, 3], [104, 105], [100, 101], [18, 19]]
     assert torch.equal(values, -keys)
-    assert pile(rows[::2]).keys is shared
+    assert pool_entries(rows[::2]).keys is shared
 
 
 @pytest.mark.parametrize("prompt", [14, LENGTH])

@@ -18,7 +18,7 @@ from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
 from tests.support.traces import KEPT, run_config, sample_trace
 
-FORMAT = (Path(perturbkv.__file__).parent / "FORMAT.md").read_text()
+FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
 GOLDEN = Path(__file__).parent / "golden" / "trace-v1.h5"
 GOLDEN_2 = GOLDEN.with_name("measured-v2.h5")
 

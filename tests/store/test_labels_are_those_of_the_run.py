@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.existing import FinishedTrace
+from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.trace_file import describe, read_trace
 from tests.store.test_a_trace_file_keeps_its_word import GOLDEN, write
@@ -104,7 +104,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("spoil", "words"), SPOILT)
-@pytest.mark.parametrize("read", [read_trace, describe, FinishedTrace])
+@pytest.mark.parametrize("read", [read_trace, describe, ExistingTrace])
 def test_a_file_whose_axes_are_not_its_runs_is_refused(
     tmp_path: Path, read: Callable[[Path], object], spoil: Callable[[h5py.File], None], words: str
 ) -> None:

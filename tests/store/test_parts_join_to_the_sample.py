@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.merge import as_it_is, join, joined_shapes, kept_entries
+from perturbkv.storage.merge import join, joined_shapes, kept_entries, single_whole_part
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, sample_trace
 
@@ -86,11 +86,11 @@ def test_equal_offsets_stay_equal_whatever_heads_share_them() -> None:
 
 def test_a_sample_in_one_part_is_not_copied_unless_it_has_to_be() -> None:
     whole = ragged(sample_trace(configs=3, steps=1, layers=2, heads=4), 1, 2)
-    assert as_it_is([(whole, ["a", "b", "c"])], ["a", "b", "c"]) is whole
-    assert as_it_is([(whole, ["a", "b", "c"])], ["b", "a", "c"]) is None
-    assert as_it_is([(cut(whole, [0]), ["a"]), (cut(whole, [1, 2]), ["b", "c"])], ["a", "b", "c"]) is None
+    assert single_whole_part([(whole, ["a", "b", "c"])], ["a", "b", "c"]) is whole
+    assert single_whole_part([(whole, ["a", "b", "c"])], ["b", "a", "c"]) is None
+    assert single_whole_part([(cut(whole, [0]), ["a"]), (cut(whole, [1, 2]), ["b", "c"])], ["a", "b", "c"]) is None
     position = np.append(whole.arrays["kept_position"], [7, 7])
-    assert as_it_is([(with_arrays(whole, kept_position=position), ["a", "b", "c"])], ["a", "b", "c"]) is None
+    assert single_whole_part([(with_arrays(whole, kept_position=position), ["a", "b", "c"])], ["a", "b", "c"]) is None
 
 
 def test_positions_that_no_head_keeps_are_left_behind_and_not_counted() -> None:

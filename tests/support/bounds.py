@@ -11,8 +11,8 @@ def quantities(
     attention: Tensor, norms: Tensor, value: Tensor, w_o: Tensor, kept: Tensor, stage1: Tensor
 ) -> tuple[theory.Bounds, Tensor]:
     """Bounds, and the isolated perturbation (config, head)."""
-    summed = theory.quantities(value, norms)
-    stays, first = (theory.kept_sums(attention, summed, mask) for mask in (kept, stage1))
+    summands = theory.stack_summands(value, norms)
+    stays, first = (theory.kept_sums(attention, summands, mask) for mask in (kept, stage1))
     whole = theory.weighted_sums(attention.unsqueeze(0), value)
     limits = theory.bounds((attention * norms).sum(dim=-1), norms.amin(dim=-1), stays, first)
     slices = theory.head_slices(w_o, len(attention))

@@ -115,7 +115,7 @@ def unsuited(value: Tensor, w_o: Tensor) -> str:
 
 
 @functools.cache
-def obstacle(device: torch.device) -> str:
+def triton_unavailable_reason(device: torch.device) -> str:
     """Why the kernel cannot run on a device, such as a missing C compiler or too little memory; empty where it can.
 
     It is tried once, on one entry of the largest head, whose tile needs most shared memory.

@@ -22,7 +22,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.budget import entries
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.policies.base import Policy, Room, apportion
+from perturbkv.selection.policies.base import LayerBudget, Policy, apportion
 
 
 class AdaKV(Policy):
@@ -32,11 +32,11 @@ class AdaKV(Policy):
         """⌊floor · b⌋ less what always stays, with the safeguard of that name."""
         return max(0, entries(float(config.floor), kept) - always) if config.safeguard == "guaranteed" else 0
 
-    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+    def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Each head's count among the layer's largest scores, safeguarded."""
-        heads, mean, order = room.kept_heads, room.free, room.heads_in_order()
+        heads, mean, order = available.kept_heads, available.free, available.heads_in_order()
         if config.safeguard == "guaranteed":
-            return beyond(order, heads, mean, self.guaranteed(config, room.kept, room.always))
+            return beyond(order, heads, mean, self.guaranteed(config, available.kept, available.always))
         counts = _count(order[: heads * mean], heads)
         return apportion((1 - config.floor) * counts + config.floor * mean, heads * mean)
 

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.scoring.window_attention import window_attention
 
@@ -56,7 +57,7 @@ class WindowVotes:
 
 
 @dataclass(frozen=True)
-class Room:
+class LayerBudget:
     """What budgets may look at in one layer.
 
     Attributes:
@@ -105,9 +106,9 @@ class Policy:
         """Entries beside the `always` kept ones that stage 1 takes at least in every kept set, of `kept` in all."""
         return 0
 
-    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+    def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Entries per kept set of one layer beside those that always stay; on the CPU where no score was looked at."""
-        return room.uniform(room.free)
+        return available.uniform(available.free)
 
 
 def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:
@@ -117,7 +118,7 @@ def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = No
     first; what a full place cannot take goes on in the same order. Without `most` nothing waits for the device, and
     the shares add up to `total`.
     """
-    counts = (shares + 1e-9).floor()
+    counts: Tensor = whole_entries(shares)
     fractions = (shares - counts).clamp(min=0).round(decimals=9)
     order = fractions.sort(descending=True, stable=True).indices
     counts = counts.to(torch.int64)
@@ -125,8 +126,8 @@ def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = No
         return counts.scatter_add(0, order, _ones(total - counts.sum(), order))
     counts, wanted = counts.clamp(max=most), min(total, most * len(shares))
     while (left := wanted - int(counts.sum())) > 0:
-        room = order[counts[order] < most]
-        counts[room[:left]] += 1
+        open_places = order[counts[order] < most]
+        counts[open_places[:left]] += 1
     return counts
 
 

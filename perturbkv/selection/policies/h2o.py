@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.scoring.window_attention import causal_rows
 from perturbkv.selection.policies.base import LayerAttention, Policy, Votes
@@ -57,4 +58,4 @@ class H2O(Policy):
 
     def recent(self, config: EvictionConfig, kept: int) -> int:
         """⌊recent · b⌋ entries, at least the window and what is protected."""
-        return max(super().recent(config, kept), int(config.recent * kept + 1e-9))
+        return max(super().recent(config, kept), int(whole_entries(config.recent * kept)))

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.selection.policies.base import Policy, Room, apportion
+from perturbkv.selection.policies.base import LayerBudget, Policy, apportion
 
 
 class HeadKV(Policy):
     """Window votes, budgets by given head scores."""
 
-    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+    def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """The layer's row of the whole model's budgets."""
-        if room.head_scores is None:
+        if available.head_scores is None:
             msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv head-scores` writes"
             raise ConfigError(msg)
-        budgets = head_budgets(room.head_scores, room.free, room.prefix, config.head_beta)
-        return budgets[room.layer]
+        budgets = head_budgets(available.head_scores, available.free, available.prefix, config.head_beta)
+        return budgets[available.layer]
 
 
 def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:

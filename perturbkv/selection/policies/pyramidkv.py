@@ -23,20 +23,23 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.policies.base import Policy, Room, apportion
+from perturbkv.selection.policies.base import LayerBudget, Policy, apportion
 
 
 class PyramidKV(Policy):
     """Window votes, budgets by layer."""
 
-    def allocate(self, config: EvictionConfig, room: Room) -> Int[Tensor, " kept_head"]:
+    def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """The layer's place on the line, for every kept set."""
         if config.pyramid_line == "total":
-            most = room.prefix + room.always - config.window
-            budgets = whole_budgets(room.kept, most, room.always, room.layers, config.pyramid_beta) - room.always
+            most = available.prefix + available.always - config.window
+            budgets = (
+                whole_budgets(available.kept, most, available.always, available.layers, config.pyramid_beta)
+                - available.always
+            )
         else:
-            budgets = layer_budgets(room.free, room.prefix, room.layers, config.pyramid_beta)
-        return budgets[room.layer].expand(room.kept_heads)
+            budgets = layer_budgets(available.free, available.prefix, available.layers, config.pyramid_beta)
+        return budgets[available.layer].expand(available.kept_heads)
 
 
 def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
