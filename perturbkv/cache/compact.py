@@ -110,13 +110,20 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         """Tokens seen so far, evicted ones included: the next token's position."""
         return self.seen + self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset for transformers' mask, which attention over a CompactCache does not read."""
-        return self.get_seq_length() + query_length, 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and offset for transformers' mask, which attention over a CompactCache does not read.
+
+        Older transformers hand over the queries' positions instead of their number.
+        """
+        queries = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return self.get_seq_length() + queries, 0
 
     def get_max_length(self) -> int:
         """No maximum."""
         return -1
+
+    get_max_cache_shape = get_max_length
+    """Its name in older transformers."""
 
     @property
     def nbytes(self) -> int:

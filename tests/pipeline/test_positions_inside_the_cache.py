@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from perturbkv.cache import positions, ragged
 from perturbkv.cache.compact import CompactCache
-from perturbkv.cache.entries import KeptEntries
+from perturbkv.cache.entries import KeptEntries, pool_entries
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -193,7 +193,7 @@ def test_a_cache_says_where_the_next_tokens_of_each_row_stand() -> None:
     assert cache.behind == [0, 0, LENGTH - 12]
 
 
-def test_entries_that_rows_share_are_piled_once() -> None:
+def test_entries_that_rows_share_are_pooled_once() -> None:
     shared, own = torch.arange(20.0).view(10, 2), torch.arange(100.0, 106.0).view(3, 2)
     rows = [
         KeptEntries(shared, -shared, torch.tensor([7, 1]), [2]),
