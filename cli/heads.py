@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -33,7 +32,7 @@ def heads(
     if study is None:
         return
     results = _compare(study, names, distance)
-    _draw(study, results)
+    _draw(study, results, names)
     study.finish({"comparisons": [result.to_dict() for result in results]}, lambda: _print(results))
 
 
@@ -47,19 +46,55 @@ def _compare(study: Study, names: list[str], distance: str) -> list[HeadComparis
     return [summarise(study.trace, *pair, step=study.look.step, distance=distance) for pair in found]
 
 
-def _draw(study: Study, results: list[HeadComparison]) -> None:
-    from perturbkv.analyses.naming import selection
-    from perturbkv.figures.heads import draw
+def _draw(study: Study, results: list[HeadComparison], names: list[str]) -> None:
+    """Of one pair its own figure; of many one figure with a panel for each, named after what they compare."""
+    from perturbkv.analyses.identity import identity
+    from perturbkv.figures import head_panels
+    from perturbkv.figures import heads as scatter
 
-    for number, result in enumerate(results):
-        stem = study.name if len(results) == 1 else f"{study.name}-{number + 1}-{selection(result.treatment)}"
-        study.save(draw(result, study.width_mm), result.identity, stem)
+    if len(results) == 1:
+        study.save(scatter.draw(results[0], study.width_mm), results[0].identity, study.name)
+        return
+    labels = dict.fromkeys(label for result in results for label in (result.baseline, result.treatment))
+    shown = identity(study.trace, list(labels), study.look.step)
+    stem = "-".join([study.name, *names]).replace(":", "-")
+    study.save(head_panels.draw(results, shown, study.width_mm), shown, stem)
 
 
 def _print(results: list[HeadComparison]) -> None:
-    for baseline, compared in groupby(results, key=lambda result: result.baseline):
-        _print_group(baseline, list(compared))
-    console.say(_caption(results[0]))
+    if len(results) == 1:
+        _print_group(results[0].baseline, results)
+    else:
+        _print_pairs(results)
+    console.say(_caption(results[0], pairs=len(results) > 1))
+
+
+def _print_pairs(results: list[HeadComparison]) -> None:
+    """One table over all pairs, a row for each kind of perturbation; summary.json holds the rest."""
+    from perturbkv.analyses.distances import DISTANCES
+    from perturbkv.analyses.naming import common, folded, setting, short
+
+    settings = [setting(result.baseline) for result in results]
+    console.say(f"\nbaseline {_baselines(results)} · {common(settings)}")
+    rows = []
+    for result, words in zip(results, short(settings), strict=True):
+        rows.append([_name(result), numbers.held(result.held[1]), "isol.", *_short_row(result.isolated)])
+        rows.append([folded(words, 20), "", "prop.", *_short_row(result.propagated)])
+    columns = ["treatment", "#held /\nfull", "", "#share\nbetter", "#Σ over\nbaseline's", "#beyond\nchance\n+ / −"]
+    console.table(f"isolated and propagated perturbation, {DISTANCES[results[0].distance]}", columns, rows)
+
+
+def _baselines(results: list[HeadComparison]) -> str:
+    """The selections, or policies and selections, of all baselines."""
+    return ", ".join(dict.fromkeys(result.baseline.split(" ")[0] for result in results))
+
+
+def _short_row(measured: HeadKind) -> list[str]:
+    return [
+        numbers.percent(measured.better_share, measured.better_share_interval),
+        numbers.decimal(measured.sum_ratio, measured.sum_ratio_interval),
+        f"{measured.decided.better}/{measured.decided.worse}",
+    ]
 
 
 def _print_group(baseline: str, results: list[HeadComparison]) -> None:
@@ -101,13 +136,24 @@ def _row(measured: HeadKind) -> list[str]:
     ]
 
 
-def _caption(result: HeadComparison) -> str:
+def _caption(result: HeadComparison, pairs: bool = False) -> str:
     floor = numbers.about_floor(result.propagated.floor_relative_median)
     power = numbers.about_power(result.propagated.decided)
+    own = (
+        "Isol., prop.: isolated and propagated."
+        if pairs
+        else "+ / = / −: heads whose mean over samples is better, tied, worse than the baseline's."
+    )
+    more = (
+        ""
+        if pairs
+        else (
+            "; half of Σ in: the share of heads that carries half of the baseline's. σ ≤ 0.5: heads that are no evidence "
+            "for Theorem 3"
+        )
+    )
     return (
-        f"{numbers.about_intervals(result.identity.samples)} + / = / −: heads whose mean over samples is better, tied, "
-        f"worse than the baseline's. {numbers.ABOUT_TIES} Beyond chance: {power} "
-        "Share better: mean over samples of each sample's share of heads. Σ: of all heads; "
-        "half of Σ in: the share of heads that carries half of the baseline's. σ ≤ 0.5: heads that are no evidence for "
-        f"Theorem 3. {numbers.ABOUT_HELD} {floor}"
+        f"{numbers.about_intervals(result.identity.samples)} {own} {numbers.ABOUT_TIES} Beyond chance: {power} "
+        f"Share better: mean over samples of each sample's share of heads. Σ: of all heads{more}. {numbers.ABOUT_HELD} "
+        f"{floor}"
     )

@@ -11,12 +11,14 @@ import matplotlib as mpl
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, Colormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.intervals import LEAST, Scalar, median_level
+from perturbkv.figures import ticks
 
 COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
@@ -78,6 +80,12 @@ def number(value: float, digits: int = 2) -> str:
     return "–" if np.isnan(value) else f"{value:.{digits}f}"
 
 
+def ratio(value: float, interval: Scalar) -> str:
+    """A ratio with its interval, or its range: '0.71 [0.65, 0.78]'; fewer digits from 10 on."""
+    digits = 1 if value >= 10 else 2
+    return number(value, digits) + ("" if np.isnan(value) else ends(interval, lambda end: number(end, digits)))
+
+
 def bars(value: float, interval: Scalar) -> list[list[float]] | None:
     """An interval as matplotlib's error bars want it; None where there is none."""
     return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
@@ -89,11 +97,22 @@ def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
-    """Logarithmic axes, where anything positive is drawn on them: an axis of zeros alone stays linear."""
+    """Logarithmic axes with plain numbers, where anything positive is drawn on them: zeros alone stay linear."""
     if x and np.isfinite(axes.dataLim.minposx):
         axes.set_xscale("log")
+        ticks.plain(axes.xaxis)
     if y and np.isfinite(axes.dataLim.minposy):
         axes.set_yscale("log")
+        ticks.plain(axes.yaxis)
+
+
+def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str) -> None:
+    """The colour bar of points that are coloured by layer, with whole layers on it."""
+    norm = BoundaryNorm(np.arange(layers + 1) - 0.5, 256)
+    scale = ScalarMappable(norm, layer_colours())
+    bar = drawn.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
+    bar.set_ticks([int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())])
+    bar.ax.minorticks_off()
 
 
 def title(drawn: Figure, text: str) -> None:
@@ -132,11 +151,11 @@ def foot(drawn: Figure, identity: RunIdentity, said: str = "") -> None:
 
 
 def _wrapped(line: str, width_inches: float) -> list[str]:
-    """Break a line between its parts where it would leave the figure."""
+    """Break a line between its parts where it would leave the figure; a part that is too long, between its words."""
     room = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
     if len(line) <= room:
         return [line]
-    mark = next(mark for mark in (" | ", " · ", " ") if mark in line)
+    mark = next((mark for mark in (" · ", " | ") if mark in line), " ")
     rows = [""]
     for part in line.split(mark):
         longer = f"{rows[-1]}{mark}{part}" if rows[-1] else part
@@ -144,7 +163,7 @@ def _wrapped(line: str, width_inches: float) -> list[str]:
             rows[-1] = longer
         else:
             rows.append(part)
-    return rows
+    return rows if mark == " " else [piece for row in rows for piece in _wrapped(row, width_inches)]
 
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
