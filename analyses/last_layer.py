@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import intervals
-from perturbkv.analyses.arithmetic import plain
+from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.intervals import Scalar
+from perturbkv.analyses.intervals import RATIO, Scalar
 from perturbkv.analyses.layers import floors, held_sides, sides
 from perturbkv.analyses.naming import setting
 from perturbkv.analyses.reading import Floats, at_step
@@ -31,6 +31,7 @@ class LastLayer:
         sample_ids: in the order of the arrays.
         baseline_drift, treatment_drift: (sample,).
         verdict: (sample,) 1 better, 0 tied, −1 worse.
+        mean_ratio: Σ treatment over Σ baseline, over samples; NaN where the baseline does not drift; with its interval.
         improved_share: of the samples, in [0, 1], with its exact interval.
         held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
         step: decode step looked at.
@@ -44,6 +45,8 @@ class LastLayer:
     baseline_drift: Floats
     treatment_drift: Floats
     verdict: NDArray[np.int8]
+    mean_ratio: float
+    mean_ratio_interval: Scalar
     improved_share: float
     improved_share_interval: Scalar
     held: tuple[float, float]
@@ -87,6 +90,10 @@ def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1",
         baseline_drift=first[place],
         treatment_drift=second[place],
         verdict=verdict[place],
+        mean_ratio=float(ratio(second.sum(), first.sum())),
+        mean_ratio_interval=intervals.scalar(
+            lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO
+        ),
         improved_share=float(improved.mean()),
         improved_share_interval=intervals.of_samples(improved),
         held=held_sides(held, (baseline, treatment), ANALYSIS),

@@ -148,8 +148,8 @@ def _caption(result: HeadComparison, pairs: bool = False) -> str:
         ""
         if pairs
         else (
-            "; half of Σ in: the share of heads that carries half of the baseline's. σ ≤ 0.5: heads that are no evidence "
-            "for Theorem 3"
+            "; half of Σ in: the share of heads that carries half of the baseline's. σ ≤ 0.5: heads that are no "
+            "evidence for Theorem 3"
         )
     )
     return (

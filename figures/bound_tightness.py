@@ -15,53 +15,69 @@ from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import budget, budgets, setting
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.figures import heatmaps, style
+from perturbkv.figures.labels import by_held, symbols
 
-_ROW_MM = 72
+_ROW_MM, _NARROW_MM = 72, 120
 _MEDIAN = OVER_SAMPLES.index(0.5)
 _LEAST_IN_BIN = 10
 """A bin with fewer values says nothing of a distribution."""
+_BANDS = 2
+"""More curves than this carry no bands: these would hide each other."""
 _WIDE = 5
 
 
 def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: float = style.WIDE_MM) -> Figure:
-    """Three panels, by budget; `result` holds the configurations of one selection."""
+    """Three panels, by budget; `result` holds the configurations of one selection. One column is 120 mm tall."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        figure = style.figure(width_mm, _ROW_MM * (3 if narrow else 1))
+        configs = by_held(result.configs, lambda config: config.held)
+        figure = style.figure(width_mm, _NARROW_MM if narrow else _ROW_MM)
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
-        _ratios(axes[0], result.configs)
-        _against_mass(axes[1], result.configs)
-        _agreement(axes[2], agreements)
-        style.foot(figure, result.identity, f"{_held(result)} · {_bars(result.identity.samples)}")
+        for panel in axes if narrow else ():
+            panel.yaxis.label.set_size(6.5)
+        legend = style.legend_beside if narrow else style.legend_below
+        legend(axes[0], _ratios(axes[0], configs), 2)
+        legend(axes[1], _against_mass(axes[1], configs), 3)
+        legend(axes[2], _agreement(axes[2], _in_order(agreements, configs)), 2)
+        style.foot(figure, result.identity, f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}")
     return figure
 
 
-def _bars(samples: int) -> str:
+def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
+    """As the configurations of the shown selection; as they came where one has none."""
+    held = {setting(config.label): config.held for config in configs}
+    return by_held(agreements, lambda agreement: held.get(agreement.setting, np.nan))
+
+
+def _bars(configs: int, samples: int) -> str:
     """What each panel's bars are: the first two are spreads over samples and heads, the last one intervals."""
-    spreads = "first panel: median, quartiles (thick), 5–95 % (thin) over samples and heads · second: median, quartiles"
-    return f"{spreads} · third: {style.about(samples)}"
+    band = ", quartiles" if configs <= _BANDS else ""
+    spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
+    return f"{spreads} · third: {style.about(samples)}; below: heads ranked, in how many samples"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
     """L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples carry a dot."""
     with style.use():
         wide = 2 if width_mm < style.WIDE_MM else _WIDE
-        maps = [_map(name, config) for name, config in zip(_names(result.configs), result.configs, strict=True)]
+        configs = by_held(result.configs, lambda config: config.held)
+        maps = [_map(name, config) for name, config in zip(_names(configs), configs, strict=True)]
         largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
         figure = heatmaps.draw(
             [maps[start : start + wide] for start in range(0, len(maps), wide)],
             width_mm,
-            (0.0, largest or 1.0),
+            heatmaps.Scale(
+                0.0, largest or 1.0, "L/θ, median over samples\ndot: σ ≤ 0.5 in most", style.layer_colours()
+            ),
             "Tightness of Theorem 2 by head",
-            "L/θ, median over samples\ndot: σ ≤ 0.5 in most",
         )
-        style.foot(figure, result.identity, f"{_held(result)} · n = {result.identity.samples} samples")
+        style.foot(figure, result.identity, f"{_held(configs)} · n = {result.identity.samples} samples")
     return figure
 
 
-def _held(result: BoundTightness) -> str:
+def _held(configs: Sequence[Tightness]) -> str:
     """What the caches hold, by budget."""
-    shares = (f"{budget(config.label)}: {style.number(config.held)}" for config in result.configs)
+    shares = dict.fromkeys(f"{budget(config.label)}: {style.number(config.held)}" for config in configs)
     return f"held / full of b={', '.join(shares)}"
 
 
@@ -86,62 +102,66 @@ def _budget_axis(labels: Sequence[str]) -> str:
     return f"budget b ({' or '.join(units)})" if units else "budget b"
 
 
-def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
-    """Median, half and nine tenths of each ratio; grey beside it where σ ≤ 0.5."""
+def _ratios(axes: Axes, configs: Sequence[Tightness]) -> list[Line2D]:
+    """Median and quartiles of each ratio; where σ ≤ 0.5 the median alone, hollow beside it. Returns the legend."""
     colours = style.category_colours(len(RATIOS))
     for place, config in enumerate(configs):
         for number, (name, colour) in enumerate(zip(RATIOS, colours, strict=True)):
             x = place + (number - (len(RATIOS) - 1) / 2) * 0.2
             spread = config.spreads[name]
-            _bar(axes, x + 0.035, spread.flagged, "0.72", f"flagged {name}")
-            _bar(axes, x - 0.035, spread.evidence, colour, name)
+            _bar(axes, x, spread.evidence, colour, name)
+            flagged = style.positive(spread.flagged)[2]
+            if np.isfinite(flagged):
+                axes.plot([x + 0.08], [flagged], color="0.6", marker="o", markersize=2.4, markerfacecolor="white",
+                          markeredgewidth=0.7, gid=f"flagged {name}")  # fmt: skip
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(configs)), _names(configs))
-    axes.set(xlabel=_budget_axis([config.label for config in configs]), ylabel="ratio of bounds (1 = tight)")
+    axes.set(xlabel=_budget_axis([config.label for config in configs]), ylabel="ratio (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
         style.note(axes, "no ratio: nothing went, or the bounds are 0")
     handles = [
-        Line2D([], [], color=colour, marker="o", markersize=3, label=name)
+        Line2D([], [], color=colour, marker="o", markersize=3, label=symbols(name))
         for name, colour in zip(RATIOS, colours, strict=True)
     ]
-    handles.append(Line2D([], [], color="0.72", marker="o", markersize=3, label="σ ≤ 0.5: no evidence"))
-    style.legend_below(axes, handles, 2)
+    return [*handles, _dot("0.6", "white", "σ ≤ 0.5: no evidence")]
 
 
 def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) -> None:
-    """5–95 % thin, 25–75 % thick, the median a dot; nothing where there is no positive value."""
-    shown = np.where(quantiles > 0, quantiles, np.nan)
+    """25–75 % a bar, the median a dot; nothing where there is no positive value."""
+    shown = style.positive(quantiles)
     if np.isnan(shown[2]):
         return
-    low, first, middle, third, high = np.where(np.isnan(shown), shown[2], shown)
-    axes.plot([x, x], [low, high], color=colour, linewidth=0.7)
-    axes.plot([x, x], [first, third], color=colour, linewidth=2.2, solid_capstyle="butt")
+    first, middle, third = np.where(np.isnan(shown), shown[2], shown)[1:4]
+    axes.plot([x, x], [first, third], color=colour, linewidth=1.6, solid_capstyle="butt")
     axes.plot([x], [middle], color=colour, marker="o", markersize=3.2, gid=gid)
 
 
-def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> None:
+def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> list[Line2D]:
+    """L/θ by retained mass, a curve per budget, with bands where these are few. Returns the legend."""
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
-    colours = style.ordered_colours(len(configs))
+    colours, top = style.ordered_colours(len(configs)), 0.0
     for name, config, colour in zip(_names(configs), configs, colours, strict=True):
         held = config.mass.count >= _LEAST_IN_BIN
         low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
-        axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
+        if len(configs) <= _BANDS:
+            axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
+        top = max(top, float(np.nanmax(high, initial=0)))
         axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.label}",
                   label=name)  # fmt: skip
-    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="retained mass S (attention)", ylabel="L/θ, median and quartiles")
+    axes.set(xlim=(0, 1), ylim=(0, min(1, 1.1 * top) or 1), xlabel="retained mass S (attention)")
+    axes.set_ylabel("L/θ, median" + (" and quartiles" if len(configs) <= _BANDS else ""))
     axes.set_title("Tightness against what is kept", loc="left")
     if not any((config.mass.count >= _LEAST_IN_BIN).any() for config in configs):
         style.note(axes, f"no bin of S holds {_LEAST_IN_BIN} values")
-    handles, _ = axes.get_legend_handles_labels()
-    style.legend_below(axes, handles, 3)
+    return list(axes.get_legend_handles_labels()[0])
 
 
-def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
+def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> list[Line2D]:
     """Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow.
 
-    No point where fewer than five samples have such heads.
+    No point where fewer than five samples have such heads. Returns the legend.
     """
     ranked = [agreement for agreement in agreements if agreement.correlations]
     for place, agreement in enumerate(ranked):
@@ -151,24 +171,26 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
     axes.set(xlabel=_budget_axis([agreement.setting for agreement in ranked]), ylabel="Spearman's ρ with L")
-    bottom = min(axes.get_ylim()[0], -0.05)
-    axes.set_ylim(bottom - 0.2 * (1.02 - bottom), 1.02)  # room for n
+    bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
+    low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
+    axes.set(ylim=(low, 1.04), xlim=(-0.6, max(len(ranked), 1) - 0.4))
+    axes.set_yticks([tick for tick in (-1, -0.5, 0, 0.5, 1) if tick >= bottom - 0.01])
     axes.set_title("Order of selections, σ > 0.5", loc="left")
     if not ranked:
-        style.note(axes, "needs three or more selections per budget")
+        style.note(axes, "needs three or more selections per budget", middle=True)
     elif not axes.containers:
-        style.note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection")
+        style.note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection", middle=True)
     for place, agreement in enumerate(ranked):
-        axes.text(place, 0.02 if axes.containers else 0.2, _told(agreement), transform=axes.get_xaxis_transform(),
-                  ha="center", va="bottom", fontsize=5, color="0.35")  # fmt: skip
-    handles = [_dot(colour, colour, name) for name, colour in _colours().items()]
-    style.legend_below(axes, [*handles, _dot("0.3", "white", "controls included")], 2)
+        axes.text(place, 0.02, _told(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
+                  fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
+    handles = [_dot(colour, colour, symbols(name)) for name, colour in _colours().items()]
+    return [*handles, _dot("0.3", "white", "controls included")]
 
 
 def _told(agreement: RankAgreement) -> str:
     """How many heads of all samples the first bound's ρ is of, and in how many samples: θ's, of the contenders."""
     one = agreement.correlations[0]
-    return f"n={one.evidence_values:,}\nin {one.evidence_samples}"
+    return f"{one.evidence_values:,}\nin {one.evidence_samples}"
 
 
 def _correlation(axes: Axes, place: int, correlation: RankCorrelation) -> None:

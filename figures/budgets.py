@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
 from perturbkv.analyses.budgets import BudgetCurve, Budgets
@@ -35,7 +35,7 @@ def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
         longest = max(len(curve.name) for curve in result.curves)
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2 if longest > _LONG else 4)
         said = style.about(result.identity.samples, medians=True)
-        style.foot(figure, result.identity, f"drift and KL: medians over samples · {said}")
+        style.foot(figure, result.identity, f"drift and KL: medians over samples · {said}{_budgets(result)}")
     return figure
 
 
@@ -54,14 +54,31 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
             axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
     axes.set(xlabel=f"{'held / full cache' if _told(result) else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    ticks = sorted({round(100 * share, 3) for curve in result.curves for share in _shares(result, curve)})
-    if len(ticks) <= 8:
-        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    shares = np.concatenate([100 * _shares(result, curve) for curve in result.curves])
+    low, high = float(shares.min()), float(shares.max())
+    marks = _ticks(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(marks))
+    axes.set_xlim(min(low, *marks) / 1.15, max(high, *marks) * 1.15)
     axes.set_title(title, loc="left")
     if hidden:
         style.note(axes, f"{counted(hidden, 'value')} of 0 not drawn")
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round percentages, 1, 2.5 and 5 of each power of ten; where two lie between the ends, no others."""
+    every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
+    inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
+    fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
+    return inside if len(inside) >= 2 else [tick for tick in fine if low / 1.6 <= tick <= high * 1.6]
+
+
+def _budgets(result: Budgets) -> str:
+    """What the caches of each budget hold, where all curves have the same; otherwise nothing."""
+    found = {tuple(zip(curve.budgets, map(style.number, _shares(result, curve)), strict=True))
+             for curve in result.curves}  # fmt: skip
+    if len(found) > 1:
+        return ""
+    return " · held / full of " + ", ".join(f"b={budget}: {share}" for budget, share in found.pop())
 
 
 def _told(result: Budgets) -> bool:

@@ -1,4 +1,4 @@
-"""Many head-wise scatters side by side, on one scale: a panel per pair of configurations, propagated (paper, fig. 2)."""
+"""Many head-wise scatters side by side, on one scale: a panel per pair, propagated perturbation (paper, fig. 2)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: flo
         axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=5.5, handletextpad=0.3, handlelength=1.2,
                           borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
         style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right")
-        style.title(figure, folded(_shared(ordered), 46 if narrow else 100))
+        style.title(figure, _shared(ordered))
         style.foot(figure, identity, f"in the titles: isolated / propagated · {told(ordered[0])}")
     return figure
 

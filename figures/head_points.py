@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -27,7 +28,10 @@ def scatter(
     `scale` is that of the points' areas: small panels take smaller ones.
     """
     layers = np.broadcast_to(np.arange(flagged.shape[0])[:, None], flagged.shape)
-    colours = {"cmap": style.layer_colours(), "norm": BoundaryNorm(np.arange(flagged.shape[0] + 1) - 0.5, 256)}
+    colours: dict[str, Any] = {
+        "cmap": style.layer_colours(),
+        "norm": BoundaryNorm(np.arange(flagged.shape[0] + 1) - 0.5, 256),
+    }
     low, high = ends
     x, y = (np.clip(mean, low, high) for mean in (kind.baseline_mean, kind.treatment_mean))
     beyond, tied, size = outside(kind, ends), kind.verdict == 0, scale * _size(x.size)

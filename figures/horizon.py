@@ -52,14 +52,22 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         figure = heatmaps.draw(
             rows,
             width_mm,
-            (-_MOST, _MOST),
+            _scale(result),
             f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
-            "log₂ of the last third of the steps\nover the first; dot: grows",
         )
         flips = result.configs[0].curves["propagated"].decided.flips
         style.foot(figure, result.identity, f"{_samples(result)} · decided by {flips:,} flips of samples' signs, "
                    "Benjamini–Hochberg at 5 %")  # fmt: skip
     return figure
+
+
+def _scale(result: Horizon) -> heatmaps.Scale:
+    """Growth about none; arrows where heads grow or shrink more than the colours reach."""
+    grown = np.concatenate([config.curves["propagated"].head_growth.ravel() for config in result.configs])
+    ends = ((grown < 2.0**-_MOST).any(), (grown > 2.0**_MOST).any())
+    extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[ends]
+    label = "log₂ of the last third of the steps\nover the first; dot: grows beyond chance"
+    return heatmaps.Scale(-_MOST, _MOST, label, style.signed_colours(), extend)
 
 
 def _samples(result: Horizon) -> str:

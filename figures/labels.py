@@ -11,8 +11,8 @@ from perturbkv.analyses.naming import short
 from perturbkv.figures import style
 
 _SYMBOLS = {
-    "θ̂_relax": r"$\hat{\theta}_{\mathrm{relax}}$",
-    "θ̂": r"$\hat{\theta}$",
+    "θ̂_relax": r"$\hat{\mathrm{θ}}_{\mathrm{relax}}$",
+    "θ̂": r"$\hat{\mathrm{θ}}$",
     "‖o_h‖₁": r"$\Vert o_h\Vert_1$",
 }
 Result = TypeVar("Result")

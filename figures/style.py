@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.intervals import LEAST, Scalar, median_level
+from perturbkv.analyses.naming import folded
 from perturbkv.figures import ticks
 
 COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
 _FOOT_POINTS = 5.0
 _LINE_MM = 2.4
+_TITLE_LETTER_MM = 1.8
 
 
 @contextmanager
@@ -41,6 +43,11 @@ def figure(width_mm: float, height_mm: float) -> Figure:
 def layer_colours() -> Colormap:
     """Dark to light from the first layer to the last, for every kind of colour vision."""
     return mpl.colormaps["cividis"]
+
+
+def signed_colours() -> Colormap:
+    """Orange below the middle, purple above it, for what has a middle: σ about 0.5, growth about none."""
+    return mpl.colormaps["PuOr"]
 
 
 def ordered_colours(count: int) -> list[Any]:
@@ -116,13 +123,16 @@ def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str) -
 
 
 def title(drawn: Figure, text: str) -> None:
-    """What the whole figure shows, at its upper left."""
-    drawn.suptitle(text, x=0.008, ha="left", fontsize=8, fontweight="bold")
+    """What the whole figure shows, at its upper left, on as many lines as it needs."""
+    room = int(drawn.get_figwidth() * _INCH_MM / _TITLE_LETTER_MM)
+    drawn.suptitle(folded(text, room), x=0.008, ha="left", fontsize=8, fontweight="bold")
 
 
-def note(axes: Axes, text: str) -> None:
-    """A small remark in the panel's lower right corner."""
-    axes.text(0.98, 0.02, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=6, color="0.35")
+def note(axes: Axes, text: str, middle: bool = False) -> None:
+    """A small remark in the panel's lower right corner, or in the middle of one that holds nothing else."""
+    x, y, at = (0.5, 0.5, "center") if middle else (0.98, 0.02, "right")
+    axes.text(x, y, text, transform=axes.transAxes, ha=at, va="center" if middle else "bottom", fontsize=6,
+              color="0.35")  # fmt: skip
 
 
 def legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
@@ -130,6 +140,13 @@ def legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
     if handles:
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
                     handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
+
+
+def legend_beside(axes: Axes, handles: Sequence[Any], columns: int) -> None:
+    """A legend to the right of the panel, one entry under the other whatever `columns` says."""
+    if handles:
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=6, handlelength=1.4,
+                    handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
 
 
 def foot(drawn: Figure, identity: RunIdentity, said: str = "") -> None:

@@ -25,7 +25,7 @@ class PlainLog(Locator):
         low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
         return self.tick_values(float(low), float(high))
 
-    def tick_values(self, vmin: float, vmax: float) -> list[float]:  # type: ignore[override]
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
         """Those from one end to the other."""
         low, high = sorted((vmin, vmax))
         if low <= 0:

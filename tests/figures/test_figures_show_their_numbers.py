@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from perturbkv.figures import last_layer as samples_figure
 from perturbkv.figures import layers as layers_figure
 from perturbkv.storage.trace_file import read_trace
 from tests.support import measured
-from tests.support.artists import artist, artists, words
+from tests.support.artists import artist, artists, render, words
 
 TRACE = read_trace(measured.MEASURED)
 (PAIRS,) = series(TRACE.run, "attention", "two-stage")
@@ -77,8 +79,58 @@ def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
     drawn = words(bounds_figure.draw(result, rank_agreement.summarise(TRACE), width))
     assert max(map(len, drawn.splitlines())) <= width  # a character of the foot is a millimetre wide, or less
     foot = " ".join(drawn.split())
-    assert "quartiles (thick), 5–95 % (thin) over samples and heads" in foot
+    assert "median, quartiles (bars) over samples and heads" in foot
     assert "third: bars, bands and brackets: ranges of single samples over n = 3 samples" in foot
+
+
+def test_bounds_in_one_column_are_at_most_120_mm_tall_and_carry_few_bars() -> None:
+    result = bound_tightness.summarise(TRACE).of("two-stage")
+    figure = bounds_figure.draw(result, rank_agreement.summarise(TRACE), 84)
+    assert figure.get_figheight() * 25.4 <= 120 + 1e-9
+    bars = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) == 2]
+    assert len(bars) <= 1 + len(result.configs) * len(bound_tightness.RATIOS)  # the line at 1, and a bar per ratio
+
+
+def test_symbols_are_typeset_without_underscores() -> None:
+    result = bound_tightness.summarise(TRACE).of("two-stage")
+    figure = bounds_figure.draw(result, rank_agreement.summarise(TRACE), 174)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert r"$\hat{\mathrm{θ}}$/$\hat{\mathrm{θ}}_{\mathrm{relax}}$" in labels
+    assert not any("θ̂_relax" in label for label in labels)
+
+
+@WIDTHS
+def test_counts_of_heads_stand_clear_of_axes_lines_and_each_other(width: int) -> None:
+    """Five budgets with five digits each: every label lies within the panel and below its zero line."""
+    result = bound_tightness.summarise(TRACE).of("two-stage")
+    one = rank_agreement.summarise(TRACE)[0]
+    many = [
+        replace(found, evidence_values=10_286, evidence_samples=40, evidence_mean=0.9) for found in one.correlations
+    ]
+    budgets = ("0.025", "0.05", "0.1", "0.2", "0.4")
+    five = [replace(one, setting=f"b={budget} w=8", correlations=tuple(many)) for budget in budgets]
+    figure = bounds_figure.draw(result, five, width)
+    render(figure)  # lays it out
+    axes = figure.axes[2]
+    boxes = [text.get_window_extent() for text in axes.texts if "in 40" in text.get_text()]
+    frame, zero = axes.get_window_extent(), axes.transData.transform((0, 0))[1]
+    assert len(boxes) == 5
+    assert boxes[0].x0 > frame.x0
+    assert boxes[-1].x1 < frame.x1
+    assert all(box.y1 < zero for box in boxes)
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_budgets_stand_in_order_of_what_they_hold() -> None:
+    """A budget of 0.2 of 800 tokens keeps more than 128."""
+    configs = [measured.config(name, budget) for budget in (0.2, 128) for name in ("attention", "two-stage")]
+    held = np.broadcast_to([0.6, 0.6, 0.48, 0.48], (2, 4))
+    trace = measured.hand_made(configs, {"held_share": held, "theta": np.full((2, 4, 2, 2), 1e6)}, 2, 2)
+    shown = assumption_figure.draw(assumption.summarise(trace)).axes
+    assert [axes.get_title(loc="left").split()[0].strip(",") for axes in shown[:2]] == ["b=128", "b=0.2"]
+    (together,) = series(trace.run, "attention", "two-stage")
+    figure = samples_figure.draw([last_layer.summarise(trace, *pair) for pair in together], SHOWN)
+    assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["b=128", "b=0.2"]
 
 
 def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
@@ -97,12 +149,12 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
         line = lines[f"{'all' if 'random' in ranked.selections else 'contenders'} {ranked.bound}"]
         assert float(line.get_ydata()[0]) == ranked.evidence_mean
         assert (line.get_markerfacecolor() == "white") == ("random" in ranked.selections)
-    assert "n=20\nin 5" in words(figure)
+    assert "20\nin 5" in words(figure)
     trace.arrays["sigma_stage1"][0] = 0.4  # type: ignore[index]
     (few,) = rank_agreement.summarise(trace)
     figure = bounds_figure.draw(bound_tightness.summarise(trace).of("two-stage"), [few], 174)
     assert not figure.axes[2].containers
-    assert "n=16\nin 4" in words(figure)
+    assert "16\nin 4" in words(figure)
     assert "fewer than 5 samples have a head" in words(figure)
 
 
@@ -125,24 +177,68 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
         np.testing.assert_allclose(
             artist(figure, 0, f"treatment {result.baseline}").get_ydata(), result.treatment_median
         )
-        drawn = artist(figure, 1, f"reduction {result.baseline}").get_ydata()
-        np.testing.assert_allclose(drawn, result.ratio)
-    assert figure.axes[1].yaxis_inverted()  # above is better
+        drawn = artist(figure, 1, f"percent {result.baseline}").get_ydata()
+        np.testing.assert_allclose(drawn, 100 * result.ratio)
+    assert figure.axes[1].get_yscale() == "log"
     for axes in figure.axes:  # two layers: none lies between them
         low, high = axes.get_xlim()
         assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [0, 1]
-    labels = [figure.axes[1].yaxis.get_major_formatter()(ratio) for ratio in (0.5, 1, 1.5)]
-    assert labels == ["+50", "0", "−50"]
 
 
 @WIDTHS
-def test_samples_are_pairs_of_drifts(width: int) -> None:
+def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
+    results = [
+        replace(layers.summarise(TRACE, *PAIRS[0]), baseline=f"snapkv:attention b={budget} w=8", held=(held, held))
+        for budget, held in ((0.2, 0.6), (128, 0.48), (0.4, 1.2))
+    ]
+    results[0] = replace(results[0], ratio=results[0].ratio * 3)
+    figure = layers_figure.draw(results, SHOWN, width)
+    above, below = figure.axes[:3], figure.axes[3:6]
+    assert [axes.get_title(loc="left") for axes in above] == ["b=128", "b=0.2", "b=0.4"]
+    for column, result in enumerate((results[1], results[0], results[2])):
+        drawn = artist(figure, column, f"treatment {result.baseline}").get_ydata()
+        np.testing.assert_allclose(drawn, result.treatment_median)
+        assert len([line for line in above[column].get_lines() if line.get_gid()]) == 2  # no other budget's lines
+        drawn = artist(figure, 3 + column, f"percent {result.baseline}").get_ydata()
+        np.testing.assert_allclose(drawn, 100 * result.ratio)
+    for row in (above, below):
+        assert len({axes.get_ylim() for axes in row}) == 1
+    assert below[0].get_ylabel() == "% of attention's, log"
+    assert "held / full of b=128: 0.48, b=0.2: 0.60, b=0.4: 1.20" in " ".join(words(figure).split())
+
+
+@WIDTHS
+def test_samples_are_pairs_of_drifts_on_one_scale_and_ties_are_crosses(width: int) -> None:
     results = [last_layer.summarise(TRACE, *pair) for pair in PAIRS]
+    results[0] = replace(results[0], verdict=np.array([1, 0, -1]))
     figure = samples_figure.draw(results, SHOWN, width)
     for panel, result in enumerate(results):
+        tied = result.verdict == 0
         for gid, drift in (("baseline", result.baseline_drift), ("treatment", result.treatment_drift)):
-            np.testing.assert_allclose(artist(figure, panel, gid).get_offsets()[:, 1], drift)
-        assert "held / full " in figure.axes[panel].get_title(loc="left")
+            np.testing.assert_allclose(artist(figure, panel, gid).get_offsets()[:, 1], drift[~tied])
+        ties = artist(figure, panel, "ties").get_offsets()
+        np.testing.assert_allclose(ties[:, 1], result.treatment_drift[tied])
+        title = figure.axes[panel].get_title(loc="left")
+        assert "held / full " in title
+        assert f"mean × {result.treatment_drift.sum() / result.baseline_drift.sum():.2f} (" in title
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1
+    assert "tied" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("shares", [(0.0296, 1.2), (0.05, 0.11), (0.3, 0.3), (0.028, 0.51)])
+def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None:
+    result = budgets.summarise(TRACE, ["attention"])
+    curve = result.curves[0]
+    held = np.linspace(*shares, len(curve.budgets))
+    figure = budgets_figure.draw(replace(result, curves=(replace(curve, held=held),)), 174)
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert len(shown) >= 2
+    for tick in shown:
+        assert f"{tick:.1e}"[0:3] in ("1.0", "2.0", "2.5", "3.0", "4.0", "5.0")
+    labels = [axes.xaxis.get_major_formatter()(tick) for tick in (2.5, 5, 10)]
+    assert labels == ["2.5", "5", "10"]
 
 
 @WIDTHS
@@ -179,7 +275,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     ),
     "bounds": (
         lambda: bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), rank_agreement.summarise(TRACE)),
-        ["ratio of bounds (1 = tight)", "retained mass S (attention)", "Spearman's ρ with L", "budget b (entries)"],
+        ["ratio (1 = tight)", "retained mass S (attention)", "Spearman's ρ with L", "budget b (entries)"],
     ),
     "bounds by head": (
         lambda: bounds_figure.draw_heads(bound_tightness.summarise(TRACE).of("two-stage")),
@@ -187,11 +283,11 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     ),
     "layers": (
         lambda: layers_figure.draw([layers.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
-        ["decoder layer", "drift of the residual stream (L1)", "reduction of drift (%, log ratio)"],
+        ["decoder layer", "drift of the residual stream (L1)", "% of attention's drift (log axis)"],
     ),
     "samples": (
         lambda: samples_figure.draw([last_layer.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
-        ["sample, sorted by the baseline", "last layer's drift (L1)"],
+        ["sample, by attention", "last layer's drift (L1)"],
     ),
     "budgets": (
         lambda: budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
