@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import intervals, sign_flips
 from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.intervals import RATIO, Band, Interval, Scalar
+from perturbkv.analyses.intervals import POSITIVE, RATIO, Band, Interval, Kind, Scalar
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
 from perturbkv.analyses.sign_flips import Decided
@@ -72,12 +72,14 @@ class ConfigHorizon:
         held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
         curves: by kind.
         kl, top1: (step,) mean KL in nat, and the share of samples with the same token, of the samples with the step.
+        kl_interval: of the mean KL, over these samples; NaN and None as of `Curve.relative_interval`.
     """
 
     label: str
     held: float
     curves: dict[str, Curve]
     kl: Floats
+    kl_interval: Band
     top1: Floats
 
 
@@ -216,7 +218,7 @@ def _get(trace: Trace, name: str, steps: _Steps, config: int | None = None) -> F
 def _config(
     trace: Trace, place: int, held: float, norm: Floats, floors: dict[str, Floats], steps: _Steps
 ) -> ConfigHorizon:
-    counts = steps.held.sum(axis=0)
+    counts, kl = steps.held.sum(axis=0), _get(trace, "logit_kl", steps, place)
     return ConfigHorizon(
         label=trace.run.labels()[place],
         held=held,
@@ -224,7 +226,8 @@ def _config(
             kind: _curve(kind, _get(trace, name, steps, place), norm, floors[kind], steps)
             for kind, name in KINDS.items()
         },
-        kl=_get(trace, "logit_kl", steps, place).sum(axis=0) / counts,
+        kl=kl.sum(axis=0) / counts,
+        kl_interval=_step_intervals(kl, np.ones_like(kl), steps.held, POSITIVE),
         top1=_get(trace, "top1_agreement", steps, place).sum(axis=0) / counts,
     )
 
@@ -243,7 +246,7 @@ def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: _Steps)
     return Curve(
         kind=kind,
         relative=np.asarray(ratio(*_sums(moved, norm))),
-        relative_interval=_step_intervals(moved, norm, steps.held),
+        relative_interval=_step_intervals(moved.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), steps.held, RATIO),
         first=float(total.first),
         last=float(total.last),
         growth=float(total.factor),
@@ -264,11 +267,14 @@ def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
     return np.asarray(ratio(last, first))
 
 
-def _step_intervals(moved: Floats, norm: Floats, held: NDArray[np.bool_]) -> Band:
-    """Each step's interval over the samples that have it; where these are too few for the others' kind, NaN."""
-    tops, bottoms = moved.sum(axis=(2, 3)), norm.sum(axis=(2, 3))
+def _step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: Kind) -> Band:
+    """Each step's interval of Σ top / Σ bottom over the samples that have it, (sample, step) both.
+
+    NaN where these are too few for the others' kind.
+    """
     found = [
-        _step_interval(top[rows], bottom[rows]) for top, bottom, rows in zip(tops.T, bottoms.T, held.T, strict=True)
+        _step_interval(top[rows], bottom[rows], kind)
+        for top, bottom, rows in zip(tops.T, bottoms.T, held.T, strict=True)
     ]
     if found[0] is None:
         return None
@@ -277,5 +283,5 @@ def _step_intervals(moved: Floats, norm: Floats, held: NDArray[np.bool_]) -> Ban
     return Interval(low, high, found[0].kind)
 
 
-def _step_interval(top: Floats, bottom: Floats) -> Scalar:
-    return intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), RATIO)
+def _step_interval(top: Floats, bottom: Floats, kind: Kind) -> Scalar:
+    return intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)

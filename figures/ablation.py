@@ -1,4 +1,4 @@
-"""Where a gain comes from: each ingredient's perturbation relative to the baseline's, isolated and propagated."""
+"""Where a gain comes from: each ingredient's perturbation over plain attention's, isolated and propagated."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from perturbkv.analyses.ablation import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Ablation
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.naming import short
 from perturbkv.figures import style
+from perturbkv.figures.labels import by_held
 
-_WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 17
+_WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
 _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
 def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     with style.use():
-        columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(results))
-        chunks = [results[start : start + columns] for start in range(0, len(results), columns)]
+        ordered = by_held(results, lambda result: result.rows[0].compared.held[0])
+        names = _names(ordered)
+        columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
+        chunks = [ordered[start : start + columns] for start in range(0, len(ordered), columns)]
         titles = [_titles(chunk) for chunk in chunks]
         heights = [len(rows) * _LINE_MM + _AROUND_MM for rows in titles]
         figure = style.figure(width_mm, sum(heights) + 10)
@@ -31,12 +34,21 @@ def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = s
         for row, chunk, rows in zip(axes, chunks, titles, strict=True):
             for place, panel in enumerate(row):
                 if place < len(chunk):
-                    _panel(panel, chunk[place], rows, named=place == 0)
+                    _panel(panel, chunk[place], names.pop(0), rows, named=place == 0)
                 else:
                     panel.set_axis_off()
-        figure.legend(handles=_legend(), loc="outside upper left", ncols=3)
+        figure.legend(handles=_legend(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
         style.foot(figure, identity, style.about(identity.samples))
     return figure
+
+
+def _names(results: Sequence[Ablation]) -> list[str]:
+    """What tells a setting from the others; of a single one all of it."""
+    return (
+        [name or "alike" for name in short([result.setting for result in results])]
+        if len(results) > 1
+        else [results[0].setting]
+    )
 
 
 def _titles(results: Sequence[Ablation]) -> list[str]:
@@ -45,7 +57,7 @@ def _titles(results: Sequence[Ablation]) -> list[str]:
     return [BASELINE, *sorted(named, key=lambda title: named[title])]
 
 
-def _panel(axes: Axes, result: Ablation, titles: list[str], *, named: bool) -> None:
+def _panel(axes: Axes, result: Ablation, name: str, titles: list[str], *, named: bool) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row.compared for row in result.rows}
     for place, title in enumerate(titles):
@@ -57,14 +69,11 @@ def _panel(axes: Axes, result: Ablation, titles: list[str], *, named: bool) -> N
             axes.text(1, place, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
     shown = [f"{title} (= 1)" if title == BASELINE else title for title in titles]
     axes.set_yticks(range(len(titles)), shown if named else [""] * len(titles))
-    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="L1 over the baseline's")
+    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel=f"Σ L1 over {BASELINE}'s (log axis)")
     style.log_axes(axes, x=True)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")
-    axes.set_title(f"{result.setting}\nheld / full {_held(result)}", loc="left")
+    axes.set_title(f"{name}\nheld / full {_held(result)}", loc="left")
 
 
 def _held(result: Ablation) -> str:
@@ -77,7 +86,7 @@ def _point(axes: Axes, place: int, kind: str, measured: HeadKind) -> None:
     marker, offset = _MARKS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
-        axes.text(1, place + offset, f" {kind}: baseline or row is 0", fontsize=5.5, color="0.5", va="center")
+        axes.text(1, place + offset, f" {kind}: {BASELINE} or row is 0", fontsize=5.5, color="0.5", va="center")
         return
     colour = style.category_colours(2)[list(_MARKS).index(kind)]
     axes.plot([measured.median_ratio], [place + offset], linestyle="", color=colour, marker="|", markersize=4.5,

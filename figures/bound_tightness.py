@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -138,7 +139,7 @@ def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) 
     axes.plot([x], [middle], color=colour, marker="o", markersize=3.2, gid=gid)
 
 
-def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> list[Line2D]:
+def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> list[Artist]:
     """L/θ by retained mass, a curve per budget, with bands where these are few. Returns the legend."""
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
     colours, top = style.ordered_colours(len(configs)), 0.0

@@ -55,10 +55,10 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
     axes.set(xlabel=f"{'held / full cache' if _told(result) else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
     shares = np.concatenate([100 * _shares(result, curve) for curve in result.curves])
-    low, high = float(shares.min()), float(shares.max())
-    marks = _ticks(low, high)
+    least, most = float(shares.min()), float(shares.max())
+    marks = _ticks(least, most)
     axes.xaxis.set_major_locator(FixedLocator(marks))
-    axes.set_xlim(min(low, *marks) / 1.15, max(high, *marks) * 1.15)
+    axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
     axes.set_title(title, loc="left")
     if hidden:
         style.note(axes, f"{counted(hidden, 'value')} of 0 not drawn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,44 +11,113 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from perturbkv.analyses.horizon import ConfigHorizon, Horizon
-from perturbkv.analyses.naming import short
+from perturbkv.analyses.horizon import KINDS, ConfigHorizon, Horizon
+from perturbkv.analyses.naming import budget, budgets, setting, short
 from perturbkv.figures import heatmaps, style
+from perturbkv.figures.labels import by_held, symbols
 
-_HEIGHT_MM, _LEGEND_MM = 62, 3.6
-_STYLES: dict[str, Any] = {"propagated": "-", "isolated": "--"}
+_PANEL_MM, _NARROW_MM, _AROUND_MM = 46, 42, 22
+_DASHES: tuple[Any, ...] = ("-", "--", ":")
+"""More budgets than these get a row of panels each."""
+_TITLES = {"propagated": "Propagated", "isolated": "Isolated", "kl": "Next token's distribution"}
 _MOST = 2.0
 
 
 def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
-    """Relative L1 of all heads per step with its interval, and KL. One colour per configuration."""
+    """Relative L1 of all heads per step, propagated and isolated, and KL, with bands.
+
+    A colour per selection; a dash per budget, or where these are many a row of panels.
+    """
     with style.use():
+        configs = by_held(result.configs, lambda config: config.held)
+        groups = _groups(configs)
         narrow = width_mm < style.WIDE_MM
-        colours = style.category_colours(len(result.configs))
-        handles = _legend(result, colours)
-        rows = len(handles) if narrow else -(-len(handles) // 2)
-        figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1) + rows * _LEGEND_MM)
-        left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
-        for config, colour in zip(result.configs, colours, strict=True):
-            _curves(left, config, colour)
-            right.plot(range(result.steps), config.kl, color=colour, gid="kl")
-        style.note(left, f"everything kept: {np.max(result.noise_floor):.1e}")
-        for axes, label in ((left, "Σ L / Σ ‖o_h‖₁"), (right, "KL, nat")):
-            axes.set(xlabel="decode step", ylabel=label)
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.set_ylim(bottom=0)
-        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2)
-        left.set_title("Perturbation over the decode steps", loc="left")
-        style.foot(figure, result.identity, f"{_samples(result)} · KL: mean over samples, no interval")
+        rows = [configs] if len(groups) <= len(_DASHES) else list(groups.values())
+        stacked = narrow and len(rows) == 1
+        height = _NARROW_MM * 3 if stacked else _PANEL_MM * len(rows)
+        figure = style.figure(width_mm, height + _AROUND_MM)
+        shape = (3, 1) if stacked else (len(rows), 3)
+        axes = figure.subplots(*shape, squeeze=False, sharex=True).reshape(len(rows), 3)
+        colours, dashes = _colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
+        for panels, shown in zip(axes, rows, strict=True):
+            for config in shown:
+                line = dashes[setting(config.label)] if len(rows) == 1 else "-"
+                _curves(panels, config, colours[_selection(config, configs)], line)
+        _finish(axes, result, rows, every=stacked)
+        handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
+        figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
+        style.foot(figure, result.identity, f"{_samples(result)}{_held(configs)}")
     return figure
+
+
+def _groups(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
+    """What configurations share but the selection -> those of it, in the order given."""
+    found: dict[str, list[ConfigHorizon]] = {}
+    for config in configs:
+        found.setdefault(setting(config.label), []).append(config)
+    return found
+
+
+def _selection(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
+    """Policy and selection, as far as they tell the configurations apart."""
+    systems = list(dict.fromkeys(one.label.partition(" ")[0] for one in configs))
+    return short(systems)[systems.index(config.label.partition(" ")[0])] or "evicted"
+
+
+def _colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
+    names = list(dict.fromkeys(_selection(config, configs) for config in configs))
+    return dict(zip(names, style.category_colours(len(names)), strict=True))
+
+
+def _curves(panels: Sequence[Axes], config: ConfigHorizon, colour: Any, line: str) -> None:
+    drawn = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
+    for axes, (kind, (values, band)) in zip(panels, {**drawn, "kl": (config.kl, config.kl_interval)}.items(),
+                                            strict=True):  # fmt: skip
+        steps = np.arange(len(values))
+        axes.plot(steps, values, line, color=colour, gid=kind)
+        if band is not None:
+            axes.fill_between(steps, band.low, band.high, color=colour, alpha=0.15, linewidth=0, gid=f"{kind} band")
+
+
+def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], every: bool) -> None:
+    """Titles, units, whole steps, and each quantity from 0 to the same end in all rows."""
+    for place, panels in enumerate(axes):
+        for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
+            panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            panel.set_xlabel("decode step" if place == len(axes) - 1 and (not every or kind == "kl") else "")
+            panel.set_ylabel("KL, nat" if kind == "kl" else symbols("Σ L / Σ ‖o_h‖₁"))
+            named = f"b={budget(rows[place][0].label)}: {title}" if len(rows) > 1 else title
+            panel.set_title(named, loc="left")
+    for column in axes.T:
+        top = max(panel.get_ylim()[1] for panel in column)
+        for panel in column:
+            panel.set_ylim(0, top)
+    style.note(axes[0, 0], f"everything kept: {np.max(result.noise_floor):.1e}")
+
+
+def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: dict[str, Any]) -> list[Line2D]:
+    """A colour per selection; a dash per budget, where there are several."""
+    found = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    if len(dashes) < 2:
+        return found
+    names = budgets(list(dashes))
+    return [*found, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
+                      for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
+
+
+def _held(configs: Sequence[ConfigHorizon]) -> str:
+    """What the caches hold, by budget."""
+    shares = dict.fromkeys(f"b={budget(config.label)}: {style.number(config.held)}" for config in configs)
+    return f" · held / full of {', '.join(shares)}"
 
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     """Growth per head as a power of two, propagated; a dot where it grows beyond chance."""
     with style.use():
         columns = 2 if width_mm < style.WIDE_MM else 4
-        names = short([config.label for config in result.configs])
-        maps = [_map(name or "evicted", config) for name, config in zip(names, result.configs, strict=True)]
+        configs = by_held(result.configs, lambda config: config.held)
+        names = short([config.label for config in configs])
+        maps = [_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
         rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
         figure = heatmaps.draw(
             rows,
@@ -66,7 +136,7 @@ def _scale(result: Horizon) -> heatmaps.Scale:
     grown = np.concatenate([config.curves["propagated"].head_growth.ravel() for config in result.configs])
     ends = ((grown < 2.0**-_MOST).any(), (grown > 2.0**_MOST).any())
     extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[ends]
-    label = "log₂ of the last third of the steps\nover the first; dot: grows beyond chance"
+    label = "log₂ of last third of steps\nover first; dot: grows"
     return heatmaps.Scale(-_MOST, _MOST, label, style.signed_colours(), extend)
 
 
@@ -85,23 +155,3 @@ def _map(name: str, config: ConfigHorizon) -> heatmaps.Map:
         shown = np.log2(curve.head_growth)
     title = f"{name}\ngrows {grows}, shrinks {shrinks}"
     return heatmaps.Map(title, np.clip(shown, -_MOST, _MOST), curve.head_verdict == 1)
-
-
-def _curves(axes: Axes, config: ConfigHorizon, colour: Any) -> None:
-    for kind, line in _STYLES.items():
-        curve = config.curves[kind]
-        steps = np.arange(len(curve.relative))
-        axes.plot(steps, curve.relative, line, color=colour, gid=kind)
-        if curve.relative_interval is not None and kind == "propagated":
-            ends = curve.relative_interval
-            axes.fill_between(steps, ends.low, ends.high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _legend(result: Horizon, colours: list[Any]) -> list[Line2D]:
-    names = short([config.label for config in result.configs])
-    found = [
-        Line2D([], [], color=colour, label=f"{name or 'evicted'}, held {style.number(config.held)}")
-        for name, config, colour in zip(names, result.configs, colours, strict=True)
-    ]
-    kinds = [Line2D([], [], color="0.3", linestyle=line, label=kind) for kind, line in _STYLES.items()]
-    return [*found, *kinds]

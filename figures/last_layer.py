@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -63,7 +64,7 @@ def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int)
 
 def _panel(axes: Axes, result: LastLayer, font: float) -> None:
     places, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
-    colours = np.array([{1: _BETTER, 0: _TIED, -1: _WORSE}[int(verdict)] for verdict in result.verdict])
+    colours: Any = np.array([{1: _BETTER, 0: _TIED, -1: _WORSE}[int(verdict)] for verdict in result.verdict])
     first, second = style.positive(result.baseline_drift), style.positive(result.treatment_drift)
     axes.vlines(places, np.fmin(first, second), np.fmax(first, second), colors=colours, linewidth=1.2)
     size = 11 if len(places) <= 60 else 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -107,7 +108,7 @@ def _one_scale(axes: np.ndarray, count: int) -> None:
             panel.xaxis.set_major_locator(MaxNLocator(3, integer=True))
 
 
-def _sides(result: LayerDrift, colour: object = "0.3") -> list[Line2D]:
+def _sides(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
     """What dashed and solid lines are."""
     names = sides(result.baseline, result.treatment)
     return [Line2D([], [], color=colour, linestyle=line, label=name)

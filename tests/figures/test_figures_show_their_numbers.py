@@ -268,6 +268,31 @@ def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
     assert "not measured" in words(figure) if width == 174 else "not measured" not in words(figure)
 
 
+@WIDTHS
+@pytest.mark.parametrize("ratio", [0.8, 0.97, 5.0])
+def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float) -> None:
+    (result, *_) = ablation.summarise(TRACE)
+    compared = result.rows[0].compared
+    kind = replace(compared.isolated, sum_ratio=ratio, median_ratio=ratio, sum_ratio_interval=None)
+    rows = tuple(replace(row, compared=replace(compared, isolated=kind, propagated=kind)) for row in result.rows[:2])
+    figure = ablation_figure.draw([replace(result, rows=rows)], SHOWN, width)
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    shown = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks() if low <= tick <= high]
+    assert len({label for label in shown if label}) >= 3
+
+
+@WIDTHS
+def test_sigma_is_on_colours_that_part_at_a_half_and_dots_cover_little(width: int) -> None:
+    figure = assumption_figure.draw(assumption.summarise(TRACE), width)
+    colours = artist(figure, 0, "map").cmap
+    assert artist(figure, 0, "map").get_clim() == (0, 1)
+    assert min(colours(0.5)[:3]) > 0.9
+    assert colours(0.2)[0] > colours(0.2)[2] + 0.3  # orange below
+    assert colours(0.8)[2] > colours(0.8)[0] + 0.1  # purple above
+    assert artist(figure, 0, "marks").get_sizes().max() <= 1
+
+
 DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     "assumption": (
         lambda: assumption_figure.draw(assumption.summarise(TRACE)),
@@ -293,7 +318,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
         lambda: budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
         ["(%)", "medians over samples", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
     ),
-    "ablation": (lambda: ablation_figure.draw(ablation.summarise(TRACE), SHOWN), ["L1 over the baseline's"]),
+    "ablation": (lambda: ablation_figure.draw(ablation.summarise(TRACE), SHOWN), ["Σ L1 over attention's (log axis)"]),
 }
 
 

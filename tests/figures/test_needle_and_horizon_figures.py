@@ -9,6 +9,7 @@ import pytest
 
 from perturbkv.analyses import horizon, needle, retrieval
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.intervals import Interval
 from perturbkv.figures import horizon as horizon_figure
 from perturbkv.figures import needle as needle_figure
 from perturbkv.figures import retrieval as retrieval_figure
@@ -74,11 +75,11 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
 def test_curves_and_maps_of_growth(width: int) -> None:
     result = horizon.summarise(growing(7), ["attention", "two-stage"])
     figure = horizon_figure.draw(result, width)
-    for kind in horizon.KINDS:
-        for line, config in zip(artists(figure, 0, kind), result.configs, strict=True):
+    for panel, kind in enumerate(horizon.KINDS):
+        for line, config in zip(artists(figure, panel, kind), result.configs, strict=True):
             np.testing.assert_allclose(line.get_ydata(), config.curves[kind].relative)
     assert "everything kept: 1.0e-02" in words(figure)
-    for line, config in zip(artists(figure, 1, "kl"), result.configs, strict=True):
+    for line, config in zip(artists(figure, 2, "kl"), result.configs, strict=True):
         np.testing.assert_allclose(line.get_ydata(), config.kl)
     maps = horizon_figure.draw_heads(result, width)
     for panel in range(2):
@@ -86,6 +87,70 @@ def test_curves_and_maps_of_growth(width: int) -> None:
         np.testing.assert_array_equal(artist(maps, panel, "marks").get_offsets(), [[0.5, 0.5]])
     assert "grows 1, shrinks 1" in words(maps)
     assert "4 heads" in words(maps)
+
+
+def budgets_of(count: int) -> horizon.Horizon:
+    """Both selections at so many budgets, the largest first, with a band of 0.1 to 3 nat around every KL."""
+    result = horizon.summarise(growing(7), ["attention", "two-stage"])
+    many = [
+        dataclasses.replace(
+            config,
+            label=config.label.replace("b=64", f"b={2**power}"),
+            held=0.1 * power,
+            kl_interval=Interval(np.full(result.steps, 0.1), np.full(result.steps, 3.0)),
+        )
+        for power in reversed(range(6, 6 + count))
+        for config in result.configs
+    ]
+    return dataclasses.replace(result, configs=tuple(many))
+
+
+def test_colour_tells_the_selection_and_dash_the_budget() -> None:
+    figure = horizon_figure.draw(budgets_of(3), 174)
+    lines = artists(figure, 0, "propagated")
+    looks = [(line.get_color(), line.get_linestyle()) for line in lines]
+    assert len(set(looks)) == 6
+    assert len({colour for colour, _ in looks}) == 2
+    assert len({dash for _, dash in looks}) == 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "attention", "two-stage", "b=64", "b=128", "b=256",
+    ]  # fmt: skip
+
+
+@WIDTHS
+def test_more_budgets_than_dashes_get_a_row_of_panels_each_in_order_of_what_they_hold(width: int) -> None:
+    figure = horizon_figure.draw(budgets_of(4), width)
+    assert len(figure.axes) == 12
+    firsts = [axes.get_title(loc="left").split(":")[0] for axes in figure.axes[::3]]
+    assert firsts == ["b=64", "b=128", "b=256", "b=512"]
+    assert len({axes.get_ylim() for axes in figure.axes[2::3]}) == 1
+
+
+def test_kl_has_a_band() -> None:
+    bands = artists(horizon_figure.draw(budgets_of(1), 174), 2, "kl band")
+    assert len(bands) == 2
+    corners = bands[0].get_paths()[0].vertices[:, 1]
+    assert (corners.min(), corners.max()) == (0.1, 3.0)
+
+
+def test_the_mean_kl_has_an_interval_at_each_step_that_holds_it() -> None:
+    for config in horizon.summarise(growing(7), ["attention", "two-stage"]).configs:
+        ends = config.kl_interval
+        assert ends is not None
+        assert ((ends.low <= config.kl) & (config.kl <= ends.high)).all()
+
+
+def test_growth_is_on_a_signed_map_whose_clipped_ends_are_arrows() -> None:
+    result = budgets_of(1)
+    curve = result.configs[0].curves["propagated"]
+    for growth, extend in ((9.0, "max"), (0.1, "min"), (3.9, "neither")):
+        grown = dataclasses.replace(curve, head_growth=np.array([[growth, 1.0], [1.0, 1.0]]))
+        config = dataclasses.replace(result.configs[0], curves={**result.configs[0].curves, "propagated": grown})
+        figure = horizon_figure.draw_heads(dataclasses.replace(result, configs=(config,)), 174)
+        assert artist(figure, 0, "map").colorbar.extend == extend
+    assert artist(figure, 0, "map").get_clim() == (-2, 2)
+    red, green, blue, _ = artist(figure, 0, "map").cmap(0.5)
+    assert min(red, green, blue) > 0.9  # no growth is nearly white
 
 
 @WIDTHS

@@ -96,7 +96,7 @@ def test_zeros_on_log_axes_are_noted() -> None:
     assert "8 drifts of 0 not drawn" in said[3]
     assert "4 drifts of 0 not drawn" in said[4]
     assert "6 values of 0 not drawn" in said[5]
-    assert "baseline or row is 0" in said[6]
+    assert "attention or row is 0" in said[6]
 
 
 def test_panels_that_hold_nothing_say_why() -> None:
