@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.intervals import Scalar, share_of
+from perturbkv.analyses.intervals import Band, Interval, Scalar, share_of
 from perturbkv.analyses.reading import Floats, at_step, held_shares, values
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -30,6 +30,8 @@ class Method:
         label: the configuration's label.
         score: share of prompts whose number was found, in [0, 1]; its exact interval.
         digits: mean share of the number's leading digits that are right; its interval, over samples.
+        by_depth: (depth,) the score over all lengths, with exact intervals; NaN where no prompt fell.
+        digits_by_depth: (depth,) digits over all lengths.
         grid: (depth, length) score per cell; NaN where no prompt fell.
         digits_grid: (depth, length) digits per cell.
         held: entries that the cache holds over those of the full cache; NaN where the trace does not tell.
@@ -41,6 +43,9 @@ class Method:
     score_interval: Scalar
     digits: float
     digits_interval: Scalar
+    by_depth: Floats
+    by_depth_interval: Band
+    digits_by_depth: Floats
     grid: Floats
     digits_grid: Floats
     held: float
@@ -82,6 +87,7 @@ def summarise(trace: Trace) -> Needle:
     scores, full = ({name: values(trace, f"{name}{suffix}", ANALYSIS) for name in OUTCOMES} for suffix in ("", "_full"))
     kept, tokens = values(trace, "kept_count", ANALYSIS), values(trace, "prompt_tokens", ANALYSIS)
     cells = cells_of(trace)
+    depth_alone = np.stack([cells[:, 0], np.zeros_like(cells[:, 0])], axis=1)
 
     def method(label: str, found: dict[str, Floats], entries: float, held: float) -> Method:
         shape = len(depths), len(lengths)
@@ -91,6 +97,9 @@ def summarise(trace: Trace) -> Needle:
             score_interval=intervals.of_samples(found["score"] > 0),
             digits=float(found["digits"].mean()),
             digits_interval=intervals.of_mean(found["digits"], share_of(0)),
+            by_depth=_grid(found["score"], depth_alone, (len(depths), 1))[:, 0],
+            by_depth_interval=_depth_intervals(found["score"], cells[:, 0], len(depths)),
+            digits_by_depth=_grid(found["digits"], depth_alone, (len(depths), 1))[:, 0],
             grid=_grid(found["score"], cells, shape),
             digits_grid=_grid(found["digits"], cells, shape),
             held=held,
@@ -134,6 +143,15 @@ def cells_of(trace: Trace) -> NDArray[np.int64]:
     lengths, depths = grid_of(trace)
     places = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
     return np.stack([places % len(depths), places // len(depths)], axis=1)
+
+
+def _depth_intervals(found: Floats, depth: NDArray[np.int64], depths: int) -> Band:
+    """Exact intervals of each depth's share; NaN where fewer than two prompts fell, None where nowhere more did."""
+    each = [intervals.of_samples(found[depth == place] > 0) for place in range(depths)]
+    if not any(each):
+        return None
+    low, high = ([np.nan if one is None else getattr(one, end) for one in each] for end in ("low", "high"))
+    return Interval(np.array(low), np.array(high))
 
 
 def _grid(found: Floats, cells: NDArray[np.int64], shape: tuple[int, int]) -> Floats:

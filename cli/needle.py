@@ -45,11 +45,13 @@ def needle(
     from perturbkv.analyses import retrieval
     from perturbkv.analyses.needle import summarise
     from perturbkv.figures import needle as grids
+    from perturbkv.figures import needle_depths
     from perturbkv.figures import retrieval as levels
 
     result, link = summarise(study.trace), retrieval.summarise(study.trace)
     study.save(grids.draw(result, study.width_mm), result.identity, "needle")
     study.save(grids.draw(result, study.width_mm, "digits"), result.identity, "needle-digits")
+    study.save(needle_depths.draw(result, study.width_mm), result.identity, "needle-depths")
     study.save(levels.draw(link, result.identity, study.width_mm), result.identity, "needle-correlation")
     study.finish({**result.to_dict(), "correlation": link.to_dict()}, lambda: _print(result, link))
 

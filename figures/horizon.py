@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -69,7 +68,7 @@ def _colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
     return dict(zip(names, style.category_colours(len(names)), strict=True))
 
 
-def _curves(panels: Sequence[Axes], config: ConfigHorizon, colour: Any, line: str) -> None:
+def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
     drawn = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
     for axes, (kind, (values, band)) in zip(panels, {**drawn, "kl": (config.kl, config.kl_interval)}.items(),
                                             strict=True):  # fmt: skip

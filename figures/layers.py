@@ -22,6 +22,8 @@ _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
 _TOGETHER = 2
 """More budgets than this in one panel hide each other: each gets a column of its own."""
 _COLUMNS, _NARROW_COLUMNS = 6, 3
+_LINES: tuple[Any, Any] = ("--", "-")
+"""Of both sides."""
 
 
 def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
@@ -112,7 +114,7 @@ def _sides(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
     """What dashed and solid lines are."""
     names = sides(result.baseline, result.treatment)
     return [Line2D([], [], color=colour, linestyle=line, label=name)
-            for line, name in zip(("--", "-"), names, strict=True)]  # fmt: skip
+            for line, name in zip(_LINES, names, strict=True)]  # fmt: skip
 
 
 def _drift_label(result: LayerDrift, short: bool = False) -> str:

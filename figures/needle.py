@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from perturbkv.analyses.naming import budget, common, short
 from perturbkv.analyses.needle import Method, Needle
 from perturbkv.figures import style
+from perturbkv.figures.labels import by_held
 
 _MOST, _FLOW, _NARROW = 7, 5, 3
 _ROW_MM, _AROUND_MM = 40, 18
@@ -33,9 +34,9 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score"
                 first = place == 0 or row[place - 1] is None
                 axes[number, place].set_ylabel("depth" if first else "")
                 axes[number, place].set_yticklabels(axes[number, place].get_yticklabels() if first else [])
-        bar = figure.colorbar(
-            axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], fraction=0.03, pad=0.02
-        )
+        side = "bottom" if width_mm < style.WIDE_MM else "right"
+        bar = figure.colorbar(axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], location=side,
+                              fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
         bar.outline.set_visible(False)
         settings = common([method.label for method in result.methods])
         style.title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
@@ -44,20 +45,23 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score"
     return figure
 
 
-def _rows(result: Needle, narrow: bool) -> list[list[Method | None]]:
-    """A row per budget behind the full cache, where that fits; otherwise one panel after the other."""
+def by_budget(result: Needle) -> list[list[Method]]:
+    """The methods of each budget, in the run's order; the budget whose caches hold least first."""
     groups: dict[str, list[Method]] = {}
     for method in result.methods:
         groups.setdefault(budget(method.label), []).append(method)
-    widest = max(map(len, groups.values()))
+    return by_held(list(groups.values()), lambda group: sum(method.held for method in group) / len(group))
+
+
+def _rows(result: Needle, narrow: bool) -> list[list[Method | None]]:
+    """A row per budget behind the full cache, where that fits; otherwise one panel after the other."""
+    groups = by_budget(result)
+    widest = max(map(len, groups))
     if not narrow and widest < _MOST:
         firsts: list[Method | None] = [result.full, *[None] * (len(groups) - 1)]
-        return [
-            [first, *group, *[None] * (widest - len(group))]
-            for first, group in zip(firsts, groups.values(), strict=True)
-        ]
+        return [[first, *group, *[None] * (widest - len(group))] for first, group in zip(firsts, groups, strict=True)]
     columns = _NARROW if narrow else _FLOW
-    shown = [result.full, *result.methods]
+    shown = [result.full, *(method for group in groups for method in group)]
     padded = [*shown, *[None] * (-len(shown) % columns)]
     return [padded[start : start + columns] for start in range(0, len(padded), columns)]
 
@@ -67,11 +71,12 @@ def _panel(axes: Axes, result: Needle, method: Method, outcome: str) -> None:
     scored = (method.score, method.score_interval)
     mean, interval = scored if outcome == "score" else (method.digits, method.digits_interval)
     sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
-                annot=np.vectorize(_tenths)(grid) if grid.size <= 60 else False, fmt="", annot_kws={"fontsize": 5},
+                annot=np.vectorize(_hundredths)(grid) if grid.size <= 60 else False, fmt="",
+                annot_kws={"fontsize": 4.6},
                 xticklabels=[_thousands(length) for length in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
-    axes.set_title("\n".join([*_name(result, method), style.percent(mean, interval)]), loc="left")
+    axes.set_title("\n".join([*_name(result, method), style.percent(mean, interval)]), loc="left", fontsize=6.5)
     axes.tick_params(length=2, rotation=0)
 
 
@@ -84,8 +89,8 @@ def _name(result: Needle, method: Method) -> list[str]:
     return [line for line in (*words[:2], " ".join(words[2:])) if line] or ["evicted"]
 
 
-def _tenths(share: float) -> str:
-    return "" if np.isnan(share) else f"{share:.1f}".removesuffix(".0")
+def _hundredths(share: float) -> str:
+    return "" if np.isnan(share) else f"{share:.2f}"
 
 
 def _thousands(length: int) -> str:

@@ -16,7 +16,9 @@ from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.retrieval import CIRCULAR, MEASURES, BudgetLink, Correlation, Retrieval
 from perturbkv.figures import style
 
-_ROW_MM, _AROUND_MM = 62, 14
+_ROW_MM, _AROUND_MM = 66, 14
+_GAP = 0.9
+"""Room, in rows, for the words above what is circular."""
 _MARKS = {"score": ("o", "whole number", -0.14), "digits": ("s", "leading digits", 0.14)}
 
 
@@ -31,8 +33,11 @@ def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_
             _panel(panel, link)
         for panel in axes.flat[len(result.budgets) :]:
             panel.set_axis_off()
+        for place, panel in enumerate(axes.flat[: len(result.budgets)]):
+            panel.tick_params(labelleft=place % columns == 0)
         if not result.budgets:
-            style.note(axes.flat[0], "no budget of three methods or more: no ranks")
+            axes.flat[0].set(xticks=[], yticks=[])
+            style.note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
         figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
         style.foot(figure, identity, _told(result.samples))
     return figure
@@ -48,28 +53,46 @@ def _told(answered: int) -> str:
 
 def _panel(axes: Axes, link: BudgetLink) -> None:
     names = {**MEASURES, **CIRCULAR}
-    places = {name: place + (0.6 if name in CIRCULAR else 0) for place, name in enumerate(names)}
+    places = {name: place + (_GAP if name in CIRCULAR else 0) for place, name in enumerate(names)}
     for one in (*link.correlations, *link.circular):
         _point(axes, places[one.measure], one)
     axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.axhline(len(MEASURES) - 0.2, color="0.55", linewidth=0.6, linestyle=":")
-    axes.text(0.98, len(MEASURES) - 0.12, "circular: nearly the score", transform=axes.get_yaxis_transform(),
-              ha="right", va="top", fontsize=5.5, color="0.35")  # fmt: skip
+    axes.axhline(len(MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
+    axes.text(0.98, len(MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
+              ha="right", va="top", fontsize=5.5, color="0.35",
+              bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # fmt: skip
     axes.set_yticks(list(places.values()), list(names.values()))
     axes.set(
         xlim=(-1.05, 1.05),
         ylim=(max(places.values()) + 0.5, -0.5),
+        xticks=[-1, -0.5, 0, 0.5, 1],
         xlabel="Spearman’s ρ within a prompt",
     )
     deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
     held = " to ".join(dict.fromkeys(map(style.number, link.held_ends)))
     title = (
-        f"b={link.budget}, {len(link.labels)} methods; n = {deciding['score']} (number), {deciding['digits']} (digits)"
-        f"\nheld / full {held}"
+        f"b={link.budget}, {len(link.labels)} methods; held / full {held}"
+        f"\nn = {deciding['score']} (number), {deciding['digits']} (digits)"
     )
+    reasons = [f"{label}: {_why(link, name)}" for name, (_, label, _) in _MARKS.items() if not deciding[name]]
+    if len(reasons) == len(_MARKS):
+        axes.text(0, (len(MEASURES) - 1) / 2, "\n".join(reasons), ha="center", va="center", fontsize=6.5, color="0.35",
+                  backgroundcolor="white")  # fmt: skip
+    elif reasons:
+        title += f"\n{reasons[0]}"
     axes.set_title(title, loc="left", fontsize=6.5)
-    if not any(deciding.values()):
-        style.note(axes, "no prompt decides: all outcomes are alike")
+
+
+def _why(link: BudgetLink, outcome: str) -> str:
+    """Why no prompt has ranks in an outcome: there is nothing to tell apart within a prompt."""
+    found = getattr(link, outcome)
+    if not len(found):
+        return "the full cache finds none"
+    if not found.any():
+        return "every method lost all"
+    if (found == 1).all():
+        return "no method lost any"
+    return "all methods alike"
 
 
 def _point(axes: Axes, place: float, one: Correlation) -> None:

@@ -47,6 +47,17 @@ def test_the_measured_golden_trace_passes_through(perturbkv: Run, measured: Path
         assert {Path(path).stem for path in numbers["figures"]} == set(ANALYSES[command])
 
 
+def test_many_pairs_are_one_figure_named_after_them_and_one_table(perturbkv: Run, measured: Path) -> None:
+    ran = perturbkv("heads", measured, "--compare", "attention,two-stage,value", "-o", "out", "--format", "png")
+    assert [path.name for path in Path("out").glob("*.png")] == ["heads-attention-two-stage-value.png"]
+    assert all(cell_len(line) <= 80 for line in ran.out.splitlines()), ran.out
+    assert ran.out.count("isolated and propagated perturbation, L1") == 1
+    rows = [line.split()[0] for line in ran.out.splitlines() if "isol." in line and "%" in line]
+    comparisons = json.loads(Path("out/summary.json").read_text())["analyses"]["heads"]["comparisons"]
+    assert len(rows) == len(comparisons) > 2
+    assert set(rows) == {"two-stage", "value"}
+
+
 @pytest.mark.parametrize("command", [*ANALYSES, "info", "export"])
 def test_the_first_golden_trace_passes_through(perturbkv: Run, tmp_path: Path, command: str) -> None:
     trace = shutil.copy(GOLDEN, tmp_path / "golden.h5")

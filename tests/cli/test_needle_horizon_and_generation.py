@@ -34,7 +34,7 @@ def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(pertu
     assert ran.code == 0, ran.err
     assert narrow(ran.out), ran.out
     assert {path.name for path in Path("out").iterdir()} == {
-        "trace.h5", "needle.png", "needle-digits.png", "needle-correlation.png", "summary.json"
+        "trace.h5", "needle.png", "needle-digits.png", "needle-depths.png", "needle-correlation.png", "summary.json"
     }  # fmt: skip
     trace = read_trace(Path("out/trace.h5"))
     assert (trace.run.generate, trace.run.steps, len(trace.sample_ids), len(trace.run.configs)) == (5, 2, 4, 6)

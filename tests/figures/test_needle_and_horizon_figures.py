@@ -12,6 +12,7 @@ from perturbkv.analyses.identity import identity
 from perturbkv.analyses.intervals import Interval
 from perturbkv.figures import horizon as horizon_figure
 from perturbkv.figures import needle as needle_figure
+from perturbkv.figures import needle_depths as depths_figure
 from perturbkv.figures import retrieval as retrieval_figure
 from perturbkv.trace import Trace
 from tests.analyses.test_needle_and_horizon_by_hand import MOVED, growing, made, ranked
@@ -55,6 +56,55 @@ def test_more_methods_than_a_row_holds_flow_on() -> None:
 
 
 @WIDTHS
+def test_cells_hold_two_decimals(width: int) -> None:
+    figure = needle_figure.draw(needle.summarise(answered()), width)
+    cells = [text.get_text() for text in figure.axes[0].texts]
+    assert "1.00" in cells
+    assert all(len(cell) == 4 for cell in cells if cell)
+
+
+@WIDTHS
+def test_a_dot_per_method_and_depth_is_the_share_found_over_all_lengths(width: int) -> None:
+    """Six prompts run through two depths and two lengths in turns: the depth is 0, 1, 0, 1, …"""
+    trace = answered()
+    figure = depths_figure.draw(needle.summarise(trace), width)
+    scores = np.column_stack([[1, 1, 1, 1, 0, 1], SCORES])  # (sample, method), the full cache first
+    for depth in range(2):
+        expected = scores[depth::2].mean(axis=0)
+        boxes = [box for box in figure.axes[depth].containers if box.lines[0].get_gid() == "score"]
+        np.testing.assert_allclose([float(box.lines[0].get_xdata()[0]) for box in boxes], expected)
+        assert [text.get_text() for text in figure.axes[depth].texts] == [f"{share:.2f}" for share in expected]
+        assert figure.axes[depth].get_title(loc="left") == f"depth {depth}"
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["full cache", "attention", "two-stage"]
+
+
+@WIDTHS
+def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
+    trace = ranked([[0, 0, 0]] * 4, [1, 1, 1, 1], MOVED)
+    trace.arrays["digits"][:] = 0  # type: ignore[index]
+    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.labels()), width)
+    assert "whole number: every method lost all" in words(figure)
+    assert "leading digits: every method lost all" in words(figure)
+    trace.arrays["digits"][:] = [0.1, 0.3, 0.6]  # type: ignore[index]
+    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.labels()), width)
+    axes = figure.axes[0]
+    assert "\nwhole number: every method lost all" in axes.get_title(loc="left")
+    assert [text.get_text() for text in axes.texts] == ["circular: nearly the score"]  # nothing over the points
+
+
+@WIDTHS
+def test_words_of_the_correlations_touch_no_point(width: int) -> None:
+    trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
+    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.labels()), width)
+    render(figure)
+    axes = figure.axes[0]
+    (words_,) = [text.get_window_extent() for text in axes.texts if "circular" in text.get_text()]
+    rows = sorted({float(box.lines[0].get_ydata()[0]) for box in axes.containers})
+    heights = [axes.transData.transform((0, row))[1] for row in rows]
+    assert not any(words_.y0 - 3 < height < words_.y1 + 3 for height in heights)
+
+
+@WIDTHS
 def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
@@ -65,8 +115,7 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
     told = {f"{one.measure} {one.outcome}": one.rho for one in (*link.correlations, *link.circular)}
     assert drawn == pytest.approx(told)
     said = words(figure)
-    assert "b=64, 3 methods; n = 2 (number), 2 (digits)" in said
-    assert "held / full 0.48 to 0.51" in said
+    assert "b=64, 3 methods; held / full 0.48 to 0.51\nn = 2 (number), 2 (digits)" in said
     assert "circular: nearly the score" in said
     assert "deciding ones of the 3 prompts that the full cache answers" in " ".join(said.split())
 
@@ -161,7 +210,7 @@ def test_odd_runs_are_drawn(width: int) -> None:
     assert "no budget of three methods or more" in words(figure)
     three = ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])
     alike = retrieval_figure.draw(retrieval.summarise(three), shown, width)
-    assert "no prompt decides: all outcomes are alike" in words(alike)
+    assert "whole number: no method lost any" in words(alike)
     zero = made([[1, 0]], [1], [[0.0, 0.0]])
     for trace in (nothing, zero):
         render(needle_figure.draw(needle.summarise(trace), width))
