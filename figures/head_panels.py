@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,39 +11,58 @@ from matplotlib.figure import Figure
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.naming import common, counted, folded, setting, short
+from perturbkv.analyses.naming import common, folded, setting, short
 from perturbkv.figures import style
 from perturbkv.figures.head_points import limits, outside, scatter
 from perturbkv.figures.heads import legend, told
 from perturbkv.figures.labels import by_held, held_sides, sides
 
-_WIDE, _NARROW = 3, 2
-_PANEL_MM = {_WIDE: 46.0, _NARROW: 42.0}
-_LINE_MM, _AROUND_MM, _FONT = 2.9, 26.0, 5.8
+_LINE_MM, _AROUND_MM, _BAR_MM = 2.9, 28.0, 12.0
+_MANY = 6
+"""More pairs than this stand closer in one column, so that it stays on its page."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How panels stand: columns, height without titles, letters of a title and how many fit a line, size of points."""
+
+    columns: int
+    panel_mm: float
+    font: float
+    letters: int
+    scale: float
+    narrow: bool
+
+
+def _grid(pairs: int, width_mm: float) -> _Grid:
+    if width_mm >= style.WIDE_MM:
+        return _Grid(3, 46.0, 5.8, 38, 0.5, narrow=False)
+    return _Grid(2, 42.0, 5.8, 28, 0.5, narrow=True) if pairs <= _MANY else _Grid(3, 29.0, 5.0, 22, 0.3, narrow=True)
 
 
 def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
     """The pairs of one baseline together, baselines that hold least first; each title holds both kinds' numbers."""
     with style.use():
-        narrow = width_mm < style.WIDE_MM
-        columns = _NARROW if narrow else _WIDE
-        ordered = _ordered(results)
-        titles = _titles(ordered, narrow)
-        rows = -(-len(ordered) // columns)
-        height = _PANEL_MM[columns] + _LINE_MM * max(title.count("\n") + 1 for title in titles)
-        figure = style.figure(width_mm, rows * height + _AROUND_MM + (12 if narrow else 0))
-        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+        grid, ordered = _grid(len(results), width_mm), _ordered(results)
+        titles = _titles(ordered, grid)
+        rows = -(-len(ordered) // grid.columns)
+        height = grid.panel_mm + _LINE_MM * max(title.count("\n") + 1 for title in titles)
+        figure = style.figure(width_mm, rows * height + _AROUND_MM + (_BAR_MM if grid.narrow else 0))
+        axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
         ends = limits([result.propagated for result in ordered])
         for panel, result, title in zip(axes.flat, ordered, titles, strict=False):
-            _panel(panel, result, title, ends)
+            _panel(panel, result, ends, grid.scale)
+            panel.set_title(title, loc="left", fontsize=grid.font)
         for panel in axes.flat[len(ordered) :]:
             panel.set_axis_off()
-        _name_axes(axes.ravel().tolist(), ordered, columns)
-        axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=5.5, handletextpad=0.3, handlelength=1.2,
-                          borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
-        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right")
+        _name_axes(axes.ravel().tolist(), ordered, grid.columns)
+        axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
+                          handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
+        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if grid.narrow else "right")
         style.title(figure, _shared(ordered))
-        style.foot(figure, identity, f"in the titles: isolated / propagated · {told(ordered[0])}")
+        style.foot(
+            figure, identity, f"in the titles: isolated / propagated · ▼: heads outside the axes · {told(ordered[0])}"
+        )
     return figure
 
 
@@ -52,23 +72,22 @@ def _ordered(results: Sequence[HeadComparison]) -> list[HeadComparison]:
     return by_held(together, lambda result: result.held[0])
 
 
-def _panel(axes: Axes, result: HeadComparison, title: str, ends: tuple[float, float]) -> None:
-    scatter(axes, result.propagated, result.flagged, ends, scale=0.5)
-    axes.set_title(title, loc="left", fontsize=_FONT)
+def _panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
+    scatter(axes, result.propagated, result.flagged, ends, scale)
     beyond = int(outside(result.propagated, ends).sum())
     if beyond:
-        style.note(axes, f"{counted(beyond, 'head')} outside (▼)")
+        style.note(axes, f"{beyond} ▼")
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
     """Axes are named and numbered on the left and below alone."""
     unit = DISTANCES[results[0].distance]
     baselines, treatments = _sides(results)
-    named = treatments[0] if len(treatments) == 1 else "named above"
+    named = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
     for place, panel in enumerate(axes[: len(results)]):
         last, first = place + columns >= len(results), place % columns == 0
         panel.tick_params(labelbottom=last, labelleft=first)
-        panel.set_xlabel(f"{baselines[0] if len(baselines) == 1 else 'baseline'} ({unit})" if last else "")
+        panel.set_xlabel(f"{baselines[0] if len(baselines) == 1 else 'the first named'} ({unit})" if last else "")
         panel.set_ylabel(f"{named} ({unit})" if first else "")
 
 
@@ -92,20 +111,24 @@ def _legend(results: Sequence[HeadComparison]) -> list[object]:
     return list(handles)
 
 
-def _titles(results: Sequence[HeadComparison], narrow: bool) -> list[str]:
+def _named(result: HeadComparison, baselines: bool, treatments: bool) -> str:
+    """The sides that are not the same in all panels."""
+    first, second = sides(result.baseline, result.treatment)
+    return f"{first} → {second}" if baselines else second if treatments else ""
+
+
+def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
     """What tells a pair from the others; of both kinds the heads that are better, and Σ over the baseline's."""
     apart = short([setting(result.baseline) for result in results])
-    several = len(_sides(results)[1]) > 1
+    baselines, treatments = _sides(results)
     found = []
     for result, words in zip(results, apart, strict=True):
         kinds = (result.isolated, result.propagated)
         shares = [style.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
         ratios = [style.ratio(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
-        name = " ".join(
-            part for part in (sides(result.baseline, result.treatment)[1] if several else "", words) if part
-        )
-        between = " /\n  " if narrow else " / "
-        lines = [folded(name, 28 if narrow else 38), f"held / full {held_sides(result.held)}",
+        name = " ".join(part for part in (_named(result, len(baselines) > 1, len(treatments) > 1), words) if part)
+        between = " /\n  " if grid.narrow else " / "
+        lines = [folded(name, grid.letters), f"held / full {held_sides(result.held)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         found.append("\n".join(line for line in lines if line))
     return found

@@ -17,7 +17,7 @@ from perturbkv.figures import style
 
 _LAYER_MM, _LEAST_MM, _MOST_MM = 0.9, 24.0, 48.0
 _TITLE_MM, _GAP_MM, _AROUND_MM = 3.2, 5.0, 16.0
-_BAR_MM, _NARROW_FONT = 14.0, 6.2
+_BAR_MM, _BAR_THICK_MM, _NARROW_FONT = 20.0, 3.2, 6.2
 _DARK = 0.5
 """Marks are white on colours darker than this, black on the others."""
 
@@ -73,8 +73,10 @@ def draw(rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: st
             at.tick_params(labelleft=place == 0)
             at.set_xlabel("head" if shown is rows[-1] else "")
             at.set_ylabel("\n".join(filter(None, (shown[0].row, "layer"))) if place == 0 else "")
+    thickness = _BAR_THICK_MM / (panel * len(rows)) if narrow else 0.04
     bar = figure.colorbar(axes.flat[0].collections[0], ax=list(axes.flat), label=scale.label, extend=scale.extend,
-                          location="bottom" if narrow else "right", fraction=0.04, pad=0.02, aspect=25)  # fmt: skip
+                          location="bottom" if narrow else "right", fraction=thickness,
+                          pad=0.02, aspect=25)  # fmt: skip
     bar.outline.set_visible(False)
     style.title(figure, title)
     return figure

@@ -180,5 +180,13 @@ def test_pairs_say_once_what_all_share() -> None:
     assert not any("max7" in axes.get_title(loc="left") for axes in figure.axes)
 
 
+@pytest.mark.parametrize("width", [84, 174])
+def test_twelve_pairs_fit_a_page(width: int) -> None:
+    results, _ = pairs()
+    figure = draw_pairs(results * 6, results[0].identity, width)
+    assert figure.get_figheight() * 25.4 <= 240
+    assert len(render(figure)) > 1000
+
+
 def test_pairs_are_a_file() -> None:
     assert len(render(pairs(84)[1])) > 1000
