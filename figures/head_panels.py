@@ -18,36 +18,46 @@ from perturbkv.figures.heads import legend, told
 from perturbkv.figures.labels import by_held, held_sides, sides
 
 _LINE_MM, _AROUND_MM, _BAR_MM = 2.9, 28.0, 12.0
-_MANY = 6
-"""More pairs than this stand closer in one column, so that it stays on its page."""
+_MANY, _WIDE_MANY = 6, 9
+"""More pairs than these stand closer, in one column and in two, so that the figure stays on its page."""
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """How panels stand: columns, height without titles, letters of a title and how many fit a line, size of points."""
+    """How panels stand.
+
+    Attributes:
+        columns: of panels; `panel_mm` the height of one without its title.
+        font: size of a title's letters; `letters` how many fit a line.
+        scale: of the points' areas.
+        split: whether a title's numbers of both kinds stand on a line each.
+    """
 
     columns: int
     panel_mm: float
     font: float
     letters: int
     scale: float
-    narrow: bool
+    split: bool
 
 
 def _grid(pairs: int, width_mm: float) -> _Grid:
-    if width_mm >= style.WIDE_MM:
-        return _Grid(3, 46.0, 5.8, 38, 0.5, narrow=False)
-    return _Grid(2, 42.0, 5.8, 28, 0.5, narrow=True) if pairs <= _MANY else _Grid(3, 29.0, 5.0, 22, 0.3, narrow=True)
+    if width_mm < style.WIDE_MM:
+        return _Grid(2, 42.0, 5.8, 28, 0.5, split=True) if pairs <= _MANY else _Grid(3, 29.0, 5.0, 22, 0.3, split=True)
+    if pairs <= _WIDE_MANY:
+        return _Grid(3, 46.0, 5.8, 38, 0.5, split=False)
+    return _Grid(4, 36.0, 5.4, 28, 0.4, split=True)
 
 
 def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
     """The pairs of one baseline together, baselines that hold least first; each title holds both kinds' numbers."""
     with style.use():
+        narrow = width_mm < style.WIDE_MM
         grid, ordered = _grid(len(results), width_mm), _ordered(results)
         titles = _titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _LINE_MM * max(title.count("\n") + 1 for title in titles)
-        figure = style.figure(width_mm, rows * height + _AROUND_MM + (_BAR_MM if grid.narrow else 0))
+        figure = style.figure(width_mm, rows * height + _AROUND_MM + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
         ends = limits([result.propagated for result in ordered])
         for panel, result, title in zip(axes.flat, ordered, titles, strict=False):
@@ -58,7 +68,7 @@ def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: flo
         _name_axes(axes.ravel().tolist(), ordered, grid.columns)
         axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
                           handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
-        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if grid.narrow else "right")
+        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right")
         style.title(figure, _shared(ordered))
         style.foot(
             figure, identity, f"in the titles: isolated / propagated · ▼: heads outside the axes · {told(ordered[0])}"
@@ -127,7 +137,7 @@ def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
         shares = [style.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
         ratios = [style.ratio(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
         name = " ".join(part for part in (_named(result, len(baselines) > 1, len(treatments) > 1), words) if part)
-        between = " /\n  " if grid.narrow else " / "
+        between = " /\n  " if grid.split else " / "
         lines = [folded(name, grid.letters), f"held / full {held_sides(result.held)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         found.append("\n".join(line for line in lines if line))
