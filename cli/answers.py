@@ -10,7 +10,7 @@ from perturbkv.analyses.naming import counted, short
 from perturbkv.cli import console, numbers
 
 if TYPE_CHECKING:
-    from perturbkv.datasets.encode import EncodedPrompt
+    from perturbkv.datasets.encode import Prompt
     from perturbkv.datasets.metrics import Metric
     from perturbkv.pipeline.generation import Answers
 
@@ -18,7 +18,7 @@ _SHOWN = 400
 """Characters of an answer in a table; the file has all."""
 
 
-def metrics_of(prompts: Sequence[EncodedPrompt]) -> dict[str, Metric]:
+def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
     """The metric of each data set that prompts with answers come from, tried on each of them.
 
     Raises DatasetError where a metric is not installed or cannot read the answers.
@@ -35,7 +35,7 @@ def metrics_of(prompts: Sequence[EncodedPrompt]) -> dict[str, Metric]:
 
 
 def row(
-    prompt: EncodedPrompt, answers: Answers, labels: Sequence[str], decode: Any, metrics: Mapping[str, Metric]
+    prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Any, metrics: Mapping[str, Metric]
 ) -> dict[str, Any]:
     """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
     metric = metrics.get(prompt.task) if prompt.answers else None

@@ -12,9 +12,9 @@ from typer import Option
 from perturbkv.analyses.naming import counted
 from perturbkv.cli import answers, console, effects, numbers
 from perturbkv.cli.options import RunOptions
-from perturbkv.cli.planning import Plan, plan
+from perturbkv.cli.planning import plan
 from perturbkv.cli.spreading import with_options
-from perturbkv.cli.tracing import load, provenance, run_folder
+from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
@@ -22,6 +22,7 @@ from perturbkv.storage.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
     from perturbkv.datasets.metrics import Metric
+    from perturbkv.pipeline.plan import Plan
 
 _FILE = "generation.jsonl"
 
@@ -63,7 +64,9 @@ def generate(
 
         dry_run.show(planned, run.as_json)
         return
-    metrics = answers.metrics_of(planned.encoded.prompts)
+    from perturbkv.pipeline.provenance import provenance
+
+    metrics = answers.metrics_of(planned.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
     done = _open(path, header, provenance(planned), run.overwrite)
@@ -150,10 +153,10 @@ def _generate(
     from perturbkv.pipeline.generation import answer
 
     names = {row["sample"] for row in done}
-    todo = [prompt for prompt in planned.encoded.prompts if prompt.sample_id not in names]
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
     if not todo:
         return []
-    adapter, rows = load(planned), []
+    adapter, rows = planned.model(), []
     labels, config = planned.run.labels(), planned.run
     with console.progress("samples", len(todo) + len(done), len(done)) as bar, path.open("a", encoding="utf-8") as file:
         for prompt in todo:
@@ -165,5 +168,5 @@ def _generate(
             file.write(_line(rows[-1]))
             file.flush()
             os.fsync(file.fileno())
-            bar.advance(bar.task_ids[0])
+            bar.one_more()
     return rows

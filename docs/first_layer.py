@@ -18,7 +18,7 @@ import numpy as np
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig, from_preset
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt, encode
+from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.aliases import DEFAULT
@@ -39,7 +39,7 @@ def first_layer_by_attention(
     return ranking_groups(configs, scores, prompt_tokens)
 
 
-def compare(adapter: Adapter, prompts: list[EncodedPrompt], words: str) -> None:
+def compare(adapter: Adapter, prompts: list[Prompt], words: str) -> None:
     """Propagated perturbation of two-stage over the baseline's, and heads improved."""
     run = RunConfig(model=adapter.name, dataset="readings", configs=CONFIGS)
     measured = [trace_sample(adapter, prompt, run).arrays["perturbation_propagated"][:, 0] for prompt in prompts]

@@ -11,7 +11,7 @@ import numpy as np
 
 from perturbkv.analyses.naming import short
 from perturbkv.analyses.retrieval import CIRCULAR, MEASURES
-from perturbkv.datasets.encode import EncodedPrompt, encode
+from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.models.loading import open_model
 from perturbkv.storage.trace_file import read_trace
@@ -129,7 +129,7 @@ def _answer_places(trace: Trace) -> list[range]:
     return [_answer_place(prompt, tokenizer) for prompt in prompts]
 
 
-def _answer_place(prompt: EncodedPrompt, tokenizer: Any) -> range:
+def _answer_place(prompt: Prompt, tokenizer: Any) -> range:
     """Where the number's digits stand in the prompt: a token each."""
     digits = [*tokenizer(prompt.answers[0], add_special_tokens=False)["input_ids"]]
     starts = range(len(prompt.token_ids) - len(digits) + 1)

@@ -20,8 +20,11 @@ _PUBLIC = {
     "read_trace": "perturbkv.storage.trace_file",
     "TraceWriter": "perturbkv.storage.writer",
     "CompactCache": "perturbkv.cache.compact",
-    "load_model": "perturbkv.models.loading",
-    "trace_sample": "perturbkv.pipeline.samples",
+    "Prompt": "perturbkv.datasets.encode",
+    "load_model": "perturbkv.api",
+    "load_prompts": "perturbkv.api",
+    "measure": "perturbkv.api",
+    "generate": "perturbkv.api",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -149,7 +149,7 @@ VARIABLES: dict[str, Variable] = {
     ),
 }
 
-RAGGED_AXES = ("kept_entry", "key")
+KEPT_AXIS, KEY_AXIS = "kept_entry", "key"
 """Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
 
 

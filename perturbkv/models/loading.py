@@ -57,7 +57,10 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory."""
+    """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory.
+
+    `source` is None where there are no files: weights are drawn, or the model was given.
+    """
 
     name: str
     source: Source | None
@@ -65,11 +68,12 @@ class ModelFiles:
     tokenizer: Any
     revision: str
     stored: Stored
+    random_weights: bool = False
 
-    @property
-    def random_weights(self) -> bool:
-        """True where there are no files and the weights are drawn."""
-        return self.source is None
+    @classmethod
+    def of(cls, model: Adapter) -> ModelFiles:
+        """What is known of a model whose weights are loaded already."""
+        return cls(model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights)
 
     def parameters(self) -> int:
         """How many weights the model has."""
@@ -86,9 +90,8 @@ def open_model(name: str, seed: int = 0) -> ModelFiles:
     Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
     """
     if name.startswith(_RANDOM):
-        return ModelFiles(
-            name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}", Stored("random")
-        )
+        revision = f"random weights, seed {seed}"
+        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), revision, Stored("random"), True)
     source = resolve(name)
     if source.gguf_file is not None:
         return _open_gguf(source)
@@ -139,8 +142,7 @@ def load_weights(
     else:
         model = _read_weights(files.source, dtype)
     model = _spread(model, files.name) if spread else _aligned(model.to(device))
-    weights = files.stored.as_run(str(dtype).removeprefix("torch."))
-    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, weights)
+    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
 
 
 def _read_weights(source: Source, dtype: torch.dtype) -> Any:

@@ -16,7 +16,7 @@ from perturbkv.cache.gather import Kept, Lengths, keep, lengths
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, plan_batches
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import measure
@@ -43,7 +43,7 @@ _DEFAULT = Resources()
 
 def trace(
     adapter: Adapter,
-    prompts: Iterable[EncodedPrompt],
+    prompts: Iterable[Prompt],
     run: RunConfig,
     resources: Resources = _DEFAULT,
     finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
@@ -66,9 +66,7 @@ def trace(
 
 
 @torch.inference_mode()
-def trace_sample(
-    adapter: Adapter, prompt: EncodedPrompt, run: RunConfig, resources: Resources = _DEFAULT
-) -> SampleTrace:
+def trace_sample(adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources = _DEFAULT) -> SampleTrace:
     """Measure every configuration of `run` on one prompt (METHOD: the protocol).
 
     The prompt is read once; all configurations share its scores, norms and reference. The device is waited for when

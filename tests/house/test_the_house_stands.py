@@ -23,7 +23,8 @@ FLOORS = (
     ("selection", "datasets", "storage"),
     ("cache",),
     ("pipeline",),
-    ("benchmark", "selfcheck"),
+    ("engines", "benchmark", "selfcheck"),
+    ("api",),
     ("cli",),
 )
 """Each part imports itself and what lies on lower floors."""

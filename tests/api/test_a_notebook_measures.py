@@ -1,0 +1,189 @@
+"""What `import perturbkv as pk` gives: the command line's numbers, without a file where none is asked for."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import perturbkv as pk
+from perturbkv.cli.main import app
+from perturbkv.engines import here
+from perturbkv.errors import ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
+from perturbkv.models.adapter import Adapter
+from perturbkv.storage.memory import in_memory
+from perturbkv.storage.writer import TraceWriter
+from perturbkv.trace import FailedSample, Trace
+from tests.support.folders import model_folder
+from tests.support.traces import run_config, sample_trace
+
+CONFIGS = pk.grid(24, selection=("attention", "two-stage"), window=8)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("api") / "tiny", positions=512)
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> Adapter:
+    return pk.load_model(str(folder))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"{i} " + "The quick brown fox jumps over the lazy dog. " * 3} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def assert_equal(found: Trace, expected: Trace) -> None:
+    assert found.run == expected.run
+    assert found.sample_ids == expected.sample_ids
+    assert dict(found.failures) == dict(expected.failures)
+    assert set(found.arrays) == set(expected.arrays)
+    for name, array in expected.arrays.items():
+        assert found.arrays[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
+
+
+def test_memory_file_and_command_line_give_the_same_numbers(
+    model: Adapter, folder: Path, data: Path, tmp_path: Path
+) -> None:
+    from typer.testing import CliRunner
+
+    prompts = pk.load_prompts(str(data), model, samples=2)
+    held = pk.measure(model, prompts, CONFIGS, progress=False)
+    assert_equal(pk.measure(model, prompts, CONFIGS, path=tmp_path / "t.h5", progress=False), held)
+    command = ["trace", "--model", str(folder), "--dataset", str(data), "--samples", "2", "--budget", "24"]
+    ran = CliRunner().invoke(app, [*command, "--window", "8", "-o", str(tmp_path / "cli.h5")])
+    assert ran.exit_code == 0, ran.output
+    by_command = pk.read_trace(tmp_path / "cli.h5")
+    for name, array in held.arrays.items():
+        np.testing.assert_array_equal(by_command.arrays[name], array, err_msg=name)
+
+
+def test_a_trace_in_memory_is_the_one_that_a_file_would_hold(tmp_path: Path) -> None:
+    samples = [
+        sample_trace("s0", seed=0, keys=30, optional=True),
+        FailedSample("s1", "NaN"),
+        sample_trace("s2", seed=2, keys=40, optional=True),
+    ]
+    run = run_config(3)
+    writer = TraceWriter(tmp_path / "t.h5", run, ["s0", "s1", "s2"], {"model": "m"})
+    for sample in samples:
+        writer.append(sample)
+    assert_equal(in_memory(run, samples, {"model": "m"}), pk.read_trace(writer.finish()))
+
+
+def test_a_run_with_a_path_measures_what_is_missing(
+    model: Adapter, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, int]] = []
+    original = here.Here.measure
+
+    def noted(self: Any, planned: Any, missing: Any, finished: Any) -> None:
+        asked.append({name: len(configs) for name, configs in missing.items()})
+        original(self, planned, missing, finished)
+
+    monkeypatch.setattr(here.Here, "measure", noted)
+    prompts = pk.load_prompts(str(data), model, samples=3)
+    whole = pk.measure(model, prompts, CONFIGS, progress=False)
+    path = tmp_path / "t.h5"
+    pk.measure(model, prompts[:2], CONFIGS[:1], path=path, progress=False)
+    grown = pk.measure(model, prompts, CONFIGS, path=path, progress=False)
+    assert asked == [{"p0": 2, "p1": 2, "p2": 2}, {"p0": 1, "p1": 1}, {"p0": 1, "p1": 1, "p2": 2}]
+    np.testing.assert_allclose(
+        grown.arrays["perturbation_propagated"], whole.arrays["perturbation_propagated"], rtol=1e-5
+    )
+    assert pk.measure(model, prompts, CONFIGS, path=path, progress=False).run == grown.run
+    assert len(asked) == 3, "nothing was missing"
+
+
+def test_a_loaded_model_is_left_as_it_was(folder: Path, model: Adapter, data: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loaded.train()
+    loaded.model.layers[0].eval()
+    modes = [module.training for module in loaded.modules()]
+    ids = torch.arange(20).unsqueeze(0)
+    before = loaded(ids).logits
+    given = pk.load_model(loaded, tokenizer=tokenizer)
+    found = pk.measure(given, pk.load_prompts(str(data), given, samples=1), CONFIGS, progress=False)
+    assert torch.equal(loaded(ids).logits, before)
+    assert [module.training for module in loaded.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in loaded.modules())
+    by_name = pk.measure(model, pk.load_prompts(str(data), model, samples=1), CONFIGS, progress=False)
+    for name, array in by_name.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
+    assert found.run.revision.startswith("fingerprint:")
+
+
+def test_other_weights_have_another_fingerprint(folder: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = pk.load_model(loaded, tokenizer=tokenizer).revision
+    assert pk.load_model(loaded, tokenizer=tokenizer).revision == first
+    with torch.no_grad():
+        loaded.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    assert pk.load_model(loaded, tokenizer=tokenizer).revision != first
+
+
+def test_prompts_of_ones_own(model: Adapter) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 3
+    mine = [pk.Prompt.from_text(text, model, "Who?", id=str(place)) for place in range(2)]
+    assert model.tokenizer.decode(mine[0].token_ids) == f"{text}\n\nWho?"
+    assert mine[0].question_tokens == len("\n\nWho?")
+    found = pk.measure(model, mine, CONFIGS, scenario="context-only", progress=False)
+    assert found.arrays["question_tokens"].tolist() == [6, 6]
+    assert found.run.dataset == "prompts"
+    answers = pk.generate(model, mine, CONFIGS, max_new_tokens=3, progress=False)
+    assert [len(one.evicted) for one in answers] == [2, 2]
+
+
+def test_nothing_is_written_where_no_bar_is_wanted(
+    model: Adapter, data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pk.measure(model, pk.load_prompts(str(data), model, samples=1), CONFIGS[:1], progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda model: pk.measure(model, [], CONFIGS), DatasetError, "at least one prompt"),
+        (lambda model: pk.measure(model, [prompt(model)] * 2, CONFIGS), DatasetError, "'0' twice"),
+        (lambda model: pk.measure(model, [prompt(model)], []), ConfigError, "at least one eviction"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, engine="rae"), UnknownNameError, "known: here"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, scenario="x"), PerturbkvError, "regular"),
+        (lambda model: pk.load_model(model.model), ModelError, "tokenizer="),
+        (lambda model: pk.load_model(3), ModelError, "got int"),
+        (lambda model: pk.load_model(model.model, tokenizer=model.tokenizer, dtype="float16"), ConfigError, "dtype"),
+        (lambda model: pk.load_model("random:smollm2-135m", tokenizer=model.tokenizer), ConfigError, "tokenizer"),
+        (lambda model: pk.generate(model, [prompt(model)], pk.grid(24, selection="hindsight", window=8)), ConfigError,
+         "next query"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(model: Adapter, call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as found:
+        call(model)
+    assert "\n" not in str(found.value)
+
+
+def prompt(model: Adapter) -> pk.Prompt:
+    return pk.Prompt.from_text("The quick brown fox jumps over the lazy dog. " * 3, model)
+
+
+@pytest.mark.parametrize("module", ["perturbkv.api", "perturbkv.datasets.encode"])
+def test_the_examples_in_docstrings_run(module: str) -> None:
+    ran = doctest.testmod(importlib.import_module(module))
+    assert ran.attempted > 0
+    assert ran.failed == 0
