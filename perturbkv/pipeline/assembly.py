@@ -19,7 +19,7 @@ from perturbkv.devices import stack_on
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.layer import LayerResult, order
 from perturbkv.pipeline.measure import Arrays, to_numpy
-from perturbkv.trace import VARIABLES
+from perturbkv.schema import VARIABLES
 
 
 @dataclass(frozen=True)

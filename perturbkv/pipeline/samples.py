@@ -36,7 +36,8 @@ from perturbkv.pipeline.generation import end_tokens, generate
 from perturbkv.pipeline.layer import LayerResult, measure_layer
 from perturbkv.pipeline.prefill import FiniteCheck, Prefill, prefill
 from perturbkv.pipeline.timing import phase
-from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import FailedSample, SampleTrace
 
 _DEFAULT = Resources()
 

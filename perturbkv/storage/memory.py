@@ -1,15 +1,19 @@
-"""A trace that never was a file: the same arrays as one that was written and read."""
+"""A trace that never was a file, or not yet: the same arrays as one that was written and read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from perturbkv.configs.run import RunConfig
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES
+from perturbkv.storage.files import written_whole
 from perturbkv.storage.merge import joint_sizes
-from perturbkv.trace import KEPT_AXIS, KEY_AXIS, VARIABLES, FailedSample, SampleTrace, Trace
+from perturbkv.storage.trace_file import write_trace
+from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 
 def in_memory(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], attrs: Mapping[str, str]) -> Trace:
@@ -51,3 +55,17 @@ def _place(arrays: Mapping[str, np.ndarray[Any, Any]], place: int, sample: Sampl
         else:
             arrays[name][place] = array
     return len(sample.arrays["kept_position"])
+
+
+def save(trace: Trace, path: Path) -> Path:
+    """Write the file of a trace, whole or not at all. Raises TraceError where it lacks what a file MUST hold."""
+    shapes = {
+        name: {one: array.shape for one, array in sample.arrays.items()} if isinstance(sample, SampleTrace) else None
+        for name in trace.sample_ids
+        for sample in [trace.sample(name)]
+    }
+    own = ("format", "format_version")
+    attrs = {name: value for name, value in trace.attrs.items() if name not in own}
+    with written_whole(path) as beside:
+        write_trace(beside, trace.run, trace.sample_ids, attrs, shapes.__getitem__, trace.sample)
+    return path

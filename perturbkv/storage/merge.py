@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.trace import KEPT_AXIS, KEY_AXIS, VARIABLES, SampleTrace, axis_lengths
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES, axis_lengths
+from perturbkv.trace import SampleTrace
 
 Arrays = Mapping[str, NDArray[Any]]
 Shapes = dict[str, tuple[int, ...]]

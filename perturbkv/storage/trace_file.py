@@ -14,6 +14,7 @@ import numpy as np
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES
 from perturbkv.storage.coordinates import (
     check_configs,
     check_kept,
@@ -25,7 +26,7 @@ from perturbkv.storage.coordinates import (
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.lazy import LazyArrays
 from perturbkv.storage.merge import Shapes, joint_sizes
-from perturbkv.trace import KEPT_AXIS, KEY_AXIS, VARIABLES, FailedSample, SampleTrace, Trace
+from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 2
 _COORDINATES = {

@@ -19,7 +19,8 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import VARIABLES, SampleTrace, Trace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.measured import hand_made as hand_measured
 from tests.support.traces import run_config, sample_trace, trace

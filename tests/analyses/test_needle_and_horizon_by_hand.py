@@ -15,7 +15,8 @@ from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import mean_ranks, spearman
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import VARIABLES, SampleTrace, Trace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.traces import sample_trace, trace
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import perturbkv as pk
 from perturbkv.cli.main import app
+from perturbkv.display import Table
 from perturbkv.engines import here
 from perturbkv.errors import ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models.adapter import Adapter
@@ -106,6 +107,80 @@ def test_a_run_with_a_path_measures_what_is_missing(
     )
     assert pk.measure(model, prompts, CONFIGS, path=path, progress=False).run == grown.run
     assert len(asked) == 3, "nothing was missing"
+
+
+@pytest.fixture(scope="module")
+def held(model: Adapter) -> Trace:
+    text = "The quick brown fox jumps over the lazy dog. "
+    mine = [pk.Prompt.from_text(text * (2 + place), model, id=f"p{place}") for place in range(3)]
+    configs = pk.grid((20, 24), selection=("attention", "two-stage"), window=8)
+    return pk.measure(model, mine, configs, steps=2, save_outputs=True, progress=False)
+
+
+def test_a_trace_that_is_saved_and_read_is_the_same(held: Trace, tmp_path: Path) -> None:
+    found = pk.read_trace(held.save(tmp_path / "t.h5"))
+    assert_equal(found, held)
+    assert found.attrs["model_type"] == "llama"
+    assert_equal(pk.read_trace(found.save(tmp_path / "again.h5")), held)
+
+
+def test_a_dataset_is_what_xarray_reads_from_the_file(held: Trace, tmp_path: Path) -> None:
+    import xarray as xr
+
+    with xr.open_dataset(held.save(tmp_path / "t.h5"), engine="h5netcdf") as stored:
+        made = held.to_xarray()
+        assert made.sizes["config"] == 4
+        for name in held.arrays:
+            assert made[name].dims == stored[name].dims, name
+            assert made[name].attrs["units"] == stored[name].attrs["units"]
+            np.testing.assert_array_equal(made[name].values, stored[name].values, err_msg=name)
+        assert list(made["config"].values) == list(stored["config"].values)
+
+
+def test_a_frame_has_a_row_per_head(held: Trace) -> None:
+    frame = held.to_frame()
+    assert len(frame) == 3 * 4 * 2 * 2 * 4
+    row = frame[(frame["sample"] == "p1") & (frame["step"] == 1) & (frame["layer"] == 1) & (frame["head"] == 2)]
+    np.testing.assert_array_equal(
+        row["perturbation_propagated"].to_numpy(), held.arrays["perturbation_propagated"][1, :, 1, 1, 2]
+    )
+
+
+def test_a_selected_part_holds_its_own_numbers(held: Trace) -> None:
+    part = held.sel(sample=["p2", "p0"], selection="two-stage", budget=24)
+    assert part.sample_ids == ("p2", "p0")
+    assert part.run.configs == (held.run.configs[3],)
+    for name in ("perturbation_isolated", "hidden_drift_l1", "head_output"):
+        np.testing.assert_array_equal(part.arrays[name], held.arrays[name][[2, 0]][:, [3]], err_msg=name)
+    np.testing.assert_array_equal(part.arrays["noise_floor"], held.arrays["noise_floor"][[2, 0]])
+    for layer in range(2):
+        for head in range(4):
+            np.testing.assert_array_equal(part.kept(0, 0, layer, head), held.kept(2, 3, layer, head))
+    assert held.sel(where=lambda config: config.budget.value > 20).run.configs == held.run.configs[2:]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"sample": "p9"}, {"policy": "adakv"}, {"polciy": "snapkv"}, {"sample": []}, {"budget": 64}]
+)
+def test_a_part_that_is_not_there_is_an_error(held: Trace, asked: dict[str, Any]) -> None:
+    with pytest.raises(pk.PerturbkvError, match="expected") as found:
+        held.sel(**asked)
+    assert "\n" not in str(found.value)
+
+
+def test_a_trace_shows_itself(held: Trace) -> None:
+    assert repr(held).splitlines()[0].endswith("3 of 3 samples complete")
+    assert len(repr(held).splitlines()) == 5
+    page = held._repr_html_()
+    assert page.count("<tr>") == 1 + len([name for name in held.arrays if name != "kept_position"]) - 5
+    assert "perturbation_isolated" in page
+
+
+def test_a_table_reads_nothing_as_markup() -> None:
+    shown = Table("a <b>", ("x", "#y"), [("[red]z", "<i>")])
+    assert "&lt;i&gt;" in shown.as_html()
+    assert "[red]z" in shown.as_text()
+    assert "<b>" not in shown.as_html()
 
 
 def test_a_loaded_model_is_left_as_it_was(folder: Path, model: Adapter, data: Path) -> None:

@@ -22,8 +22,8 @@ from perturbkv.errors import ConfigError
 from perturbkv.pipeline import layer, samples
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.timing import timed
+from perturbkv.schema import VARIABLES
 from perturbkv.selection.policies import registry
-from perturbkv.trace import VARIABLES
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
 PROMPT = Prompt("s", token_ids(60), 0)

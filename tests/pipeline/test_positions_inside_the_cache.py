@@ -22,7 +22,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import answer, read_evicting
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.trace import VARIABLES
+from perturbkv.schema import VARIABLES
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_capture_leaves_no_trace import hook_count

@@ -18,10 +18,11 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import samples
 from perturbkv.pipeline.decoding import steps_of_text
 from perturbkv.pipeline.samples import trace_sample
+from perturbkv.schema import VARIABLES
 from perturbkv.storage import export
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.storage.writer import TraceWriter
-from perturbkv.trace import VARIABLES, SampleTrace
+from perturbkv.trace import SampleTrace
 from tests.pipeline.test_a_sweep_shares_one_prefill import Waiting
 from tests.support.models import tiny_adapter, token_ids
 
