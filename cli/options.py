@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from perturbkv.cli import completion
 from perturbkv.cli.choices import apart, check_choice, numbers
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import PRESETS, EvictionConfig
@@ -54,10 +55,22 @@ class RunOptions:
     """
 
     model: Annotated[
-        str, _data("--model", "-m", help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).")
+        str,
+        _data(
+            "--model",
+            "-m",
+            help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).",
+            autocompletion=completion.models,
+        ),
     ] = DEFAULT
     dataset: Annotated[
-        str, _data("--dataset", "-d", help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).")
+        str,
+        _data(
+            "--dataset",
+            "-d",
+            help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).",
+            autocompletion=completion.datasets,
+        ),
     ] = "needle"
     samples: Annotated[
         int | None, _data(help="How many samples. Default: 8, or all where there are fewer.", show_default=False)
@@ -85,7 +98,11 @@ class RunOptions:
     ] = None  # fmt: skip
     policy: Annotated[
         list[str] | None,
-        _evict(help="Eviction system (`perturbkv policies`); repeatable. Default: snapkv.", show_default=False),
+        _evict(
+            help="Eviction system (`perturbkv policies`); repeatable. Default: snapkv.",
+            show_default=False,
+            autocompletion=completion.policies,
+        ),
     ] = None
     budget: Annotated[
         list[str] | None,
@@ -94,7 +111,11 @@ class RunOptions:
     ] = None  # fmt: skip
     preset: Annotated[
         list[str] | None,
-        _evict(help=f"{', '.join(PRESETS)}; repeatable. Default: paper.", show_default=False),
+        _evict(
+            help=f"{', '.join(PRESETS)}; repeatable. Default: paper.",
+            show_default=False,
+            autocompletion=completion.presets,
+        ),
     ] = None
     alpha: Annotated[list[float] | None, _evict(help="Share of stage 1, 0 to 1; repeatable.")] = None
     window: Annotated[int | None, _evict(help="Last queries that vote and always stay.")] = None

@@ -1,0 +1,55 @@
+"""The version, the short help, what a shell completes, and errors for programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perturbkv as pk
+
+Run = Callable[..., Any]
+
+
+def test_the_version_is_the_packages(perturbkv: Run) -> None:
+    ran = perturbkv("--version")
+    assert (ran.code, ran.out.strip()) == (0, f"perturbkv {pk.__version__}")
+
+
+@pytest.mark.parametrize("command", [[], ["heads"], ["bench", "compare"]])
+def test_h_is_help(perturbkv: Run, command: list[str]) -> None:
+    short, long = perturbkv(*command, "-h"), perturbkv(*command, "--help")
+    assert short.code == long.code == 0
+    assert short.out == long.out != ""
+
+
+def test_an_error_is_a_document_too_where_json_is_asked_for(perturbkv: Run) -> None:
+    ran = perturbkv("heads", "nothere.h5", "--json")
+    assert ran.code == 2
+    assert ran.json()["error"]["type"] == "TraceError"
+    assert ran.err.strip() == f"error: {ran.json()['error']['message']}"
+    assert perturbkv("heads", "nothere.h5").out == ""
+    typo = perturbkv("heads", "--polciy", "snapkv", "--json")
+    assert (typo.code, typo.json()["error"]["exit_code"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("perturbkv he", ["heads", "head-scores"]),
+        ("perturbkv heads --policy s", ["snapkv", "scissorhands", "streaming-llm"]),
+        ("perturbkv heads --dataset qa", ["qasper"]),
+        ("perturbkv trace --preset re", ["released-v2"]),
+        ("perturbkv layers --model mis", ["mistral-7b"]),
+    ],
+)
+def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offered: list[str]) -> None:
+    asked = {"_PERTURBKV_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()"]
+    ran = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert ran.stdout.split() == offered
