@@ -20,6 +20,7 @@ from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf_cache, gguf_header, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, check_family
 from perturbkv.models.aliases import ALIASES
+from perturbkv.models.quiet import quiet
 from perturbkv.models.sources import Source, explained, resolve
 from perturbkv.models.stored_weights import Stored
 from perturbkv.models.tokenization import ByteTokenizer
@@ -82,6 +83,7 @@ class ModelFiles:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
+@quiet()
 def open_model(name: str, seed: int = 0) -> ModelFiles:
     """Find a model and read its configuration and tokenizer.
 
@@ -128,6 +130,7 @@ def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
 
+@quiet()
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
 ) -> Adapter:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +225,27 @@ def test_prompts_of_ones_own(model: Adapter) -> None:
     assert found.run.dataset == "prompts"
     answers = pk.generate(model, mine, CONFIGS, max_new_tokens=3, progress=False)
     assert [len(one.evicted) for one in answers] == [2, 2]
+
+
+def test_a_script_says_nothing_of_its_own(folder: Path, data: Path) -> None:
+    """Neither do the libraries that it stands on, whose bars pytest's own environment switches off."""
+    script = f"""
+import perturbkv as pk
+model = pk.load_model({str(folder)!r})
+prompts = pk.load_prompts({str(data)!r}, model, samples=1)
+pk.measure(model, prompts, pk.grid(24, window=8), progress=False)
+"""
+    loud = {name: text for name, text in os.environ.items() if name not in ("TQDM_DISABLE",)}
+    ran = subprocess.run([sys.executable, "-c", script], env=loud, capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("", "")
+
+
+def test_what_was_loud_is_loud_again(folder: Path) -> None:
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    pk.load_model(str(folder))
+    assert (theirs.get_verbosity(), theirs.is_progress_bar_enabled()) == before
 
 
 def test_nothing_is_written_where_no_bar_is_wanted(
