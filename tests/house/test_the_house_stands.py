@@ -31,8 +31,8 @@ FLOORS = (
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = ("errors", "display", "configs", "schema", "trace", "storage", "analyses", "figures")
 """What stays without torch, each importing itself and what stands before it."""
-HANDED_OVER = {"perturbkv.trace": {"storage"}}
-"""What methods of a module import when they are called, against the arrows: a trace is written, or shown otherwise."""
+HANDED_OVER: dict[str, set[str]] = {"perturbkv.trace": {"storage"}, "perturbkv": set()}
+"""What a module imports late, against the arrows: a trace is written or shown otherwise, public names handed out."""
 TORCH = ("torch", "transformers", "jaxtyping")
 KERNELS = "perturbkv.scoring.kernels"
 
@@ -202,11 +202,20 @@ def test_the_torch_check_can_fail() -> None:
     assert torch_is_loaded_after("import perturbkv.theory")
 
 
+def declared(source: str) -> set[str]:
+    """Names that a type checker sees in a module, though they are loaded when they are first used."""
+    (block,) = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    return {
+        alias.asname or alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
 def test_public_names_exist() -> None:
     import perturbkv
 
     for name in perturbkv.__all__:
         assert getattr(perturbkv, name) is not None
+    assert declared((ROOT / "perturbkv" / "__init__.py").read_text()) == set(perturbkv.__all__) - {"__version__"}
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         _ = perturbkv.nothing_of_this_name
 
