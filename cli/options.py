@@ -202,7 +202,7 @@ class RunOptions:
 
     @property
     def resources(self) -> Resources:
-        """How the run may use the machine. Raises ConfigError for a size that is none."""
+        """How the run may use the machine. Raises ConfigError for text that is not a size."""
         bound = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
         return Resources(self.chunk_mib * 2**20, bound, self.norm_kernel)
 
@@ -218,7 +218,7 @@ class RunOptions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Needle's prompt lengths; empty where the user did not say. Raises ConfigError for what is no number."""
+        """Needle's prompt lengths; empty if the user gave none. Raises ConfigError for anything but numbers."""
         found = numbers("--length", self.length)
         if any(number != int(number) for number in found):
             msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
@@ -227,7 +227,7 @@ class RunOptions:
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Needle's depths; empty where the user did not say. Raises ConfigError for what is no number."""
+        """Needle's depths; empty if the user gave none. Raises ConfigError for anything but numbers."""
         return numbers("--depth", self.depth)
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
@@ -237,7 +237,7 @@ class RunOptions:
     def choices(self) -> dict[str, Any]:
         """What every configuration is asked to be, but for its selection, as `perturbkv.selection.grid` takes it.
 
-        Raises BudgetError for a budget that is none, ConfigError for one that is asked for twice.
+        Raises BudgetError for text that is not a budget, ConfigError for one that is asked for twice.
         """
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in ORDER}
         budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])

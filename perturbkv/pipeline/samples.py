@@ -70,8 +70,8 @@ def trace(
 def trace_sample(adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources = _DEFAULT) -> SampleTrace:
     """Measure every configuration of `run` on one prompt (METHOD: the protocol).
 
-    The prompt is read once; all configurations share its scores, norms and reference. The device is waited for when
-    the lengths of the evicted caches are needed, when the numbers are, and for the end of a text of several steps.
+    The prompt is read once; all configurations share its scores, norms and reference. It waits for the device
+    three times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end.
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
     for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,
