@@ -99,7 +99,8 @@ class RunOptions:
     policy: Annotated[
         list[str] | None,
         _evict(
-            help="Eviction system (`perturbkv policies`); repeatable. Default: snapkv.",
+            help="Eviction system (`perturbkv policies`), with its own parameters in brackets: adakv(floor=0.1); "
+            "repeatable. Default: snapkv.",
             show_default=False,
             autocompletion=completion.policies,
         ),

@@ -53,3 +53,33 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
     command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()"]
     ran = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert ran.stdout.split() == offered
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adakv", {"floor": 0.2, "safeguard": "mixture"}),
+        ("snapkv", {}),
+        ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0}),
+    ],
+)
+def test_a_policy_tells_its_parameters(perturbkv: Run, name: str, options: dict[str, Any]) -> None:
+    document = perturbkv("policies", name, "--json").json()
+    assert {option: one["default"] for option, one in document["parameters"].items()} == options
+    shown = perturbkv("policies", name)
+    assert shown.code == 0
+    assert all(len(line) <= 80 for line in shown.out.splitlines())
+    assert all(option in shown.out for option in options)
+    assert perturbkv("policies", "adavk").code == 2
+
+
+def test_parameters_are_written_behind_their_policy(perturbkv: Run) -> None:
+    asked = ["--policy", "adakv(floor=0.1)", "--policy", "snapkv", "--model", "random:smollm2-135m", "--samples", 1]
+    kept = perturbkv("trace", *asked, "--length", 200, "--budget", 64, "--dry-run", "--json").json()["kept"]
+    assert [("floor=0.1" in label, label.partition(":")[0]) for label, _ in kept] == [
+        (True, "adakv"), (True, "adakv"), (False, "snapkv"), (False, "snapkv"),
+    ]  # fmt: skip
+    wrong = perturbkv("trace", "--policy", "adakv(flor=1)")
+    assert (wrong.code, wrong.err.strip()) == (
+        2, "error: policy 'adakv' has no option 'flor'; its options: floor, safeguard",
+    )  # fmt: skip
