@@ -1,7 +1,8 @@
 """What two-stage selection in the first layer alone does to the whole run: `python docs/first_layer.py [LONGBENCH]`.
 
 The preset `paper` at budget 128, once as it is and once with the baseline's selection in the first layer, on the
-demo's needle prompts and, with LongBench's folder, on README's `multi_news` samples. `--help` lists what can be other.
+demo's needle prompts and, with LongBench's folder, on the `multi_news` samples of docs/results.md; beside it the same
+without value norms (two-stage-uniform). `--help` lists what can be other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from perturbkv.models.aliases import DEFAULT
 from perturbkv.selection.kept_sets import ranking_groups
 from perturbkv.selection.ranking import Scores
 
-CONFIGS = pk.grid(128, selection=("attention", "two-stage"))
+CONFIGS = pk.grid(128, selection=("attention", "two-stage", "two-stage-uniform"))
 
 
 def first_layer_by_attention(
@@ -36,13 +37,15 @@ def first_layer_by_attention(
 
 
 def compare(model: Adapter, prompts: Prompts, words: str) -> None:
-    """Propagated perturbation of two-stage over the baseline's, and heads improved, with intervals over samples."""
+    """Propagated perturbation of each treatment over the baseline's, and heads improved, intervals over samples."""
     trace = pk.measure(model, prompts, CONFIGS, progress=False)
-    found = summarise(trace, *trace.run.labels()).propagated
-    heads = f"{found.improved_count} / {found.tied_count} / {found.worsened_count} heads"
-    share = f"{found.better_share:.0%}{within(found.better_share_interval, '.0%')} of a sample's"
-    ratio = f"L1 × {found.sum_ratio:.2f}{within(found.sum_ratio_interval, '.2f')}"
-    sys.stdout.write(f"{words}, n = {len(prompts)}: {ratio}, {heads}, {share}\n")
+    baseline, *treatments = trace.run.configs
+    for treatment in treatments:
+        found = summarise(trace, baseline.label(), treatment.label()).propagated
+        heads = f"{found.improved_count} / {found.tied_count} / {found.worsened_count} heads"
+        share = f"{found.better_share:.0%}{within(found.better_share_interval, '.0%')} of a sample's"
+        ratio = f"L1 × {found.sum_ratio:.2f}{within(found.sum_ratio_interval, '.2f')}"
+        sys.stdout.write(f"{words.format(treatment.selection)}, n = {len(prompts)}: {ratio}, {heads}, {share}\n")
 
 
 def within(interval: Scalar, form: str) -> str:
@@ -70,9 +73,9 @@ def main() -> None:
         news = {"data_dir": given.longbench, "max_tokens": 1500, "samples": given.news}
         cases.append(pk.load_prompts("multi_news", model, **news))
     for prompts in cases:
-        compare(model, prompts, f"{prompts.dataset}, two-stage in every layer")
+        compare(model, prompts, f"{prompts.dataset}, {{}} in every layer")
         with patch("perturbkv.pipeline.layer.ranking_groups", first_layer_by_attention):
-            compare(model, prompts, f"{prompts.dataset}, attention in the first layer")
+            compare(model, prompts, f"{prompts.dataset}, {{}} but for attention in the first layer")
 
 
 if __name__ == "__main__":
