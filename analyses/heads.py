@@ -14,6 +14,7 @@ from perturbkv.analyses.distances import suffix
 from perturbkv.analyses.head_kind import HeadKind, compare
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
@@ -24,7 +25,7 @@ class HeadComparison:
     """Two configurations compared head by head.
 
     Attributes:
-        baseline, treatment: configuration labels.
+        baseline, treatment: the configurations.
         distance: l1, l2 or cosine.
         step: decode step looked at.
         isolated, propagated: the two kinds of perturbation.
@@ -34,8 +35,8 @@ class HeadComparison:
         identity: of the run.
     """
 
-    baseline: str
-    treatment: str
+    baseline: EvictionConfig
+    treatment: EvictionConfig
     distance: str
     step: int
     isolated: HeadKind
@@ -68,7 +69,9 @@ class HeadComparison:
         return numbers
 
 
-def summarise(trace: Trace, baseline: str, treatment: str, step: int = 0, distance: str = "l1") -> HeadComparison:
+def summarise(
+    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, step: int = 0, distance: str = "l1"
+) -> HeadComparison:
     """Compare two configurations of a trace head by head, over its complete samples that have the step.
 
     Raises TraceError where the trace has no complete sample, no such configuration, lacks the distance, or holds NaN
@@ -76,7 +79,7 @@ def summarise(trace: Trace, baseline: str, treatment: str, step: int = 0, distan
     """
     suffix(distance)
     held = at_step(trace, ANALYSIS, step)
-    sides = (held.config_index(baseline), held.config_index(treatment))
+    sides = (held.config_index(baseline.label()), held.config_index(treatment.label()))
     flagged = values(held, "sigma_stage1", ANALYSIS, step)[:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = values(held, "retained_mass", ANALYSIS, step).mean(axis=(0, 2, 3))
     shares = held_shares(held, ANALYSIS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.analyses.naming import counted
+from perturbkv.analyses.objects import run_object
 from perturbkv.cli import answers, console, effects, numbers
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
@@ -69,10 +70,10 @@ def generate(
     done = _open(path, header, provenance(planned), run.overwrite)
     rows = [*done, *_generate(planned, path, done, compress_every, metrics)]
     if run.as_json:
-        console.print_json({**header, "file": str(path), "samples": rows})
+        console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
         return
     for row in rows:
-        answers.show(row)
+        answers.show(row, planned.run.configs)
     console.say(numbers.ABOUT_HELD)
     console.say(f"written to {path}, every answer whole")
 

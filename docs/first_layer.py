@@ -24,7 +24,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.selection.kept_sets import ranking_groups
+from perturbkv.selection.kept_sets import RankingGroup, ranking_groups
 from perturbkv.selection.ranking import Scores
 
 CONFIGS = tuple(from_preset("paper", Budget(128), selection=name) for name in ("attention", "two-stage"))
@@ -32,8 +32,8 @@ CONFIGS = tuple(from_preset("paper", Budget(128), selection=name) for name in ("
 
 def first_layer_by_attention(
     configs: Sequence[EvictionConfig], scores: Callable[[EvictionConfig], Scores], prompt_tokens: int
-) -> list[Family]:
-    """`families`, but as the baseline selects in the first layer."""
+) -> list[RankingGroup]:
+    """`ranking_groups`, but as the baseline selects in the first layer."""
     if scores(configs[0]).statistics.layer == 0:
         configs = [replace(config, selection="attention") for config in configs]
     return ranking_groups(configs, scores, prompt_tokens)

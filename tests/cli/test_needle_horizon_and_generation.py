@@ -39,7 +39,7 @@ def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(pertu
     trace = read_trace(Path("out/trace.h5"))
     assert (trace.run.generate, trace.run.steps, len(trace.sample_ids), len(trace.run.configs)) == (5, 2, 4, 6)
     told = json.loads(Path("out/summary.json").read_text())["analyses"]["needle"]
-    assert [method["label"] for method in told["methods"]] == trace.run.labels()
+    assert [method["config"]["label"] for method in told["methods"]] == trace.run.labels()
     assert told["full"]["score"] == trace.arrays["score_full"].mean()
     (link,) = told["correlation"]["budgets"]
     assert {one["measure"] for one in link["correlations"]} == {"isolated", "theta", "propagated", "lost"}
