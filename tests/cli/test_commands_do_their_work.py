@@ -148,6 +148,15 @@ def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None
     assert len(perturbkv(command, "--json").json()) > 1
 
 
+def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:
+    from perturbkv.models.aliases import ALIASES, DEFAULT
+
+    told = perturbkv("models", "--json").json()
+    assert [row["alias"] for row in told] == list(ALIASES)
+    assert [row["alias"] for row in told if row["default"]] == [DEFAULT]
+    assert f"{DEFAULT} (default)" in perturbkv("models").out
+
+
 def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("trace", *tiny, "-o", "t.h5")
     assert "samples" not in ran.err
