@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import intervals, kept_sets
 from perturbkv.analyses.arithmetic import plain, ratio
-from perturbkv.analyses.distances import suffix
+from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import POSITIVE, RATIO, Band
 from perturbkv.analyses.pairing import Pair
@@ -18,7 +18,7 @@ from perturbkv.analyses.reading import Floats, at_step, held_shares, values
 from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
-from perturbkv.trace import Trace
+from perturbkv.trace import VARIABLES, Trace
 
 ANALYSIS = "layers"
 
@@ -162,17 +162,17 @@ def held_sides(trace: Trace, pair: Pair, analysis: str) -> tuple[float, float]:
 
 def distances(trace: Trace, distance: str, analysis: str, step: int) -> Floats:
     """(sample, config, layer) drift. Raises UnknownNameError for a distance that no trace holds."""
-    suffix(distance)
+    distance_of(distance)
     return values(trace, f"hidden_drift_{distance}", analysis, step)
 
 
 def floors(trace: Trace, distance: str, analysis: str, step: int) -> Floats | None:
     """(sample, layer) noise floor of a distance; None in an older trace, which holds it in L1 alone."""
-    name = f"hidden_noise_floor{suffix(distance)}"
-    return values(trace, name, analysis, step) if distance == "l1" or name in trace.arrays else None
+    name = f"hidden_noise_floor{distance_of(distance).suffix}"
+    return None if VARIABLES[name].optional and name not in trace.arrays else values(trace, name, analysis, step)
 
 
 def _norms(trace: Trace, distance: str, step: int) -> Floats | None:
     """(layer,) mean norm of the full-cache stream; a cosine is relative already."""
-    name = f"hidden_norm{suffix(distance)}"
+    name = f"hidden_norm{distance_of(distance).suffix}"
     return values(trace, name, ANALYSIS, step).mean(axis=0) if name in trace.arrays else None

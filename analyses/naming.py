@@ -53,6 +53,14 @@ def short(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     return [" ".join(told.values()) for told in apart(configs, *without)]
 
 
+def sides(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
+    """The two sides of a comparison by what of policy and selection they differ in."""
+    first, second = (
+        " ".join(word for choice, word in told.items() if choice in SIDE) for told in apart((baseline, treatment))
+    )
+    return first, second
+
+
 def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
     """Each configuration's budget as the user gave it, and behind it what else tells the configurations apart."""
     others = apart(configs, "budget", *without)

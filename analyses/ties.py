@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.distances import DISTANCES, suffix
+from perturbkv.analyses.distances import DISTANCES, distance_of
 from perturbkv.analyses.heads import perturbed
 from perturbkv.analyses.intervals import Scalar, of_mean, share_of
 from perturbkv.analyses.pairing import Pair, pairs
@@ -100,7 +100,7 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
 
 
 def _holds(traces: tuple[Trace, Trace], kind: str, distance: str) -> bool:
-    return all(f"perturbation_{kind}{suffix(distance)}" in trace.arrays for trace in traces)
+    return all(f"perturbation_{kind}{distance_of(distance).suffix}" in trace.arrays for trace in traces)
 
 
 def _check_alike(exact: Trace, rounded: Trace) -> None:

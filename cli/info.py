@@ -15,8 +15,8 @@ from perturbkv.cli.options import JsonOption
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     "format_version": int,
     "seed": int,
-    "random_weights": "true".__eq__,
-    "quantised_weights": "true".__eq__,
+    "random_weights": lambda text: text == "true",
+    "quantised_weights": lambda text: text == "true",
 }
 """What a trace file's provenance is, where it is no text."""
 

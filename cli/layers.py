@@ -154,9 +154,9 @@ def _print_drifts(series: list[LayerDrift]) -> None:
 
 
 def _compared(result: LayerDrift | LastLayer) -> str:
-    from perturbkv.analyses.naming import setting
+    from perturbkv.analyses.naming import setting, sides
 
-    return f"{result.baseline.selection} → {result.treatment.selection}, {setting(result.baseline, 'budget')}"
+    return f"{' → '.join(sides(result.baseline, result.treatment))}, {setting(result.baseline, 'budget')}"
 
 
 def _held(result: LayerDrift | LastLayer) -> str:

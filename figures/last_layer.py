@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.last_layer import LastLayer
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
 
 _WIDE, _ROW_MM, _AROUND_MM = 3, 48, 14
@@ -63,7 +63,7 @@ def _panel(axes: Axes, result: LastLayer) -> None:
 
 
 def _legend(result: LastLayer) -> list[Line2D]:
-    hollow, filled = result.baseline.selection, result.treatment.selection
+    hollow, filled = sides(result.baseline, result.treatment)
     return [
         Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
         Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),

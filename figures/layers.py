@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.layers import LayerDrift
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
 
 _ROW_MM = 74
@@ -34,10 +34,10 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
             _reduction(relative, result, colour)
         _finish(absolute, relative, results[0])
         _note_zeros(absolute, results)
-        sides = (results[0].baseline.selection, results[0].treatment.selection)
+        dashed, solid = sides(results[0].baseline, results[0].treatment)
         styles = [
-            Line2D([], [], color="0.3", linestyle="--", label=sides[0]),
-            Line2D([], [], color="0.3", linestyle="-", label=sides[1]),
+            Line2D([], [], color="0.3", linestyle="--", label=dashed),
+            Line2D([], [], color="0.3", linestyle="-", label=solid),
         ]
         style.legend_below(absolute, styles, 2)
         budgets = [Line2D([], [], color=colour, label=_label(result))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from perturbkv.analyses.identity import MOST_NAMED, identity
-from perturbkv.analyses.naming import apart, budgets, common, setting, short
+from perturbkv.analyses.naming import apart, budgets, common, setting, short, sides
 from perturbkv.analyses.objects import config_object, config_of, run_object, setting_object
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig, from_preset
@@ -33,6 +33,15 @@ def test_a_selection_and_a_policy_of_one_name_are_told_apart() -> None:
     configs = [EvictionConfig(Budget(64), policy, "random") for policy in ("snapkv", "random")]
     assert short(configs) == ["snapkv", "random"]
     assert common(configs).startswith("random ")
+
+
+def test_sides_are_told_by_what_they_differ_in() -> None:
+    baseline, treatment, other = config("attention"), config("two-stage"), config("two-stage", policy="adakv")
+    assert sides(baseline, treatment) == ("attention", "two-stage")
+    assert sides(treatment, other) == ("snapkv", "adakv")
+    assert sides(baseline, other) == ("snapkv attention", "adakv two-stage")
+    inside = EvictionConfig(Budget(64), "streaming-llm", "position", positions="in-cache")
+    assert sides(treatment, inside) == ("snapkv two-stage", "streaming-llm position")
 
 
 def test_budgets_of_two_policies_have_two_names() -> None:
