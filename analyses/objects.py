@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "format_version": int,
+    "seed": int,
+    "random_weights": lambda text: text == "true",
+    "quantised_weights": lambda text: text == "true",
+}
+"""What stands in a trace's provenance, where it is no text."""
 
 
 def config_object(config: EvictionConfig) -> dict[str, Any]:
@@ -32,6 +40,11 @@ def setting_object(configs: Iterable[EvictionConfig]) -> dict[str, Any]:
 def run_object(run: RunConfig) -> dict[str, Any]:
     """A run as its trace stores it, each configuration with its label."""
     return {**json.loads(run.to_json()), "configs": [config_object(config) for config in run.configs]}
+
+
+def provenance_object(attrs: Mapping[str, str]) -> dict[str, Any]:
+    """Provenance, which a trace file holds as text, each entry as what it is."""
+    return {name: _TYPES.get(name, str)(text) for name, text in attrs.items()}
 
 
 def _choices(config: EvictionConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.objects import run_object
+from perturbkv.analyses.objects import provenance_object, run_object
 from perturbkv.cli import answers, console, effects, numbers
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import Plan, plan
@@ -67,7 +67,7 @@ def generate(
     metrics = answers.metrics_of(planned.encoded.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
-    done = _open(path, header, provenance(planned), run.overwrite)
+    done = _open(path, header, provenance_object(provenance(planned)), run.overwrite)
     rows = [*done, *_generate(planned, path, done, compress_every, metrics)]
     if run.as_json:
         console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
@@ -95,7 +95,7 @@ def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int | None, comp
             raise ConfigError(msg)
 
 
-def _open(path: Path, header: dict[str, Any], about: dict[str, str], overwrite: bool) -> list[dict[str, Any]]:
+def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
     """The samples that the same run has finished already; a new file where there is none.
 
     Raises ConfigError where the file is of another run.

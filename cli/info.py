@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument
 
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 
-_TYPES: Mapping[str, Callable[[str], Any]] = {
-    "format_version": int,
-    "seed": int,
-    "random_weights": lambda text: text == "true",
-    "quantised_weights": lambda text: text == "true",
-}
-"""What a trace file's provenance is, where it is no text."""
-
 
 def info(
     trace: Annotated[Path, Argument(help="A trace file.", show_default=False)], as_json: JsonOption = False
 ) -> None:
     """Show a trace's run, samples, variables, sizes and provenance."""
-    from perturbkv.analyses.objects import run_object
+    from perturbkv.analyses.objects import provenance_object, run_object
     from perturbkv.storage.trace_file import describe
 
     description = describe(trace)
     if as_json:
-        document = {**dataclasses.asdict(description), "attrs": _typed(description.attrs)}
+        document = {**dataclasses.asdict(description), "attrs": provenance_object(description.attrs)}
         console.print_json({**document, "run": run_object(description.run), "path": str(trace)})
         return
     run = description.run
@@ -45,11 +36,6 @@ def info(
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
         console.say(f"failed: {reason}")
-
-
-def _typed(attrs: dict[str, str]) -> dict[str, Any]:
-    """Provenance, which the file holds as text, each entry as what it is."""
-    return {name: _TYPES.get(name, str)(value) for name, value in attrs.items()}
 
 
 def _caches(caches: dict[str, int]) -> list[tuple[str, str]]:

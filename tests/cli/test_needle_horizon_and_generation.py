@@ -83,6 +83,7 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
     path = Path("out/generation.jsonl")
     header, *rows = map(json.loads, path.read_text().split("\n")[:-1])
     assert header["run"]["generate"] == 6
+    assert (header["made_with"]["seed"], header["made_with"]["random_weights"]) == (0, False)
     assert [row["sample"] for row in rows] == ["p0", "p1"]
     assert [label.partition(" ")[0] for label in rows[0]["evicted"]] == ["snapkv:attention", "snapkv:two-stage"]
     assert all(len(made["tokens"]) <= 6 for row in rows for made in row["evicted"].values())
