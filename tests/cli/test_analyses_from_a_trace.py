@@ -123,7 +123,7 @@ def test_a_summary_holds_configurations_as_objects_and_types_as_types(perturbkv:
     for drift in told["drifts"]:
         assert config_of(drift["baseline"]) in run.configs
         assert (drift["baseline"]["selection"], drift["treatment"]["selection"]) == ("attention", "two-stage")
-    (first, _) = told["budgets"]["curves"]
+    first = told["budgets"]["curves"][0]
     assert first["budgets"] == [one["budget"] for one in first["configs"]] == [16, 80]
     told = perturbkv("info", measured, "--json").json()
     assert told["run"]["configs"][0]["label"] == run.labels()[0]
