@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses.naming import counted, short
 from perturbkv.cli import console, numbers
+from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
     from perturbkv.datasets.encode import Prompt
@@ -75,11 +76,11 @@ def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any
     ]
 
 
-def show(row: Mapping[str, Any]) -> None:
+def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """One sample: what was expected, every answer, and how far each compression moved the attention output."""
     console.say(f"\n{row['sample']} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
-    names = dict(zip(row["evicted"], short(list(row["evicted"])), strict=True))
+    names = dict(zip(row["evicted"], short(configs), strict=True))
     rows = [("expected", "", "", "", shown(" | ".join(expected)))] if expected else []
     rows.append(("full cache", "", "", _score(full), shown(full["text"])))
     for label, made in row["evicted"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses.naming import counted
+from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
 from perturbkv.configs.resources import Shape
 
@@ -33,7 +34,8 @@ def show(planned: Plan, as_json: bool) -> None:
         ("decoded", _decoded(document)),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
-    console.table("configurations", ["configuration", "#entries kept"], document["kept"])
+    kept = [(one["config"]["label"], str(one["entries"])) for one in document["kept"]]
+    console.table("configurations", ["configuration", "#entries kept"], kept)
 
 
 def _decoded(document: dict[str, Any]) -> str:
@@ -67,5 +69,8 @@ def describe(planned: Plan) -> dict[str, Any]:
         "batches": len(batches.places),
         "batch_mib": batches.largest_bytes / _MIB,
         "batch_bound_mib": batches.bound_bytes / _MIB,
-        "kept": [(eviction.label(), str(eviction.kept_entries(compressed))) for eviction in run.configs],
+        "kept": [
+            {"config": config_object(eviction), "entries": eviction.kept_entries(compressed)}
+            for eviction in run.configs
+        ],
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.analyses.naming import counted
+from perturbkv.analyses.objects import provenance_object, run_object
 from perturbkv.cli import answers, console, effects, numbers
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
@@ -69,13 +70,13 @@ def generate(
     metrics = answers.metrics_of(planned.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
-    done = _open(path, header, provenance(planned), run.overwrite)
+    done = _open(path, header, provenance_object(provenance(planned)), run.overwrite)
     rows = [*done, *_generate(planned, path, done, compress_every, metrics)]
     if run.as_json:
-        console.print_json({**header, "file": str(path), "samples": rows})
+        console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
         return
     for row in rows:
-        answers.show(row)
+        answers.show(row, planned.run.configs)
     console.say(numbers.ABOUT_HELD)
     console.say(f"written to {path}, every answer whole")
 
@@ -97,7 +98,7 @@ def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int | None, comp
             raise ConfigError(msg)
 
 
-def _open(path: Path, header: dict[str, Any], about: dict[str, str], overwrite: bool) -> list[dict[str, Any]]:
+def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
     """The samples that the same run has finished already; a new file where there is none.
 
     Raises ConfigError where the file is of another run.

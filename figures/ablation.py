@@ -39,13 +39,14 @@ def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = s
     return figure
 
 
-def _titles(results: Sequence[Ablation]) -> list[str]:
-    """The rows that panels side by side share: the baseline, then each ingredient at each α."""
-    named = {row.title: list(INGREDIENTS).index(row.name) for result in results for row in result.rows}
-    return [BASELINE, *sorted(named, key=lambda title: named[title])]
+def _titles(results: Sequence[Ablation]) -> dict[str, str]:
+    """The rows that panels side by side share, with their ingredients: the baseline, then each at each α."""
+    named = {row.title: row.name for result in results for row in result.rows}
+    order = list(INGREDIENTS)
+    return {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
-def _panel(axes: Axes, result: Ablation, titles: list[str], *, named: bool) -> None:
+def _panel(axes: Axes, result: Ablation, titles: dict[str, str], *, named: bool) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row.compared for row in result.rows}
     for place, title in enumerate(titles):
@@ -53,7 +54,7 @@ def _panel(axes: Axes, result: Ablation, titles: list[str], *, named: bool) -> N
             for kind, measured in (("isolated", rows[title].isolated), ("propagated", rows[title].propagated)):
                 _point(axes, place, kind, measured)
         elif title != BASELINE:
-            grouped = title.startswith(MEAN_OF_PRODUCTS) and result.granularity == "query"
+            grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
             axes.text(1, place, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
     shown = [f"{title} (= 1)" if title == BASELINE else title for title in titles]
     axes.set_yticks(range(len(titles)), shown if named else [""] * len(titles))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.assumption import READINGS, Assumption, ConfigAssumption
-from perturbkv.analyses.naming import budgets, folded, setting
+from perturbkv.analyses.naming import budgets, folded
 from perturbkv.figures import heatmaps, style
 
 _WIDE, _NAME = 5, 20
@@ -27,7 +27,7 @@ def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
 
 def _rows(result: Assumption, narrow: bool) -> list[list[heatmaps.Map]]:
     """One column: the readings side by side, a row per configuration. Two columns: the other way round."""
-    names = budgets([setting(config.label) for config in result.configs])
+    names = [" ".join(parts) for parts in budgets([one.config for one in result.configs])]
     named = list(zip(names, result.configs, strict=True))
     if narrow:
         return [[_map(name, config, reading) for reading in READINGS] for name, config in named]

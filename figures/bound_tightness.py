@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 
 from perturbkv.analyses.bound_tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, BoundTightness, Tightness
 from perturbkv.analyses.intervals import LEAST
-from perturbkv.analyses.naming import budget, budgets, setting
+from perturbkv.analyses.naming import budgets
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import heatmaps, style
 
 _ROW_MM = 72
@@ -61,7 +62,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
 
 def _held(result: BoundTightness) -> str:
     """What the caches hold, by budget."""
-    shares = (f"{budget(config.label)}: {style.number(config.held)}" for config in result.configs)
+    shares = (f"{shown.config.budget}: {style.number(shown.held)}" for shown in result.configs)
     return f"held / full of b={', '.join(shares)}"
 
 
@@ -72,17 +73,17 @@ def _map(name: str, config: Tightness) -> heatmaps.Map:
 
 
 def _names(configs: Sequence[Tightness]) -> list[str]:
-    return _lines([setting(config.label) for config in configs])
+    return _lines([shown.config for shown in configs])
 
 
-def _lines(settings: Sequence[str]) -> list[str]:
+def _lines(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     """Names of budgets, each part on a line of its own: ticks stand close together."""
-    return [name.replace(" ", "\n") for name in budgets(settings)]
+    return ["\n".join(parts) for parts in budgets(configs, *without)]
 
 
-def _budget_axis(labels: Sequence[str]) -> str:
+def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
     """The budgets' unit: fractions are shares of the prompt, whole numbers are entries."""
-    units = dict.fromkeys("share of the prompt" if "." in budget(label) else "entries" for label in labels)
+    units = dict.fromkeys(config.budget.unit for config in configs)
     return f"budget b ({' or '.join(units)})" if units else "budget b"
 
 
@@ -97,7 +98,7 @@ def _ratios(axes: Axes, configs: Sequence[Tightness]) -> None:
             _bar(axes, x - 0.035, spread.evidence, colour, name)
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(configs)), _names(configs))
-    axes.set(xlabel=_budget_axis([config.label for config in configs]), ylabel="ratio of bounds (1 = tight)")
+    axes.set(xlabel=_budget_axis([shown.config for shown in configs]), ylabel="ratio of bounds (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
@@ -128,7 +129,7 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> None:
         held = config.mass.count >= _LEAST_IN_BIN
         low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
         axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.label}",
+        axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.config.label()}",
                   label=name)  # fmt: skip
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="retained mass S (attention)", ylabel="L/θ, median and quartiles")
     axes.set_title("Tightness against what is kept", loc="left")
@@ -144,13 +145,14 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> None:
     No point where fewer than five samples have such heads.
     """
     ranked = [agreement for agreement in agreements if agreement.correlations]
+    firsts = [agreement.configs[0] for agreement in ranked]
     for place, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
             if correlation.evidence_samples >= LEAST:
                 _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
-    axes.set(xlabel=_budget_axis([agreement.setting for agreement in ranked]), ylabel="Spearman's ρ with L")
+    axes.set_xticks(range(len(ranked)), _lines(firsts, "selection"))
+    axes.set(xlabel=_budget_axis(firsts), ylabel="Spearman's ρ with L")
     bottom = min(axes.get_ylim()[0], -0.05)
     axes.set_ylim(bottom - 0.2 * (1.02 - bottom), 1.02)  # room for n
     axes.set_title("Order of selections, σ > 0.5", loc="left")

@@ -28,7 +28,7 @@ def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
         figure = style.figure(width_mm, _HEIGHT_MM * (2 if narrow else 1))
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         points = [
-            _panel(panel, kind, result.flagged, name, DISTANCES[result.distance])
+            _panel(panel, kind, result.flagged, name, DISTANCES[result.distance].unit)
             for panel, kind, name in zip(
                 axes, (result.isolated, result.propagated), ("isolated", "propagated"), strict=True
             )

@@ -46,7 +46,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     """Growth per head as a power of two, propagated; a dot where it grows beyond chance."""
     with style.use():
         columns = 2 if width_mm < style.WIDE_MM else 4
-        names = short([config.label for config in result.configs])
+        names = short([one.config for one in result.configs])
         maps = [_map(name or "evicted", config) for name, config in zip(names, result.configs, strict=True)]
         rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
         figure = heatmaps.draw(
@@ -90,7 +90,7 @@ def _curves(axes: Axes, config: ConfigHorizon, colour: Any) -> None:
 
 
 def _legend(result: Horizon, colours: list[Any]) -> list[Line2D]:
-    names = short([config.label for config in result.configs])
+    names = short([one.config for one in result.configs])
     found = [
         Line2D([], [], color=colour, label=f"{name or 'evicted'}, held {style.number(config.held)}")
         for name, config, colour in zip(names, result.configs, colours, strict=True)

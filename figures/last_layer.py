@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.last_layer import LastLayer
-from perturbkv.analyses.naming import budget, counted, selection
+from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
 
 _WIDE, _ROW_MM, _AROUND_MM = 3, 48, 14
@@ -56,14 +56,14 @@ def _panel(axes: Axes, result: LastLayer) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = style.percent(result.improved_share, result.improved_share_interval)
     held = " → ".join(dict.fromkeys(map(style.number, result.held)))
-    axes.set_title(f"b={budget(result.baseline)}: {share} improved\nheld / full {held}", loc="left")
+    axes.set_title(f"b={result.baseline.budget}: {share} improved\nheld / full {held}", loc="left")
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
         style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
 
 
 def _legend(result: LastLayer) -> list[Line2D]:
-    hollow, filled = selection(result.baseline), selection(result.treatment)
+    hollow, filled = sides(result.baseline, result.treatment)
     return [
         Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
         Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),

@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.layers import LayerDrift
-from perturbkv.analyses.naming import budget, counted, selection
+from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
 
 _ROW_MM = 74
@@ -34,10 +34,10 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
             _reduction(relative, result, colour)
         _finish(absolute, relative, results[0])
         _note_zeros(absolute, results)
-        sides = (selection(results[0].baseline), selection(results[0].treatment))
+        dashed, solid = sides(results[0].baseline, results[0].treatment)
         styles = [
-            Line2D([], [], color="0.3", linestyle="--", label=sides[0]),
-            Line2D([], [], color="0.3", linestyle="-", label=sides[1]),
+            Line2D([], [], color="0.3", linestyle="--", label=dashed),
+            Line2D([], [], color="0.3", linestyle="-", label=solid),
         ]
         style.legend_below(absolute, styles, 2)
         budgets = [Line2D([], [], color=colour, label=_label(result))
@@ -55,7 +55,7 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
 def _label(result: LayerDrift) -> str:
     """The budget, and what the caches hold."""
     held = " → ".join(dict.fromkeys(style.number(share) for share in result.held))
-    return f"b={budget(result.baseline)}, held {held}"
+    return f"b={result.baseline.budget}, held {held}"
 
 
 def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
@@ -66,7 +66,7 @@ def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
     )
     for side, line, median, interval in sides:
         axes.plot(layers, style.positive(median), line, color=colour, marker="o" if len(layers) == 1 else None,
-                  markersize=3, gid=f"{side} {result.baseline}")  # fmt: skip
+                  markersize=3, gid=f"{side} {result.baseline.label()}")  # fmt: skip
         if interval is not None:
             axes.fill_between(
                 layers,
@@ -82,7 +82,7 @@ def _reduction(axes: Axes, result: LayerDrift, colour: object) -> None:
     """Drawn as treatment over baseline, so that halving and doubling lie equally far from equal."""
     layers, left = np.arange(len(result.ratio)), style.positive(result.ratio)
     axes.plot(layers, left, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
-              gid=f"reduction {result.baseline}")  # fmt: skip
+              gid=f"reduction {result.baseline.label()}")  # fmt: skip
     ends = result.ratio_interval
     if ends is not None:
         axes.fill_between(layers, style.positive(ends.low), style.positive(ends.high), color=colour, alpha=0.13,

@@ -7,8 +7,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.naming import budget, common, short
+from perturbkv.analyses.naming import SIDE, apart, common
 from perturbkv.analyses.needle import Method, Needle
+from perturbkv.configs.budget import Budget
 from perturbkv.figures import style
 
 _MOST, _FLOW, _NARROW = 7, 5, 3
@@ -37,7 +38,7 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score"
             axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], fraction=0.03, pad=0.02
         )
         bar.outline.set_visible(False)
-        settings = common([method.label for method in result.methods])
+        settings = common(result.identity.configs)
         style.title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
         held = ", ".join(dict.fromkeys(style.number(method.held) for method in result.methods))
         style.foot(figure, result.identity, f"{style.about(result.identity.samples)} · held / full {held}")
@@ -46,9 +47,10 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score"
 
 def _rows(result: Needle, narrow: bool) -> list[list[Method | None]]:
     """A row per budget behind the full cache, where that fits; otherwise one panel after the other."""
-    groups: dict[str, list[Method]] = {}
+    groups: dict[Budget, list[Method]] = {}
     for method in result.methods:
-        groups.setdefault(budget(method.label), []).append(method)
+        if method.config is not None:
+            groups.setdefault(method.config.budget, []).append(method)
     widest = max(map(len, groups.values()))
     if not narrow and widest < _MOST:
         firsts: list[Method | None] = [result.full, *[None] * (len(groups) - 1)]
@@ -77,11 +79,12 @@ def _panel(axes: Axes, result: Needle, method: Method, outcome: str) -> None:
 
 def _name(result: Needle, method: Method) -> list[str]:
     """What tells a method from the others: policy, selection, the rest, a line each."""
-    labels = [one.label for one in result.methods]
-    if method.label not in labels:
-        return [method.label]
-    words = short(labels)[labels.index(method.label)].split()
-    return [line for line in (*words[:2], " ".join(words[2:])) if line] or ["evicted"]
+    if method.config is None:
+        return ["full cache"]
+    configs = result.identity.configs
+    words = apart(configs)[configs.index(method.config)]
+    sides = [words.pop(choice, "") for choice in SIDE]
+    return [line for line in (*sides, " ".join(words.values())) if line] or ["evicted"]
 
 
 def _tenths(share: float) -> str:

@@ -64,7 +64,7 @@ def _panel(axes: Axes, link: BudgetLink) -> None:
     deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
     held = " to ".join(dict.fromkeys(map(style.number, link.held_ends)))
     title = (
-        f"b={link.budget}, {len(link.labels)} methods; n = {deciding['score']} (number), {deciding['digits']} (digits)"
+        f"b={link.name}, {len(link.configs)} methods; n = {deciding['score']} (number), {deciding['digits']} (digits)"
         f"\nheld / full {held}"
     )
     axes.set_title(title, loc="left", fontsize=6.5)

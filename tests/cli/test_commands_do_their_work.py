@@ -56,13 +56,17 @@ def test_several_treatments_presets_and_budgets_make_a_comparison_each(perturbkv
     assert len(list(Path("out").glob("*.png"))) == 8
 
 
+def side(config: dict[str, Any]) -> str:
+    return f"{config['policy']}:{config['selection']}"
+
+
 def test_policies_can_be_compared(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("heads", *tiny, "--compare", "streaming-llm,snapkv:two-stage", "-o", "out", "--json")
     assert ran.code == 0, ran.err
-    assert ran.json()["comparisons"][0]["baseline"].startswith("streaming-llm:position")
+    assert side(ran.json()["comparisons"][0]["baseline"]) == "streaming-llm:position"
     ran = perturbkv("heads", *tiny, "--compare", "attention,random,random:attention,h2o", "-o", "more", "--json")
     assert ran.code == 0, ran.err
-    names = [one["treatment"].partition(" ")[0] for one in ran.json()["comparisons"]]
+    names = [side(one["treatment"]) for one in ran.json()["comparisons"]]
     assert names == ["snapkv:random", "random:attention", "h2o:attention"]
 
 
@@ -142,6 +146,15 @@ def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None
     assert all(len(line) <= 80 for line in table.out.splitlines())
     assert "…" not in table.out
     assert len(perturbkv(command, "--json").json()) > 1
+
+
+def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:
+    from perturbkv.models.aliases import ALIASES, DEFAULT
+
+    told = perturbkv("models", "--json").json()
+    assert [row["alias"] for row in told] == list(ALIASES)
+    assert [row["alias"] for row in told if row["default"]] == [DEFAULT]
+    assert f"{DEFAULT} (default)" in perturbkv("models").out
 
 
 def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:
