@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from tests.support.folders import model_folder
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 STEP = re.compile(
-    r"^In (?P<new>a new file )?`(?P<path>[^`]+)`(?:, (?P<how>after|before|replace) `(?P<line>[^`]+)`)?:\n\n"
+    r"^In (?P<new>a new file )?`(?P<path>[^`]+)`"
+    r"(?:, (?P<how>as its last line|after|before|replace)(?: `(?P<line>[^`]+)`)?)?:\n\n"
     r"```python\n(?P<block>.*?)```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -26,12 +28,14 @@ OUTSIDE = ("analyses", "figures", "cli")
 """Folders that are installed inside the package."""
 
 
-def edited(text: str, how: str, line: str, block: str) -> str:
-    """The file with the block put where the page says; the line has to stand there exactly once."""
+def edited(text: str, how: str, line: str | None, block: str) -> str:
+    """The file with the block put where the page says; a line that is named has to stand there exactly once."""
+    if line is None:
+        return text + block
     marked = f"{line}\n"
     assert text.count(f"\n{marked}") == 1, f"'{line}' stands {text.count(line)} times"
-    put = {"after": marked + block, "before": block + marked, "replace": block}[how]
-    return text.replace(f"\n{marked}", f"\n{put}")
+    put = textwrap.indent(block, line[: len(line) - len(line.lstrip())])
+    return text.replace(f"\n{marked}", "\n" + {"after": marked + put, "before": put + marked, "replace": put}[how])
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,8 @@ def test_the_page_names_lines_that_stand_there_once() -> None:
     with pytest.raises(AssertionError, match="stands 0 times"):
         edited("a\nb\n", "after", "c", "d\n")
     assert edited("a\nb\n", "before", "b", "d\n") == "a\nd\nb\n"
-    assert edited("a\nb\n", "replace", "b", "d\n") == "a\nd\n"
+    assert edited("a\n  b\n", "replace", "  b", "d\n") == "a\n  d\n"
+    assert edited("a\nb\n", "as its last line", None, "d\n") == "a\nb\nd\n"
 
 
 def test_policy_and_selection_are_measured(copy: Path, data: Path, tmp_path: Path) -> None:
