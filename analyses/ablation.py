@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.analyses import heads
+from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.naming import setting
-from perturbkv.analyses.pairing import order
+from perturbkv.analyses.objects import setting_object
+from perturbkv.analyses.pairing import Pair, order
 from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -40,8 +42,10 @@ BRINGS = {
 """What one ingredient adds to the row before it: name -> (without, with)."""
 CONTROLS = (BASELINE, "random")
 """What every method of a setting is to be held against: they protect the same first and recent entries."""
-_Members = dict[tuple[str, float | None], str]
-"""Ingredient and α (None without stages) -> label."""
+_Members = dict[tuple[str, float | None], EvictionConfig]
+"""Ingredient and α (None without stages) -> configuration."""
+_APART = ("alpha", "group_product")
+"""What tells rows apart, beside their selection."""
 _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
 """Only these depend on α."""
 
@@ -71,36 +75,44 @@ class Ablation:
     """One setting: everything but selection, group's product and α is shared.
 
     Attributes:
-        setting: what all rows share, as a label.
-        granularity: query or kv.
-        baseline: label of the baseline's configuration.
+        baseline: the configuration that every row is held against.
         rows: each ingredient, at each α, against the baseline, in the order of `INGREDIENTS`.
         brings: what each ingredient adds, at each α, to the row without it.
         absent: ingredients that the trace does not hold.
-        controls: labels of the setting's `CONTROLS`: of the same budget and the same protection as every row.
+        controls: the setting's `CONTROLS`: of the same budget and the same protection as every row.
         identity: of the run.
     """
 
-    setting: str
-    granularity: str
-    baseline: str
+    baseline: EvictionConfig
     rows: tuple[Row, ...]
     brings: tuple[Row, ...]
     absent: tuple[str, ...]
-    controls: tuple[str, ...]
+    controls: tuple[EvictionConfig, ...]
     identity: RunIdentity
+
+    @property
+    def setting(self) -> str:
+        """What all rows share, in words."""
+        return setting(self.baseline, *_APART)
+
+    @property
+    def granularity(self) -> str:
+        """What all rows keep a set for: query or kv."""
+        return self.baseline.granularity
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
-        return {
-            "setting": self.setting,
+        document: dict[str, Any] = {
+            "setting": setting_object(self.identity.configs),
             "granularity": self.granularity,
             "baseline": self.baseline,
-            "absent": list(self.absent),
-            "controls": list(self.controls),
+            "absent": self.absent,
+            "controls": self.controls,
             "rows": [_row_dict(row) for row in self.rows],
             "brings": [_row_dict(row) for row in self.brings],
         }
+        numbers: dict[str, Any] = plain(document)
+        return numbers
 
 
 def summarise(trace: Trace, step: int = 0) -> tuple[Ablation, ...]:
@@ -111,7 +123,7 @@ def summarise(trace: Trace, step: int = 0) -> tuple[Ablation, ...]:
     grouped: dict[EvictionConfig, _Members] = {}
     for config in sorted(trace.run.configs, key=order):
         key = (_ingredient(config), config.alpha if _ingredient(config) in _STAGED else None)
-        grouped.setdefault(_shared(config), {}).setdefault(key, config.label())
+        grouped.setdefault(_shared(config), {}).setdefault(key, config)
     found = [
         _ablation(trace, shared, members, step)
         for shared, members in grouped.items()
@@ -136,33 +148,31 @@ def _shared(config: EvictionConfig) -> EvictionConfig:
 
 
 def _ablation(trace: Trace, shared: EvictionConfig, members: _Members, step: int) -> Ablation:
-    def compare(without: str, added: str) -> HeadComparison:
+    def compare(without: EvictionConfig, added: EvictionConfig) -> HeadComparison:
         return heads.summarise(trace, without, added, step)
 
     places = {name: place for place, name in enumerate(INGREDIENTS)}
     rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: places[key[0]])
     expected = [name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or shared.granularity == "kv"]
     return Ablation(
-        setting=" ".join(part for part in setting(shared.label()).split() if not part.startswith("a=")),
-        granularity=shared.granularity,
         baseline=members[BASELINE, None],
         rows=tuple(Row(*key, compare(members[BASELINE, None], members[key])) for key in rows),
         brings=tuple(Row(what, alpha, compare(*pair)) for what, alpha, pair in _steps(members)),
         absent=tuple(name for name in expected if name not in {name for name, _ in members}),
-        controls=tuple(label for (name, _), label in members.items() if name in CONTROLS),
+        controls=tuple(config for (name, _), config in members.items() if name in CONTROLS),
         identity=identity(trace, list(members.values()), step),
     )
 
 
-def _steps(members: _Members) -> list[tuple[str, float | None, tuple[str, str]]]:
-    """What each ingredient brings, at each α that one of its sides depends on: the labels without and with it."""
+def _steps(members: _Members) -> list[tuple[str, float | None, Pair]]:
+    """What each ingredient brings, at each α that one of its sides depends on: the configurations without and with."""
     alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
-    found: list[tuple[str, float | None, tuple[str, str]]] = []
+    found: list[tuple[str, float | None, Pair]] = []
     for what, sides in BRINGS.items():
         for alpha in alphas if set(sides) & set(_STAGED) else [None]:
-            labels = [members.get((name, alpha if name in _STAGED else None)) for name in sides]
-            if labels[0] and labels[1]:
-                found.append((what, alpha, (labels[0], labels[1])))
+            without, added = (members.get((name, alpha if name in _STAGED else None)) for name in sides)
+            if without and added:
+                found.append((what, alpha, (without, added)))
     return found
 
 

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.objects import config_object
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+
 
 def ratio(numerator: Any, denominator: Any) -> Any:
     """Numerator / denominator; NaN where the denominator is 0."""
@@ -42,7 +46,14 @@ def median(array: NDArray[np.float64]) -> float:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: arrays as lists, frozen results as their fields, NaN and infinities as None."""
+    """The value as JSON can hold it: arrays as lists, frozen results as their fields, NaN and infinities as None.
+
+    A configuration is its object, a budget its number.
+    """
+    if isinstance(value, EvictionConfig):
+        return config_object(value)
+    if isinstance(value, Budget):
+        return value.value
     if is_dataclass(value):
         return plain(vars(value))
     if isinstance(value, dict):

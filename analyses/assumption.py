@@ -14,6 +14,7 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import Scalar, rare_share_of
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "assumption"
@@ -70,14 +71,12 @@ class ConfigAssumption:
     """One configuration: budget and α.
 
     Attributes:
-        label: of the configuration.
-        alpha: its α.
+        config: the configuration.
         held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
         readings: variable -> reading, in the order of `READINGS`.
     """
 
-    label: str
-    alpha: float
+    config: EvictionConfig
     held: float
     readings: dict[str, Reading]
 
@@ -107,11 +106,11 @@ class Assumption:
             "readings": READINGS,
             "configurations": [
                 {
-                    "config": config.label,
-                    "held_over_full": plain(config.held),
-                    **{name: reading.to_dict() for name, reading in config.readings.items()},
+                    "config": plain(held.config),
+                    "held_over_full": plain(held.held),
+                    **{name: reading.to_dict() for name, reading in held.readings.items()},
                 }
-                for config in self.configs
+                for held in self.configs
             ],
         }
 
@@ -122,19 +121,18 @@ def summarise(trace: Trace, selection: str = "two-stage", step: int = 0) -> Assu
     Raises TraceError where the trace holds none, and TraceError and ConfigError as `reading.at_step`.
     """
     held = at_step(trace, ANALYSIS, step)
-    places, labels = of_selection(held.run, selection), held.run.labels()
+    places = of_selection(held.run, selection)
     sigma = {name: values(held, name, ANALYSIS, step) for name in READINGS}
     shares = held_shares(held, ANALYSIS)
     configs = tuple(
         ConfigAssumption(
-            labels[place],
-            held.run.configs[place].alpha,
+            held.run.configs[place],
             float(shares[place]),
             {name: _reading(name, array[:, place]) for name, array in sigma.items()},
         )
         for place in places
     )
-    return Assumption(selection, configs, step, identity(trace, [labels[place] for place in places], step))
+    return Assumption(selection, configs, step, identity(trace, [one.config for one in configs], step))
 
 
 def _reading(variable: str, sigma: Floats) -> Reading:

@@ -16,6 +16,7 @@ from perturbkv.analyses.inequalities import Bounded, bounded, check_inequalities
 from perturbkv.analyses.intervals import Scalar, rare_share_of
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.trace import Trace
 
@@ -62,7 +63,7 @@ class Tightness:
     """One configuration's bounds.
 
     Attributes:
-        label: of the configuration.
+        config: the configuration.
         held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
         evicted_samples: samples in which it evicted anything; only these are looked at.
         spreads: ratio -> its distribution.
@@ -72,7 +73,7 @@ class Tightness:
         flagged_heads: (layer, head) share of the samples in which σ ≤ 0.5.
     """
 
-    label: str
+    config: EvictionConfig
     held: float
     evicted_samples: int
     spreads: dict[str, Spread]
@@ -105,7 +106,7 @@ class BoundTightness:
         """The configurations of one selection alone, by α, then budget. Raises TraceError where there are none."""
         places = of_selection(self.run, side)
         configs = tuple(self.configs[place] for place in places)
-        shown = dataclasses.replace(self.identity, configs=tuple(config.label for config in configs))
+        shown = dataclasses.replace(self.identity, configs=tuple(one.config for one in configs))
         return dataclasses.replace(self, configs=configs, identity=shown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,11 +130,13 @@ def summarise(trace: Trace, step: int = 0) -> BoundTightness:
     there = at_step(trace, ANALYSIS, step)
     held, shares = bounded(there, ANALYSIS, step), held_shares(there, ANALYSIS)
     checked = check_inequalities(held)
-    configs = tuple(_tightness(label, float(shares[place]), held.of(place)) for place, label in enumerate(held.labels))
-    return BoundTightness(configs, checked, step, trace.run, identity(trace, held.labels, step))
+    configs = tuple(
+        _tightness(config, float(shares[place]), held.of(place)) for place, config in enumerate(held.configs)
+    )
+    return BoundTightness(configs, checked, step, trace.run, identity(trace, held.configs, step))
 
 
-def _tightness(label: str, held_share: float, held: Bounded) -> Tightness:
+def _tightness(config: EvictionConfig, held_share: float, held: Bounded) -> Tightness:
     flagged = held.sigma <= EVIDENCE
     ratios = dict(
         zip(
@@ -148,7 +151,7 @@ def _tightness(label: str, held_share: float, held: Bounded) -> Tightness:
         )
     )
     return Tightness(
-        label=label,
+        config=config,
         held=held_share,
         evicted_samples=len(flagged),
         spreads={name: _spread(values, flagged) for name, values in ratios.items()},
@@ -186,7 +189,7 @@ def _mass_curve(mass: Floats, tightness: Floats) -> MassCurve:
 def _tightness_dict(config: Tightness) -> dict[str, Any]:
     document: dict[str, Any] = plain(
         {
-            "config": config.label,
+            "config": config.config,
             "held_over_full": config.held,
             "evicted_samples": config.evicted_samples,
             "retained_mass": config.retained_mass,

@@ -13,9 +13,11 @@ from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import POSITIVE, Band, Interval
 from perturbkv.analyses.layers import distances
-from perturbkv.analyses.naming import selection, short, without_budget
+from perturbkv.analyses.naming import short
 from perturbkv.analyses.pairing import sweeps
 from perturbkv.analyses.reading import Floats, at_step, held_shares, kept_share, values
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers --budgets"
@@ -27,7 +29,7 @@ class BudgetCurve:
 
     Attributes:
         name: selection, and whatever tells the curve from the others.
-        labels: of its configurations; `budgets` as the user gave them.
+        configs: its configurations.
         kept: (budget,) mean share of the prompt's entries kept, in (0, 1].
         medians: quantity -> (budget,) over samples: last-layer drift, KL(full ‖ evicted) in nats; and `top1`, the
             share of samples whose next token is the full run's.
@@ -40,15 +42,19 @@ class BudgetCurve:
     """
 
     name: str
-    labels: tuple[str, ...]
-    budgets: tuple[str, ...]
+    configs: tuple[EvictionConfig, ...]
     kept: Floats
     held: Floats
     medians: dict[str, Floats]
     means: dict[str, Floats]
     intervals: dict[str, Band]
     mean_intervals: dict[str, Band]
-    cliff: tuple[str, str] | None
+    cliff: tuple[Budget, Budget] | None
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """(budget,) as the user gave them."""
+        return tuple(config.budget for config in self.configs)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Budgets:
                 "distance": self.distance,
                 "step": self.step,
                 "kl_noise_floor": self.kl_floor,
-                "curves": [vars(curve) for curve in self.curves],
+                "curves": [{**vars(curve), "budgets": curve.budgets} for curve in self.curves],
             }
         )
         return document
@@ -96,15 +102,15 @@ def summarise(trace: Trace, sides: list[str], distance: str = "l1", step: int = 
     }
     names = _names(held, found)
     curves = tuple(_curve(held, name, places, measured) for name, places in zip(names, found, strict=True))
-    shown = [label for curve in curves for label in curve.labels]
+    shown = [config for curve in curves for config in curve.configs]
     floor = float(np.median(values(held, "logit_kl_noise_floor", ANALYSIS, step)))
     return Budgets(curves, distance, floor, step, identity(trace, shown, step))
 
 
 def _names(trace: Trace, found: list[list[int]]) -> list[str]:
     """What tells the curves apart, the budget left out."""
-    labels = [without_budget(trace.run.labels()[places[0]]) for places in found]
-    return [name or selection(label) for name, label in zip(short(labels), labels, strict=True)]
+    firsts = [trace.run.configs[places[0]] for places in found]
+    return [name or first.selection for name, first in zip(short(firsts, "budget"), firsts, strict=True)]
 
 
 def _curve(trace: Trace, name: str, places: list[int], measured: dict[str, Floats]) -> BudgetCurve:
@@ -112,21 +118,20 @@ def _curve(trace: Trace, name: str, places: list[int], measured: dict[str, Float
     rising = np.argsort(kept, kind="stable")
     ordered = [places[index] for index in rising]
     over = {quantity: array[:, ordered] for quantity, array in measured.items()}
-    budgets = tuple(str(trace.run.configs[place].budget) for place in ordered)
+    configs = tuple(trace.run.configs[place] for place in ordered)
     means = {quantity: array.mean(axis=0) for quantity, array in over.items()}
     medians = {quantity: np.median(over[quantity], axis=0) for quantity in ("drift", "kl")} | {"top1": means["top1"]}
     agreeing = _agreeing(over["top1"] > 0)
     return BudgetCurve(
         name=name,
-        labels=tuple(trace.run.labels()[place] for place in ordered),
-        budgets=budgets,
+        configs=configs,
         kept=kept[rising],
         held=held_shares(trace, ANALYSIS)[ordered],
         medians=medians,
         means=means,
         intervals={quantity: intervals.of_medians(over[quantity]) for quantity in ("drift", "kl")} | {"top1": agreeing},
         mean_intervals={quantity: _of_means(over[quantity]) for quantity in ("drift", "kl")} | {"top1": agreeing},
-        cliff=_cliff(budgets, kept[rising], medians["kl"]),
+        cliff=_cliff([config.budget for config in configs], kept[rising], medians["kl"]),
     )
 
 
@@ -142,7 +147,7 @@ def _agreeing(same: NDArray[np.bool_]) -> Band:
     return Interval(np.array([one.low for one in found]), np.array([one.high for one in found]))
 
 
-def _cliff(budgets: tuple[str, ...], kept: Floats, kl: Floats) -> tuple[str, str] | None:
+def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Budget] | None:
     """Where KL rises most per halving of the kept share."""
     if len(budgets) < 2:
         return None

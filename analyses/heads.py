@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import kept_sets
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.distances import suffix
+from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.head_kind import HeadKind, compare
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
@@ -24,7 +25,7 @@ class HeadComparison:
     """Two configurations compared head by head.
 
     Attributes:
-        baseline, treatment: configuration labels.
+        baseline, treatment: the configurations.
         distance: l1, l2 or cosine.
         step: decode step looked at.
         isolated, propagated: the two kinds of perturbation.
@@ -34,8 +35,8 @@ class HeadComparison:
         identity: of the run.
     """
 
-    baseline: str
-    treatment: str
+    baseline: EvictionConfig
+    treatment: EvictionConfig
     distance: str
     step: int
     isolated: HeadKind
@@ -68,15 +69,17 @@ class HeadComparison:
         return numbers
 
 
-def summarise(trace: Trace, baseline: str, treatment: str, step: int = 0, distance: str = "l1") -> HeadComparison:
+def summarise(
+    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, step: int = 0, distance: str = "l1"
+) -> HeadComparison:
     """Compare two configurations of a trace head by head, over its complete samples that have the step.
 
     Raises TraceError where the trace has no complete sample, no such configuration, lacks the distance, or holds NaN
     in a complete sample; ConfigError where it has no such step, UnknownNameError for an unknown distance.
     """
-    suffix(distance)
+    distance_of(distance)
     held = at_step(trace, ANALYSIS, step)
-    sides = (held.config_index(baseline), held.config_index(treatment))
+    sides = (held.config_index(baseline.label()), held.config_index(treatment.label()))
     flagged = values(held, "sigma_stage1", ANALYSIS, step)[:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = values(held, "retained_mass", ANALYSIS, step).mean(axis=(0, 2, 3))
     shares = held_shares(held, ANALYSIS)
@@ -99,8 +102,8 @@ def _kind(
     trace: Trace, kind: str, distance: str, sides: tuple[int, int], step: int, flagged: NDArray[np.bool_]
 ) -> HeadKind:
     both, floor = perturbed(trace, kind, distance, sides, step)
-    ending = suffix(distance)
-    norm = np.ones_like(floor) if distance == "cosine" else values(trace, f"output_norm{ending}", ANALYSIS, step)
+    unit = distance_of(distance)
+    norm = np.ones_like(floor) if unit.angular else values(trace, f"output_norm{unit.suffix}", ANALYSIS, step)
     return compare(*both, floor, norm, flagged, distance)
 
 
@@ -112,7 +115,7 @@ def perturbed(
     Where the kept sets say that both are equal, the treatment is the baseline. Raises TraceError for what the trace
     lacks.
     """
-    ending = suffix(distance)
+    ending = distance_of(distance).suffix
     found = values(trace, f"perturbation_{kind}{ending}", ANALYSIS, step)
     floor = values(trace, f"noise_floor{'_isolated' if kind == 'isolated' else ''}{ending}", ANALYSIS, step)
     same = {"isolated": kept_sets.isolated, "propagated": kept_sets.propagated}[kind](trace, *sides)

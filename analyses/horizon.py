@@ -23,6 +23,7 @@ from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
 from perturbkv.analyses.sign_flips import Decided
 from perturbkv.analyses.verdicts import TIE_FLOORS
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
@@ -68,14 +69,14 @@ class ConfigHorizon:
     """One configuration.
 
     Attributes:
-        label: of the configuration.
+        config: the configuration.
         held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
         curves: by kind.
         kl, top1: (step,) mean KL in nat, and the share of samples with the same token, of the samples with the step.
         kl_interval: of the mean KL, over these samples; NaN and None as of `Curve.relative_interval`.
     """
 
-    label: str
+    config: EvictionConfig
     held: float
     curves: dict[str, Curve]
     kl: Floats
@@ -190,11 +191,11 @@ def summarise(trace: Trace, sides: list[str]) -> Horizon:
         msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
         raise ConfigError(msg)
     places = list(dict.fromkeys(place for side in sides for place in of_selection(trace.run, side)))
-    labels, held = [trace.run.labels()[place] for place in places], held_shares(trace, ANALYSIS)
+    held = held_shares(trace, ANALYSIS)
     steps = _Steps(np.arange(counts.max()) < counts[:, None])
     norm, *floors = (_get(trace, name, steps) for name in ("output_norm", *_FLOORS.values()))
     return Horizon(
-        identity=identity(trace, labels),
+        identity=identity(trace, [trace.run.configs[place] for place in places]),
         steps=int(counts.max()),
         samples_at=steps.held.sum(axis=0),
         grown=int(steps.long.sum()),
@@ -220,7 +221,7 @@ def _config(
 ) -> ConfigHorizon:
     counts, kl = steps.held.sum(axis=0), _get(trace, "logit_kl", steps, place)
     return ConfigHorizon(
-        label=trace.run.labels()[place],
+        config=trace.run.configs[place],
         held=held,
         curves={
             kind: _curve(kind, _get(trace, name, steps, place), norm, floors[kind], steps)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perturbkv.analyses.naming import common, counted, short
+from perturbkv.analyses.naming import SIDE, apart, common, counted
 from perturbkv.analyses.reading import measured_steps
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 MOST_NAMED = 12
@@ -20,7 +21,7 @@ class RunIdentity:
     Attributes:
         model, dataset: as the user named them.
         samples, failed: complete and failed ones.
-        configs: labels of the configurations shown.
+        configs: the configurations shown.
         trace: short digest of the trace file.
         random_weights: True where the numbers say nothing of a trained model.
         made_with: versions.
@@ -33,7 +34,7 @@ class RunIdentity:
     dataset: str
     samples: int
     failed: int
-    configs: tuple[str, ...]
+    configs: tuple[EvictionConfig, ...]
     trace: str
     random_weights: bool
     made_with: str
@@ -59,29 +60,30 @@ class RunIdentity:
 
     def _shown(self) -> str:
         """What the configurations share, then what tells them apart: sides and settings where every pair is there."""
-        parts = [list(dict.fromkeys(part)) for part in zip(*(_split(label) for label in self.configs), strict=True)]
-        whole = len(parts) == 2 and len(parts[0]) * len(parts[1]) == len(self.configs)
-        apart = [[name for name in short(part) if name] for part in (parts if whole else [self.configs])]
-        if sum(len(names) for names in apart) > MOST_NAMED:
-            apart = [[f"{len(self.configs)} configurations"]]
-        return " · ".join(part for part in (common(self.configs), *(" | ".join(names) for names in apart)) if part)
+        told = apart(self.configs)
+        sides, settings = ([_joined(words, of_side) for words in told] for of_side in (True, False))
+        parts = [list(dict.fromkeys(part)) for part in (sides, settings)]
+        if len(parts[0]) * len(parts[1]) != len(self.configs):
+            parts = [[" ".join(words.values()) for words in told]]
+        if sum(bool(name) for part in parts for name in part) > MOST_NAMED:
+            parts = [[f"{len(self.configs)} configurations"]]
+        return " · ".join(filter(None, (common(self.configs), *(" | ".join(filter(None, part)) for part in parts))))
 
 
-def _split(label: str) -> tuple[str, str]:
-    """Policy and selection; everything else."""
-    side, _, rest = label.partition(" ")
-    return side, rest
+def _joined(words: dict[str, str], of_side: bool) -> str:
+    """The words of policy and selection, or those of everything else."""
+    return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
 
 
-def identity(trace: Trace, labels: Sequence[str], step: int = 0) -> RunIdentity:
-    """The identity of a trace, of which the configurations `labels` are shown at one decode step."""
+def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
+    """The identity of a trace, of which some configurations are shown at one decode step."""
     held = int((measured_steps(trace) > step).sum())
     return RunIdentity(
         model=trace.run.model,
         dataset=trace.run.dataset,
         samples=held,
         failed=len(trace.failures),
-        configs=tuple(labels),
+        configs=tuple(configs),
         trace=trace.digest,
         random_weights=trace.run.random_weights,
         made_with=f"perturbkv {trace.attrs.get('perturbkv_version', '')}".strip(),

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.reading import EVIDENCE, Floats, values
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BoundError
 from perturbkv.trace import Trace
 
@@ -28,7 +29,7 @@ class Bounded:
         mass: S.
         scale: ‖o_h‖₁, with an axis for `config` of length 1.
         evicted: (sample, config) True where the configuration evicted anything of the sample.
-        labels, sample_ids: of the axes.
+        configs, sample_ids: of the axes.
     """
 
     perturbation: Floats
@@ -39,7 +40,7 @@ class Bounded:
     mass: Floats
     scale: Floats
     evicted: NDArray[np.bool_]
-    labels: tuple[str, ...]
+    configs: tuple[EvictionConfig, ...]
     sample_ids: tuple[str, ...]
 
     def of(self, config: int) -> Bounded:
@@ -48,10 +49,10 @@ class Bounded:
         arrays = {
             field.name: getattr(self, field.name)[held, 0 if field.name == "scale" else config]
             for field in fields(self)
-            if field.name not in ("labels", "sample_ids")
+            if field.name not in ("configs", "sample_ids")
         }
         names = tuple(name for name, there in zip(self.sample_ids, held, strict=True) if there)
-        return Bounded(**arrays, labels=(self.labels[config],), sample_ids=names)
+        return Bounded(**arrays, configs=(self.configs[config],), sample_ids=names)
 
 
 def bounded(trace: Trace, analysis: str, step: int) -> Bounded:
@@ -70,7 +71,7 @@ def bounded(trace: Trace, analysis: str, step: int) -> Bounded:
         **arrays,
         scale=values(trace, "output_norm", analysis, step)[:, None],
         evicted=values(trace, "evicted", analysis) > 0,
-        labels=tuple(trace.run.labels()),
+        configs=trace.run.configs,
         sample_ids=complete,
     )
 
@@ -96,7 +97,7 @@ def _check(below: str, lower: Floats, above: str, upper: Floats, held: Bounded, 
         raise BoundError(
             msg,
             f"{lower[sample, config, layer, head]:.6g} > {upper[sample, config, layer, head]:.6g}",
-            f"layer {layer}, head {head} of sample '{held.sample_ids[sample]}', '{held.labels[config]}'",
+            f"layer {layer}, head {head} of sample '{held.sample_ids[sample]}', '{held.configs[config].label()}'",
             int(violated.sum()),
         )
     return int(where.sum())

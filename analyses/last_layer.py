@@ -13,9 +13,9 @@ from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import RATIO, Scalar
 from perturbkv.analyses.layers import floors, held_sides, sides
-from perturbkv.analyses.naming import setting
 from perturbkv.analyses.reading import Floats, at_step
 from perturbkv.analyses.verdicts import verdicts
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers --per-sample"
@@ -26,7 +26,7 @@ class LastLayer:
     """Drift after the last decoder layer, sample by sample, sorted by the baseline's, largest first.
 
     Attributes:
-        baseline, treatment: configuration labels; `setting` what they share.
+        baseline, treatment: the configurations.
         distance: l1, l2 or cosine.
         sample_ids: in the order of the arrays.
         baseline_drift, treatment_drift: (sample,).
@@ -38,8 +38,8 @@ class LastLayer:
         identity: of the run.
     """
 
-    baseline: str
-    treatment: str
+    baseline: EvictionConfig
+    treatment: EvictionConfig
     distance: str
     sample_ids: tuple[str, ...]
     baseline_drift: Floats
@@ -53,11 +53,6 @@ class LastLayer:
     step: int
     identity: RunIdentity
 
-    @property
-    def setting(self) -> str:
-        """What both configurations share."""
-        return setting(self.baseline)
-
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
         document: dict[str, Any] = plain(
@@ -70,8 +65,10 @@ class LastLayer:
         return document
 
 
-def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1", step: int = 0) -> LastLayer:
-    """The last layer's drift of every complete sample under two configurations, by label.
+def summarise(
+    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
+) -> LastLayer:
+    """The last layer's drift of every complete sample under two configurations.
 
     Raises as `layers.summarise`.
     """

@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import intervals, kept_sets
 from perturbkv.analyses.arithmetic import plain, ratio
-from perturbkv.analyses.distances import suffix
+from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import POSITIVE, RATIO, Band
-from perturbkv.analyses.naming import setting
+from perturbkv.analyses.pairing import Pair
 from perturbkv.analyses.reading import Floats, at_step, held_shares, values
 from perturbkv.analyses.verdicts import verdicts
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
+from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers"
@@ -27,7 +29,7 @@ class LayerDrift:
     """Drift of the residual stream after each decoder layer, two configurations that share everything but selection.
 
     Attributes:
-        baseline, treatment: configuration labels; `setting` what they share.
+        baseline, treatment: the configurations.
         distance: l1, l2 or cosine.
         baseline_mean, treatment_mean: (layer,) mean drift over samples, in the distance's unit, with intervals.
         baseline_median, treatment_median: (layer,) the median over samples, with intervals: a single prompt can make
@@ -44,8 +46,8 @@ class LayerDrift:
         identity: of the run.
     """
 
-    baseline: str
-    treatment: str
+    baseline: EvictionConfig
+    treatment: EvictionConfig
     distance: str
     baseline_mean: Floats
     treatment_mean: Floats
@@ -75,11 +77,6 @@ class LayerDrift:
     def floored(self) -> bool:
         """Whether the trace holds the distance's noise floor."""
         return self.noise_floor is not None
-
-    @property
-    def setting(self) -> str:
-        """What both configurations share."""
-        return setting(self.baseline)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
@@ -112,11 +109,13 @@ class LayerDrift:
         return document
 
 
-def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1", step: int = 0) -> LayerDrift:
-    """Drift after each layer of two configurations, by label.
+def summarise(
+    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
+) -> LayerDrift:
+    """Drift after each layer of two configurations.
 
-    Raises TraceError and ConfigError as `reading.at_step`, TraceError for an unknown label, UnknownNameError for an
-    unknown distance.
+    Raises TraceError and ConfigError as `reading.at_step`, TraceError for a configuration that the trace does not hold,
+    UnknownNameError for an unknown distance.
     """
     held = at_step(trace, ANALYSIS, step)
     first, second = sides(held, (baseline, treatment), distance, ANALYSIS, step)
@@ -147,33 +146,34 @@ def summarise(trace: Trace, baseline: str, treatment: str, distance: str = "l1",
     )
 
 
-def sides(trace: Trace, labels: tuple[str, str], distance: str, analysis: str, step: int) -> tuple[Floats, Floats]:
+def sides(trace: Trace, pair: Pair, distance: str, analysis: str, step: int) -> tuple[Floats, Floats]:
     """(sample, layer) drift of two configurations, exactly equal where all kept sets up to the layer are."""
-    first, second = (trace.config_index(label) for label in labels)
+    first, second = (trace.config_index(config.label()) for config in pair)
     drift = distances(trace, distance, analysis, step)
     same = kept_sets.layers(trace, first, second)
     return drift[:, first], np.where(same, drift[:, first], drift[:, second])
 
 
-def held_sides(trace: Trace, labels: tuple[str, str], analysis: str) -> tuple[float, float]:
+def held_sides(trace: Trace, pair: Pair, analysis: str) -> tuple[float, float]:
     """Entries that two configurations' caches hold over those of the full cache; NaN where the trace does not tell."""
     shares = held_shares(trace, analysis)
-    return float(shares[trace.config_index(labels[0])]), float(shares[trace.config_index(labels[1])])
+    first, second = (float(shares[trace.config_index(config.label())]) for config in pair)
+    return first, second
 
 
 def distances(trace: Trace, distance: str, analysis: str, step: int) -> Floats:
     """(sample, config, layer) drift. Raises UnknownNameError for a distance that no trace holds."""
-    suffix(distance)
+    distance_of(distance)
     return values(trace, f"hidden_drift_{distance}", analysis, step)
 
 
 def floors(trace: Trace, distance: str, analysis: str, step: int) -> Floats | None:
     """(sample, layer) noise floor of a distance; None in an older trace, which holds it in L1 alone."""
-    name = f"hidden_noise_floor{suffix(distance)}"
-    return values(trace, name, analysis, step) if distance == "l1" or name in trace.arrays else None
+    name = f"hidden_noise_floor{distance_of(distance).suffix}"
+    return None if VARIABLES[name].optional and name not in trace.arrays else values(trace, name, analysis, step)
 
 
 def _norms(trace: Trace, distance: str, step: int) -> Floats | None:
     """(layer,) mean norm of the full-cache stream; a cosine is relative already."""
-    name = f"hidden_norm{suffix(distance)}"
+    name = f"hidden_norm{distance_of(distance).suffix}"
     return values(trace, name, ANALYSIS, step).mean(axis=0) if name in trace.arrays else None

@@ -1,9 +1,17 @@
-"""Short names for configurations that are shown side by side: only what tells them apart."""
+"""Short names for configurations that are shown side by side, from their choices: only what tells them apart."""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Sequence
+
+from perturbkv.configs.eviction import EvictionConfig
+
+SIDE = ("policy", "selection")
+"""The choices that the sides of a comparison differ in."""
+_SYMBOLS = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
+"""How a name says its less usual choices, where not by the option's own name."""
 
 
 def counted(number: int, word: str, many: str = "") -> str:
@@ -11,47 +19,58 @@ def counted(number: int, word: str, many: str = "") -> str:
     return f"{number:,} {word if number == 1 else many or f'{word}s'}"
 
 
-def setting(label: str) -> str:
-    """A configuration's label without policy and selection: what the sides of a comparison share."""
-    return label.partition(" ")[2]
+def words(config: EvictionConfig) -> dict[str, str]:
+    """Choice -> how a name says it, policy and selection first; nothing of a less usual choice at its default."""
+    pool = "unpooled" if config.pool == "none" else f"{config.pool}{config.kernel}"
+    said = {name: getattr(config, name) for name in SIDE}
+    said |= {"budget": f"b={config.budget}", "alpha": f"a={config.alpha:g}", "window": f"w={config.window}"}
+    said |= {"pool": pool, "granularity": config.granularity}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in (*said, "kernel") and value != field.default:
+            said[field.name] = f"{_SYMBOLS.get(field.name, field.name.replace('_', '-'))}={value}"
+    return said
 
 
-def selection(label: str) -> str:
-    """The selection that a configuration's label names."""
-    return label.partition(" ")[0].partition(":")[2]
+def setting(config: EvictionConfig, *more: str) -> str:
+    """What the sides of a comparison share: a configuration without policy and selection, and without `more`."""
+    return " ".join(word for choice, word in words(config).items() if choice not in (*SIDE, *more))
 
 
-def budget(label: str) -> str:
-    """The budget that a configuration's label names."""
-    return next(part.removeprefix("b=") for part in label.split() if part.startswith("b="))
+def common(configs: Sequence[EvictionConfig]) -> str:
+    """The choices that all configurations share."""
+    return " ".join(_shared(configs).values())
 
 
-def budgets(settings: Sequence[str]) -> list[str]:
-    """Each setting's budget, and behind it what else tells the settings apart."""
-    others = short([without_budget(one) for one in settings])
-    return [f"{budget(one)} {other}".strip() for one, other in zip(settings, others, strict=True)]
+def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
+    """Of each configuration the choices that not all share, as `words` says them; those of `without` left out."""
+    known = {*_shared(configs), *without}
+    return [{choice: word for choice, word in words(config).items() if choice not in known} for config in configs]
 
 
-def without_budget(label: str) -> str:
-    """A label without its budget."""
-    return " ".join(part for part in label.split() if not part.startswith("b="))
+def short(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
+    """The same as one name each; empty where there is but one configuration."""
+    return [" ".join(told.values()) for told in apart(configs, *without)]
 
 
-def common(labels: Sequence[str]) -> str:
-    """The words that all labels share; a policy and its selection are two words."""
-    words = [_words(label) for label in labels] or [[]]
-    shared = set(words[0]).intersection(*words[1:])
-    return " ".join(word for word in words[0] if word in shared)
+def sides(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
+    """The two sides of a comparison by what of policy and selection they differ in."""
+    first, second = (
+        " ".join(word for choice, word in told.items() if choice in SIDE) for told in apart((baseline, treatment))
+    )
+    return first, second
 
 
-def short(labels: Sequence[str]) -> list[str]:
-    """Each label without the words that all of them share; empty where there is but one."""
-    shared = set(common(labels).split())
-    return [" ".join(word for word in _words(label) if word not in shared) for label in labels]
+def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
+    """Each configuration's budget as the user gave it, and behind it what else tells the configurations apart."""
+    others = apart(configs, "budget", *without)
+    return [[str(config.budget), *told.values()] for config, told in zip(configs, others, strict=True)]
 
 
-def _words(label: str) -> list[str]:
-    return label.replace(":", " ", 1).split()
+def _shared(configs: Sequence[EvictionConfig]) -> dict[str, str]:
+    """The choices of which every configuration says the same, in the order of a name."""
+    first, *others = [words(config) for config in configs] or [{}]
+    return {choice: word for choice, word in first.items() if all(one.get(choice) == word for one in others)}
 
 
 def folded(name: str, width: int = 16) -> str:

@@ -13,11 +13,11 @@ from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import Band, Interval, Scalar, share_of
 from perturbkv.analyses.reading import Floats, at_step, held_shares, values
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
-FULL = "full cache"
 OUTCOMES = ("score", "digits")
 """Exactly right, and the share of leading digits that are."""
 
@@ -27,7 +27,7 @@ class Method:
     """One configuration, or the full cache.
 
     Attributes:
-        label: the configuration's label.
+        config: the configuration; None for the full cache.
         score: share of prompts whose number was found, in [0, 1]; its exact interval.
         digits: mean share of the number's leading digits that are right; its interval, over samples.
         by_depth: (depth,) the score over all lengths, with exact intervals; NaN where no prompt fell.
@@ -38,7 +38,7 @@ class Method:
         kept_entries: mean entries kept per head and layer; the prompt's length for the full cache.
     """
 
-    label: str
+    config: EvictionConfig | None
     score: float
     score_interval: Scalar
     digits: float
@@ -89,10 +89,10 @@ def summarise(trace: Trace) -> Needle:
     cells = cells_of(trace)
     depth_alone = np.stack([cells[:, 0], np.zeros_like(cells[:, 0])], axis=1)
 
-    def method(label: str, found: dict[str, Floats], entries: float, held: float) -> Method:
+    def method(config: EvictionConfig | None, found: dict[str, Floats], entries: float, held: float) -> Method:
         shape = len(depths), len(lengths)
         return Method(
-            label=label,
+            config=config,
             score=float(found["score"].mean()),
             score_interval=intervals.of_samples(found["score"] > 0),
             digits=float(found["digits"].mean()),
@@ -106,22 +106,22 @@ def summarise(trace: Trace) -> Needle:
             kept_entries=entries,
         )
 
-    labels, shares = trace.run.labels(), held_shares(trace, ANALYSIS)
+    shares = held_shares(trace, ANALYSIS)
     return Needle(
-        identity=identity(trace, labels),
+        identity=identity(trace, trace.run.configs),
         lengths=lengths,
         depths=depths,
         haystack=str(trace.run.dataset_options["haystack"]),
         scenario=trace.run.scenario,
-        full=method(FULL, full, float(tokens.mean()), 1.0),
+        full=method(None, full, float(tokens.mean()), 1.0),
         methods=tuple(
             method(
-                label,
+                config,
                 {name: array[:, place] for name, array in scores.items()},
                 float(kept[:, place].mean()),
                 float(shares[place]),
             )
-            for place, label in enumerate(labels)
+            for place, config in enumerate(trace.run.configs)
         ),
     )
 

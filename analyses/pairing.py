@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from perturbkv.analyses.naming import without_budget
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 
+Pair = tuple[EvictionConfig, EvictionConfig]
+"""Baseline and treatment."""
 
-def pairs(run: RunConfig, baseline: str, treatment: str) -> list[tuple[str, str]]:
-    """Labels (baseline, treatment) of every two configurations that differ in selection (and policy) alone.
+
+def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
+    """Every two configurations, baseline and treatment, that differ in selection (and policy) alone.
 
     A side is a selection (`two-stage`), a policy and a selection (`snapkv:two-stage`), or a policy. Two selections are
     compared within each policy; a selection against a policy is that of the run's first policy that has it. Raises
@@ -20,7 +22,7 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[tuple[str, str]
     """
     within = baseline in SELECTIONS and treatment in SELECTIONS
     found = [
-        (first.label(), second.label())
+        (first, second)
         for first in _side(run, baseline, every=within)
         for second in _side(run, treatment, every=within)
         if first != second and _alike(first, second) and (not within or first.policy == second.policy)
@@ -37,12 +39,11 @@ def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
     return found if every or side not in SELECTIONS else [one for one in found if one.policy == found[0].policy]
 
 
-def series(run: RunConfig, baseline: str, treatment: str) -> list[list[tuple[str, str]]]:
+def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
     """The same pairs, those together that differ in budget alone, smallest first. Raises as `pairs`."""
-    configs = dict(zip(run.labels(), run.configs, strict=True))
-    found: dict[str, list[tuple[str, str]]] = {}
-    for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(configs[pair[0]])):
-        found.setdefault(" ".join(without_budget(label) for label in pair), []).append(pair)
+    found: dict[tuple[EvictionConfig, ...], list[Pair]] = {}
+    for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(pair[0])):
+        found.setdefault(tuple(map(_at_any_budget, pair)), []).append(pair)
     return list(found.values())
 
 
@@ -78,8 +79,8 @@ def order(config: EvictionConfig) -> tuple[float, bool, float]:
     return config.alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
-def families(run: RunConfig) -> list[dict[str, int]]:
-    """Configurations that differ in selection alone: selection -> place; one family per policy, α, budget, …."""
+def by_selection(run: RunConfig) -> list[dict[str, int]]:
+    """Configurations that differ in selection alone: selection -> place; one entry per policy, α, budget, …."""
     found: dict[EvictionConfig, dict[str, int]] = {}
     for place, config in enumerate(run.configs):
         shared = dataclasses.replace(config, selection=next(iter(SELECTIONS)))
@@ -91,6 +92,10 @@ def sweeps(run: RunConfig, side: str) -> list[list[int]]:
     """Places of one side's configurations, those together that differ in budget alone. Raises as `of_selection`."""
     found: dict[EvictionConfig, list[int]] = {}
     for place in of_selection(run, side):
-        config = run.configs[place]
-        found.setdefault(dataclasses.replace(config, budget=Budget(1.0)), []).append(place)
+        found.setdefault(_at_any_budget(run.configs[place]), []).append(place)
     return list(found.values())
+
+
+def _at_any_budget(config: EvictionConfig) -> EvictionConfig:
+    """One configuration for all that differ in budget alone."""
+    return dataclasses.replace(config, budget=Budget(1.0))

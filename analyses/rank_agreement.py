@@ -16,10 +16,11 @@ from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.inequalities import Bounded, bounded
 from perturbkv.analyses.intervals import CORRELATION, Scalar, share_of
-from perturbkv.analyses.naming import setting
-from perturbkv.analyses.pairing import families
+from perturbkv.analyses.objects import setting_object
+from perturbkv.analyses.pairing import by_selection
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "bound-tightness"
@@ -87,15 +88,15 @@ class Concordance:
 
 @dataclass(frozen=True)
 class RankAgreement:
-    """One family: configurations that differ in selection alone.
+    """Configurations that differ in selection alone.
 
     Attributes:
-        setting: what they share, as a label.
+        configs: one per selection.
         correlations: over the contenders and over all, for each bound; empty for fewer than three selections.
         pairs: every two selections, for each bound.
     """
 
-    setting: str
+    configs: tuple[EvictionConfig, ...]
     correlations: tuple[RankCorrelation, ...]
     pairs: tuple[Concordance, ...]
 
@@ -103,7 +104,7 @@ class RankAgreement:
         """Everything a reader needs, as JSON-able numbers."""
         document: dict[str, Any] = plain(
             {
-                "setting": self.setting,
+                "setting": setting_object(self.configs),
                 "rank_correlations": [vars(correlation) for correlation in self.correlations],
                 "concordance": [vars(pair) for pair in self.pairs],
             }
@@ -112,24 +113,24 @@ class RankAgreement:
 
 
 def summarise(trace: Trace, step: int = 0) -> tuple[RankAgreement, ...]:
-    """One entry per family of two or more selections. Raises TraceError and ConfigError as `reading.at_step`."""
+    """One entry per setting of two or more selections. Raises TraceError and ConfigError as `reading.at_step`."""
     held = bounded(at_step(trace, ANALYSIS, step), ANALYSIS, step)
-    return tuple(_agreement(held, family) for family in families(trace.run) if len(family) > 1)
+    return tuple(_agreement(held, group) for group in by_selection(trace.run) if len(group) > 1)
 
 
 @dataclass(frozen=True)
-class _Family:
-    """(selection, sample, layer, head) arrays of one family, over the samples of which every member evicts."""
+class _Group:
+    """(selection, sample, layer, head) arrays of one setting, over the samples of which every selection evicts."""
 
     names: tuple[str, ...]
     perturbation: Floats
     bounds: dict[str, Floats]
     sigma: Floats
 
-    def within(self, names: tuple[str, ...]) -> _Family:
+    def within(self, names: tuple[str, ...]) -> _Group:
         places = [self.names.index(name) for name in names]
         bounds = {bound: array[places] for bound, array in self.bounds.items()}
-        return _Family(names, self.perturbation[places], bounds, self.sigma[places])
+        return _Group(names, self.perturbation[places], bounds, self.sigma[places])
 
     def counted(self, bound: str) -> NDArray[np.bool_]:
         """(sample, layer, head) True where the bound is evidence: θ̂ where every σ > 0.5, the others always."""
@@ -137,35 +138,35 @@ class _Family:
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 
 
-def _agreement(held: Bounded, family: dict[str, int]) -> RankAgreement:
-    places = list(family.values())
+def _agreement(held: Bounded, group: dict[str, int]) -> RankAgreement:
+    places = list(group.values())
     samples = held.evicted[:, places].all(axis=1)
     arrays = [
         np.moveaxis(array[samples][:, places], 1, 0)
         for array in (held.perturbation, held.sigma, held.theta, held.theta_hat, 1 - held.mass)
     ]
     bounds = dict(zip(BOUNDS, arrays[2:], strict=True))
-    whole = _Family(tuple(family), perturbation=arrays[0], bounds=bounds, sigma=arrays[1])
-    contenders = tuple(name for name in family if name in CONTENDERS)
-    groups = [group for group in dict.fromkeys((contenders, whole.names)) if len(group) >= LEAST_SELECTIONS]
+    whole = _Group(tuple(group), perturbation=arrays[0], bounds=bounds, sigma=arrays[1])
+    contenders = tuple(name for name in group if name in CONTENDERS)
+    ranked = [names for names in dict.fromkeys((contenders, whole.names)) if len(names) >= LEAST_SELECTIONS]
     return RankAgreement(
-        setting=setting(held.labels[places[0]]),
-        correlations=tuple(_correlation(whole.within(group), bound) for group in groups for bound in whole.bounds),
+        configs=tuple(held.configs[place] for place in places),
+        correlations=tuple(_correlation(whole.within(names), bound) for names in ranked for bound in whole.bounds),
         pairs=tuple(
             _concordance(whole.within(pair), bound) for pair in combinations(whole.names, 2) for bound in whole.bounds
         ),
     )
 
 
-def _correlation(family: _Family, bound: str) -> RankCorrelation:
-    counted = family.counted(bound)
-    found = np.where(counted, spearman(family.bounds[bound], family.perturbation), np.nan)
+def _correlation(group: _Group, bound: str) -> RankCorrelation:
+    counted = group.counted(bound)
+    found = np.where(counted, spearman(group.bounds[bound], group.perturbation), np.nan)
     per_sample = _mean(found, (1, 2))
-    proven = np.where(family.counted("θ̂"), found, np.nan)
+    proven = np.where(group.counted("θ̂"), found, np.nan)
     evidence = _mean(proven, (1, 2))
     return RankCorrelation(
         bound=bound,
-        selections=family.names,
+        selections=group.names,
         mean=float(_mean(per_sample, (0,))),
         interval=intervals.of_mean(per_sample, CORRELATION),
         evidence_mean=float(_mean(evidence, (0,))),
@@ -178,7 +179,7 @@ def _correlation(family: _Family, bound: str) -> RankCorrelation:
     )
 
 
-def _concordance(pair: _Family, bound: str) -> Concordance:
+def _concordance(pair: _Group, bound: str) -> Concordance:
     limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
     differing = pair.counted(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)

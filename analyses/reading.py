@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import VARIABLES, Trace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import Trace
 
 Floats = NDArray[np.float64]
 EVIDENCE = 0.5

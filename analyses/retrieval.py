@@ -72,16 +72,17 @@ class BudgetLink:
     """Configurations of one budget, one granularity and one protection.
 
     Attributes:
-        budget: as the user gave it, and behind it the granularity and the protection where the run has several.
-        labels: its configurations.
+        name: the budget as the user gave it, and behind it the granularity and the protection where the run has
+            several.
+        configs: its configurations.
         held: (config,) entries that each cache holds over those of the full cache; NaN where the trace does not tell.
         correlations: one per measure and outcome; `circular` those that nearly are the score.
         score, digits: (sample, config) the outcomes.
         measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S as it is).
     """
 
-    budget: str
-    labels: tuple[str, ...]
+    name: str
+    configs: tuple[EvictionConfig, ...]
     held: Floats
     correlations: tuple[Correlation, ...]
     circular: tuple[Correlation, ...]
@@ -120,7 +121,9 @@ class Retrieval:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers; the measures beside each score."""
-        found: dict[str, Any] = plain({name: value for name, value in vars(self).items() if name != "identity"})
+        links = [{"budget": link.configs[0].budget, **vars(link)} for link in self.budgets]
+        document = {name: value for name, value in vars(self).items() if name != "identity"}
+        found: dict[str, Any] = plain({**document, "budgets": links})
         return found
 
 
@@ -136,12 +139,12 @@ def summarise(trace: Trace) -> Retrieval:
         left_out=int((~answered).sum()),
         steps=trace.run.steps,
         budgets=tuple(
-            _link(trace, budget, places, measured, outcomes)
-            for budget, places in budgets.items()
+            _link(trace, name, places, measured, outcomes)
+            for name, places in budgets.items()
             if len(places) >= LEAST_CONFIGS
         ),
-        too_few=tuple(budget for budget, places in budgets.items() if len(places) < LEAST_CONFIGS),
-        identity=identity(trace, trace.run.labels()),
+        too_few=tuple(name for name, places in budgets.items() if len(places) < LEAST_CONFIGS),
+        identity=identity(trace, trace.run.configs),
     )
 
 
@@ -202,18 +205,17 @@ def _first_alike(trace: Trace) -> np.ndarray:
 
 
 def _link(
-    trace: Trace, budget: str, places: list[int], measured: dict[str, Floats], outcomes: dict[str, Floats]
+    trace: Trace, name: str, places: list[int], measured: dict[str, Floats], outcomes: dict[str, Floats]
 ) -> BudgetLink:
     here = {name: array[:, places] for name, array in measured.items()}
     scored = {name: array[:, places] for name, array in outcomes.items()}
     first, circular = (
-        tuple(_correlation(name, outcome, here[name], scored[outcome]) for outcome in OUTCOMES for name in names)
+        tuple(_correlation(one, outcome, here[one], scored[outcome]) for outcome in OUTCOMES for one in names)
         for names in (MEASURES, CIRCULAR)
     )
-    labels = trace.run.labels()
     return BudgetLink(
-        budget=budget,
-        labels=tuple(labels[place] for place in places),
+        name=name,
+        configs=tuple(trace.run.configs[place] for place in places),
         held=held_shares(trace, ANALYSIS)[places],
         correlations=first,
         circular=circular,

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.distances import DISTANCES, suffix
+from perturbkv.analyses.distances import DISTANCES, distance_of
 from perturbkv.analyses.heads import perturbed
 from perturbkv.analyses.intervals import Scalar, of_mean, share_of
-from perturbkv.analyses.pairing import pairs
+from perturbkv.analyses.pairing import Pair, pairs
 from perturbkv.analyses.verdicts import verdicts
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -55,7 +56,7 @@ class Ties:
 
     Attributes:
         kind, distance: isolated or propagated, in a key of `DISTANCES`.
-        baseline, treatment: configuration labels.
+        baseline, treatment: the configurations.
         samples, left_out: those compared, and those whose first decoded token differs.
         heads: heads of all samples compared.
         by_difference: METHOD's rule; `alone` the rule of comparison.
@@ -64,8 +65,8 @@ class Ties:
 
     kind: str
     distance: str
-    baseline: str
-    treatment: str
+    baseline: EvictionConfig
+    treatment: EvictionConfig
     samples: int
     left_out: int
     heads: int
@@ -95,16 +96,16 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
         (kind, distance) for kind in KINDS for distance in DISTANCES if _holds((exact, rounded), kind, distance)
     ]
     sides = pairs(exact.run, baseline, treatment)
-    return tuple(_compare(exact, rounded, alike, *measure, *pair) for pair in sides for measure in measures)
+    return tuple(_compare(exact, rounded, alike, *measure, pair) for pair in sides for measure in measures)
 
 
 def _holds(traces: tuple[Trace, Trace], kind: str, distance: str) -> bool:
-    return all(f"perturbation_{kind}{suffix(distance)}" in trace.arrays for trace in traces)
+    return all(f"perturbation_{kind}{distance_of(distance).suffix}" in trace.arrays for trace in traces)
 
 
 def _check_alike(exact: Trace, rounded: Trace) -> None:
     first, second = (list(np.array(trace.sample_ids)[trace.ok]) for trace in (exact, rounded))
-    if first != second or exact.run.labels() != rounded.run.labels():
+    if first != second or exact.run.configs != rounded.run.configs:
         msg = f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
         raise TraceError(msg)
 
@@ -113,17 +114,15 @@ def _first_tokens(trace: Trace) -> NDArray[np.int64]:
     return np.asarray(trace.get("token_id", ANALYSIS), dtype=np.int64)[:, 0]
 
 
-def _compare(
-    exact: Trace, rounded: Trace, alike: NDArray[np.bool_], kind: str, distance: str, first: str, second: str
-) -> Ties:
-    expected, _ = (rule[alike] for rule in _both_rules(exact, kind, distance, first, second))
-    by_difference, alone = (rule[alike] for rule in _both_rules(rounded, kind, distance, first, second))
+def _compare(exact: Trace, rounded: Trace, alike: NDArray[np.bool_], kind: str, distance: str, pair: Pair) -> Ties:
+    expected, _ = (rule[alike] for rule in _both_rules(exact, kind, distance, pair))
+    by_difference, alone = (rule[alike] for rule in _both_rules(rounded, kind, distance, pair))
     shares = np.array([_agreement(one, other).share for one, other in zip(expected, by_difference, strict=True)])
     return Ties(
         kind=kind,
         distance=distance,
-        baseline=first,
-        treatment=second,
+        baseline=pair[0],
+        treatment=pair[1],
         samples=int(alike.sum()),
         left_out=int((~alike).sum()),
         heads=expected.size,
@@ -133,9 +132,9 @@ def _compare(
     )
 
 
-def _both_rules(trace: Trace, kind: str, distance: str, first: str, second: str) -> tuple[Verdicts, Verdicts]:
+def _both_rules(trace: Trace, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
     """(sample, layer, head) verdicts of step 0: by the difference, with ties by identity; and by each value alone."""
-    sides = trace.config_index(first), trace.config_index(second)
+    sides = trace.config_index(pair[0].label()), trace.config_index(pair[1].label())
     both, floor = perturbed(trace, kind, distance, sides, 0)
     sign = np.sign(both[0] - both[1]).astype(np.int8)
     alone = np.where(np.maximum(*both) < ALONE_FLOORS * floor, np.int8(0), sign)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.distances import distance_of
+
 TIE_FLOORS = 2
 """A tie is where two perturbations differ by at most this many noise floors (METHOD: the protocol, 4)."""
 
@@ -21,7 +23,7 @@ def verdicts(
     floor of an angle δ would be held against differences of 2 φ δ.
     """
     sides = (baseline, treatment, floor)
-    first, second, noise = (np.sqrt(side) for side in sides) if distance == "cosine" else sides
+    first, second, noise = (np.sqrt(side) for side in sides) if distance_of(distance).angular else sides
     under_noise = np.abs(first - second) <= TIE_FLOORS * noise
     sign: NDArray[np.int8] = np.sign(baseline - treatment).astype(np.int8)
     return np.where(under_noise, np.int8(0), sign)

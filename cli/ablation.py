@@ -34,8 +34,8 @@ def ablation(run: RunOptions, look: LookOptions) -> None:
     from perturbkv.figures.ablation import draw
 
     results = summarise(study.trace, look.step)
-    labels = list(dict.fromkeys(label for result in results for label in result.identity.configs))
-    shown = identity(study.trace, labels, study.look.step)
+    configs = list(dict.fromkeys(config for result in results for config in result.identity.configs))
+    shown = identity(study.trace, configs, study.look.step)
     study.save(draw(results, shown, study.width_mm), shown, "ablation")
     study.finish({"settings": [result.to_dict() for result in results]}, lambda: _print(results))
 
@@ -61,7 +61,9 @@ def _print(results: tuple[Ablation, ...]) -> None:
         console.say(f"\n{result.setting}: L1 over the baseline's", bold=True)
         console.table("", columns, [_baseline(result), *_rows(result.rows)])
         console.say(_half(result))
-        console.say(f"controls, of the same budget and protection: {_controls(result)}")
+        console.say(
+            f"controls, of the same budget and protection: {', '.join(config.selection for config in result.controls)}"
+        )
         if result.absent:
             console.say(f"not in this trace: {', '.join(result.absent)}")
         if result.brings:
@@ -80,12 +82,6 @@ def _half(result: Ablation) -> str:
     kinds = (result.rows[0].compared.isolated, result.rows[0].compared.propagated)
     shares = " and ".join(numbers.percent(kind.half_share) for kind in kinds)
     return f"half of the baseline's Σ lies in {shares} of the heads (isolated and propagated)"
-
-
-def _controls(result: Ablation) -> str:
-    from perturbkv.analyses.naming import selection
-
-    return ", ".join(selection(label) for label in result.controls)
 
 
 def _baseline(result: Ablation) -> list[str]:

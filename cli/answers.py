@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses.naming import counted, short
 from perturbkv.cli import console, numbers
+from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
-    from perturbkv.datasets.encode import EncodedPrompt
+    from perturbkv.datasets.encode import Prompt
     from perturbkv.datasets.metrics import Metric
     from perturbkv.pipeline.generation import Answers
 
@@ -18,7 +19,7 @@ _SHOWN = 400
 """Characters of an answer in a table; the file has all."""
 
 
-def metrics_of(prompts: Sequence[EncodedPrompt]) -> dict[str, Metric]:
+def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
     """The metric of each data set that prompts with answers come from, tried on each of them.
 
     Raises DatasetError where a metric is not installed or cannot read the answers.
@@ -35,7 +36,7 @@ def metrics_of(prompts: Sequence[EncodedPrompt]) -> dict[str, Metric]:
 
 
 def row(
-    prompt: EncodedPrompt, answers: Answers, labels: Sequence[str], decode: Any, metrics: Mapping[str, Metric]
+    prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Any, metrics: Mapping[str, Metric]
 ) -> dict[str, Any]:
     """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
     metric = metrics.get(prompt.task) if prompt.answers else None
@@ -75,11 +76,11 @@ def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any
     ]
 
 
-def show(row: Mapping[str, Any]) -> None:
+def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """One sample: what was expected, every answer, and how far each compression moved the attention output."""
     console.say(f"\n{row['sample']} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
-    names = dict(zip(row["evicted"], short(list(row["evicted"])), strict=True))
+    names = dict(zip(row["evicted"], short(configs), strict=True))
     rows = [("expected", "", "", "", shown(" | ".join(expected)))] if expected else []
     rows.append(("full cache", "", "", _score(full), shown(full["text"])))
     for label, made in row["evicted"].items():

@@ -38,9 +38,9 @@ def assumption(
 
 def _print(result: Assumption) -> None:
     from perturbkv.analyses.assumption import READINGS
-    from perturbkv.analyses.naming import budgets, folded, setting
+    from perturbkv.analyses.naming import budgets, folded
 
-    names = budgets([setting(config.label) for config in result.configs])
+    names = [" ".join(parts) for parts in budgets([one.config for one in result.configs])]
     for name, title in READINGS.items():
         rows = []
         for budget, config in zip(names, result.configs, strict=True):

@@ -64,7 +64,7 @@ def run(
     _check_used(context, {target.name for target in targets})
     path = free(output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json", overwrite)
     with written_whole(path) as beside, console.progress("groups", suite.groups(settings)) as bar:
-        report = suite.measure(settings, targets, lambda name: bar.advance(bar.task_ids[0]))
+        report = suite.measure(settings, targets, lambda name: bar.one_more())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     if as_json:
         console.print_json(report.to_dict())

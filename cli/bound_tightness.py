@@ -14,6 +14,7 @@ from perturbkv.cli.choices import parse_compare
 from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import Study, open_study
+from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
     from perturbkv.analyses.bound_tightness import BoundTightness, Tightness
@@ -77,23 +78,24 @@ def _print(selection: str, shown: BoundTightness, agreements: tuple[RankAgreemen
 def _print_ratios(selection: str, shown: BoundTightness) -> None:
     """A table per setting, a pair of rows per budget."""
     from perturbkv.analyses.bound_tightness import RATIOS
-    from perturbkv.analyses.naming import setting
 
-    found = [(setting(config.label), partial(_rows, config=config)) for config in shown.configs]
+    found = [(one.config, partial(_rows, config=one)) for one in shown.configs]
     for others, rows in _by_setting(found).items():
         title = f"{selection} {others}".rstrip()
         console.say(f"\n{title}: median over samples and heads, 5 to 95 % beneath", bold=True)
         console.table("", ["budget", "σ", "#share", *(f"#{name}" for name in RATIOS)], rows)
 
 
-def _by_setting(found: Sequence[tuple[str, Callable[[str], list[list[str]]]]]) -> dict[str, list[list[str]]]:
-    """Rows made of each setting's budget, those together whose settings differ in budget alone."""
+def _by_setting(
+    found: Sequence[tuple[EvictionConfig, Callable[[str], list[list[str]]]]], *without: str
+) -> dict[str, list[list[str]]]:
+    """Rows made of each budget, those together whose configurations differ in budget, and in `without`, alone."""
     from perturbkv.analyses.naming import budgets
 
     tables: dict[str, list[list[str]]] = {}
-    for name, (_, rows) in zip(budgets([one for one, _ in found]), found, strict=True):
-        budget, _, others = name.partition(" ")
-        tables.setdefault(others, []).extend(rows(budget))
+    names = budgets([config for config, _ in found], *without)
+    for (budget, *others), (_, rows) in zip(names, found, strict=True):
+        tables.setdefault(" ".join(others), []).extend(rows(budget))
     return tables
 
 
@@ -119,8 +121,8 @@ def _print_agreements(agreements: tuple[RankAgreement, ...]) -> None:
 
     if not any(agreement.correlations for agreement in agreements):
         console.say("rank correlation: needs three or more selections of one budget, this trace has fewer")
-    found = [(agreement.setting, partial(_agreement_rows, agreement=agreement)) for agreement in agreements]
-    for others, rows in _by_setting(found).items():
+    found = [(agreement.configs[0], partial(_agreement_rows, agreement=agreement)) for agreement in agreements]
+    for others, rows in _by_setting(found, "selection").items():
         if rows:
             title = f"does a lower bound mean a lower L? {others}".rstrip()
             console.table(title, ["budget", "", *(f"#{name}" for name in BOUNDS)], rows)

@@ -6,15 +6,16 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich import box
 from rich.console import Console, JustifyMethod
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from perturbkv.pipeline.progress import Bar, bar
 
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\s+{_NUMBER}(?:,\s+{_NUMBER})*\s+\]")
@@ -76,17 +77,6 @@ def show_log() -> None:
     log.handlers = [_Notes()]
 
 
-@contextmanager
-def progress(what: str, total: int, done: int = 0) -> Iterator[Progress]:
+def progress(what: str, total: int | None = None, done: int = 0) -> AbstractContextManager[Bar]:
     """A bar with the time left on stderr; nothing where stderr is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        bar.add_task(what, total=total, completed=done)
-        yield bar
+    return bar(what, total, done, console=err)

@@ -113,7 +113,7 @@ def _show(run: RunOptions, first: int, tokens: int, as_json: bool) -> None:
     registry.check_name(run.dataset)
     tokenizer = open_model(run.model, run.seed).tokenizer
     encoded = encode_prompts(run, tokenizer)
-    found = [prompts.describe(prompt, tokenizer.decode, tokens) for prompt in encoded.prompts[first:]]
+    found = [prompts.describe(prompt, tokenizer.decode, tokens) for prompt in encoded[first:]]
     about = {
         "dataset": run.dataset,
         "model": run.model,

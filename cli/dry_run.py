@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses.naming import counted
+from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
-from perturbkv.cli.planning import Plan
 from perturbkv.configs.resources import Shape
+
+if TYPE_CHECKING:
+    from perturbkv.pipeline.plan import Plan
 
 _MIB = 2**20
 
@@ -31,7 +34,8 @@ def show(planned: Plan, as_json: bool) -> None:
         ("decoded", _decoded(document)),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
-    console.table("configurations", ["configuration", "#entries kept"], document["kept"])
+    kept = [(one["config"]["label"], str(one["entries"])) for one in document["kept"]]
+    console.table("configurations", ["configuration", "#entries kept"], kept)
 
 
 def _decoded(document: dict[str, Any]) -> str:
@@ -43,11 +47,11 @@ def _decoded(document: dict[str, Any]) -> str:
 def describe(planned: Plan) -> dict[str, Any]:
     """The same as numbers. Memory is what weights and caches take, in MiB, without activations."""
     run, batches = planned.run, planned.batches
-    lengths = [len(prompt.token_ids) for prompt in planned.encoded.prompts]
+    lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()
-    shape = Shape.of(planned.files.config, planned.dtype.itemsize, parameters)
+    shape = Shape.of(planned.files.config, planned.placement.dtype.itemsize, parameters)
     longest = max(lengths)
-    compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.encoded.prompts)
+    compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
     return {
         "model": run.model,
         "model_parameters": parameters,
@@ -55,15 +59,18 @@ def describe(planned: Plan) -> dict[str, Any]:
         "samples": len(lengths),
         "tokens_min": min(lengths),
         "tokens_max": longest,
-        "cut_samples": planned.encoded.cut,
+        "cut_samples": planned.prompts.cut,
         "scenario": run.scenario,
         "compressed_tokens_max": compressed,
         "steps": run.steps,
-        "weights_mib": parameters * planned.dtype.itemsize / _MIB,
+        "weights_mib": parameters * planned.placement.dtype.itemsize / _MIB,
         "full_cache_mib": shape.full_cache_bytes(longest) / _MIB,
         "evicted_caches_mib": sum(shape.kept_bytes(eviction, compressed) for eviction in run.configs) / _MIB,
         "batches": len(batches.places),
         "batch_mib": batches.largest_bytes / _MIB,
         "batch_bound_mib": batches.bound_bytes / _MIB,
-        "kept": [(eviction.label(), str(eviction.kept_entries(compressed))) for eviction in run.configs],
+        "kept": [
+            {"config": config_object(eviction), "entries": eviction.kept_entries(compressed)}
+            for eviction in run.configs
+        ],
     }

@@ -34,7 +34,7 @@ def export(
         free(path, overwrite)
     finished = read_trace(trace)
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
-        counts = {str(path): write(finished, path, lambda: bar.advance(bar.task_ids[0])) for path in paths}
+        counts = {str(path): write(finished, path, bar.one_more) for path in paths}
     if as_json:
         console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})
     else:

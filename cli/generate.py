@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.analyses.naming import counted
+from perturbkv.analyses.objects import provenance_object, run_object
 from perturbkv.cli import answers, console, effects, numbers
 from perturbkv.cli.options import RunOptions
-from perturbkv.cli.planning import Plan, plan
+from perturbkv.cli.planning import plan
 from perturbkv.cli.spreading import with_options
-from perturbkv.cli.tracing import load, provenance, run_folder
+from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
@@ -22,6 +23,7 @@ from perturbkv.storage.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
     from perturbkv.datasets.metrics import Metric
+    from perturbkv.pipeline.plan import Plan
 
 _FILE = "generation.jsonl"
 
@@ -63,16 +65,18 @@ def generate(
 
         dry_run.show(planned, run.as_json)
         return
-    metrics = answers.metrics_of(planned.encoded.prompts)
+    from perturbkv.pipeline.provenance import provenance
+
+    metrics = answers.metrics_of(planned.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
-    done = _open(path, header, provenance(planned), run.overwrite)
+    done = _open(path, header, provenance_object(provenance(planned)), run.overwrite)
     rows = [*done, *_generate(planned, path, done, compress_every, metrics)]
     if run.as_json:
-        console.print_json({**header, "file": str(path), "samples": rows})
+        console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
         return
     for row in rows:
-        answers.show(row)
+        answers.show(row, planned.run.configs)
     console.say(numbers.ABOUT_HELD)
     console.say(f"written to {path}, every answer whole")
 
@@ -94,7 +98,7 @@ def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int | None, comp
             raise ConfigError(msg)
 
 
-def _open(path: Path, header: dict[str, Any], about: dict[str, str], overwrite: bool) -> list[dict[str, Any]]:
+def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
     """The samples that the same run has finished already; a new file where there is none.
 
     Raises ConfigError where the file is of another run.
@@ -150,10 +154,10 @@ def _generate(
     from perturbkv.pipeline.generation import answer
 
     names = {row["sample"] for row in done}
-    todo = [prompt for prompt in planned.encoded.prompts if prompt.sample_id not in names]
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
     if not todo:
         return []
-    adapter, rows = load(planned), []
+    adapter, rows = planned.model(), []
     labels, config = planned.run.labels(), planned.run
     with console.progress("samples", len(todo) + len(done), len(done)) as bar, path.open("a", encoding="utf-8") as file:
         for prompt in todo:
@@ -165,5 +169,5 @@ def _generate(
             file.write(_line(rows[-1]))
             file.flush()
             os.fsync(file.fileno())
-            bar.advance(bar.task_ids[0])
+            bar.one_more()
     return rows

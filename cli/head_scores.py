@@ -77,7 +77,7 @@ def _measure(
         check_length(one.prompt, int(files.config.max_position_embeddings), len(one.prompt.answers[0]) + 1)
     adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
     with console.progress("prompts", len(prompts)) as bar:
-        found = measured(adapter, prompts, lambda: bar.advance(bar.task_ids[0]))
+        found = measured(adapter, prompts, bar.one_more)
     return found.scores.tolist(), found.right
 
 

@@ -11,6 +11,7 @@ from perturbkv.cli.choices import DEFAULT_COMPARE, check_choice, named, parse_co
 from perturbkv.cli.options import CompareOption, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import Study, open_study
+from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
     from perturbkv.analyses.head_kind import HeadKind
@@ -97,11 +98,11 @@ def _short_row(measured: HeadKind) -> list[str]:
     ]
 
 
-def _print_group(baseline: str, results: list[HeadComparison]) -> None:
+def _print_group(baseline: EvictionConfig, results: list[HeadComparison]) -> None:
     """Two tables per baseline, isolated and propagated, a row per treatment; beneath, what chance would give."""
     from perturbkv.analyses.distances import DISTANCES
 
-    console.say(f"\nbaseline {baseline}")
+    console.say(f"\nbaseline {baseline.label()}")
     unit = DISTANCES[results[0].distance]
     columns = ["treatment", "#heads\n+ / = / −", "#beyond\nchance\n+ / −", "#share\nbetter", "#Σ over\nbaseline's",
                "#median\nhead's", "#half\nof Σ in"]  # fmt: skip
@@ -113,16 +114,16 @@ def _print_group(baseline: str, results: list[HeadComparison]) -> None:
         console.say("")
 
 
-def _name(result: HeadComparison) -> str:
+def _name(result: HeadComparison, colon: str = ":") -> str:
     """The treatment in as few words as tell it from its baseline."""
-    (policy, selection), other = (label.split(" ")[0].split(":") for label in (result.treatment, result.baseline))
-    return selection if policy == other[0] else f"{policy}:{selection}"
+    treatment, same = result.treatment, result.treatment.policy == result.baseline.policy
+    return treatment.selection if same else f"{treatment.policy}{colon}{treatment.selection}"
 
 
 def _treatment(result: HeadComparison) -> str:
     """The treatment, what both caches hold, and how many of its heads are flagged."""
     held = " → ".join(numbers.held(share) for share in result.held)
-    return "\n".join([_name(result).replace(":", ":\n"), f"held {held}", f"σ ≤ 0.5: {int(result.flagged.sum())}"])
+    return "\n".join([_name(result, ":\n"), f"held {held}", f"σ ≤ 0.5: {int(result.flagged.sum())}"])
 
 
 def _row(measured: HeadKind) -> list[str]:

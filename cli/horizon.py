@@ -42,9 +42,9 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
 def _print(result: Horizon) -> None:
     from perturbkv.analyses.naming import common, folded, short
 
-    labels = [config.label for config in result.configs]
-    console.say(f"{result.steps} decode steps · {common(labels)}")
-    names = [name or "evicted" for name in short(labels)]
+    configs = result.identity.configs
+    console.say(f"{result.steps} decode steps · {common(configs)}")
+    names = [name or "evicted" for name in short(configs)]
     rows = [
         _row(["", folded(f"{name}, held {numbers.held(config.held)}")][place == 0], curve)
         for name, config in zip(names, result.configs, strict=True)

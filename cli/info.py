@@ -16,12 +16,13 @@ def info(
     trace: Annotated[Path, Argument(help="A trace file.", show_default=False)], as_json: JsonOption = False
 ) -> None:
     """Show a trace's run, samples, variables, sizes and provenance."""
+    from perturbkv.analyses.objects import provenance_object, run_object
     from perturbkv.storage.trace_file import describe
 
     description = describe(trace)
     if as_json:
-        document = dataclasses.asdict(description)
-        console.print_json({**document, "run": description.run.labels(), "path": str(trace)})
+        document = {**dataclasses.asdict(description), "attrs": provenance_object(description.attrs)}
+        console.print_json({**document, "run": run_object(description.run), "path": str(trace)})
         return
     run = description.run
     states = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"

@@ -13,6 +13,7 @@ from perturbkv.cli.choices import DEFAULT_COMPARE, check_choice, named, parse_co
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import Study, open_study
+from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,7 +64,7 @@ def _drifts(study: Study, names: list[str], distance: str) -> list[list[LayerDri
     from perturbkv.analyses.layers import summarise
     from perturbkv.figures.layers import draw
 
-    def compare(baseline: str, treatment: str) -> LayerDrift:
+    def compare(baseline: EvictionConfig, treatment: EvictionConfig) -> LayerDrift:
         return summarise(study.trace, baseline, treatment, distance, study.look.step)
 
     return _series(study, names, study.name, compare, draw)
@@ -73,7 +74,7 @@ def _samples(study: Study, names: list[str], distance: str) -> list[list[LastLay
     from perturbkv.analyses.last_layer import summarise
     from perturbkv.figures.last_layer import draw
 
-    def compare(baseline: str, treatment: str) -> LastLayer:
+    def compare(baseline: EvictionConfig, treatment: EvictionConfig) -> LastLayer:
         return summarise(study.trace, baseline, treatment, distance, study.look.step)
 
     return _series(study, names, f"{study.name}-samples", compare, draw)
@@ -92,20 +93,19 @@ def _series(
     study: Study,
     names: list[str],
     stem: str,
-    compare: Callable[[str, str], Compared],
+    compare: Callable[[EvictionConfig, EvictionConfig], Compared],
     draw: Callable[[Sequence[Compared], RunIdentity, float], Figure],
 ) -> list[list[Compared]]:
     """Every treatment against the baseline: a list over budgets per setting, and a figure of each list."""
     from perturbkv.analyses.identity import identity
-    from perturbkv.analyses.naming import selection
     from perturbkv.analyses.pairing import series
 
     pairs = [found for treatment in names[1:] for found in series(study.trace.run, names[0], treatment)]
     compared: list[list[Compared]] = []
     for number, together in enumerate(pairs):
         results = [compare(*pair) for pair in together]
-        shown = identity(study.trace, [label for pair in together for label in pair], study.look.step)
-        name = stem if len(pairs) == 1 else f"{stem}-{number + 1}-{selection(together[0][1])}"
+        shown = identity(study.trace, [config for pair in together for config in pair], study.look.step)
+        name = stem if len(pairs) == 1 else f"{stem}-{number + 1}-{together[0][1].selection}"
         study.save(draw(results, shown, study.width_mm), shown, name)
         compared.append(results)
     return compared
@@ -141,14 +141,12 @@ def _floors(drift: LayerDrift, curves: Budgets | None) -> str:
 
 def _print_drifts(series: list[LayerDrift]) -> None:
     """The first, the middle and the last layer; and in how many layers the treatment is better, tied, worse."""
-    from perturbkv.analyses.naming import budget
-
     last = len(series[0].ratio) - 1
     shown = list(dict.fromkeys([0, last // 2, last]))
     rows = []
     for drift in series:
         counts = numbers.verdicts(drift.verdict)
-        rows.append([budget(drift.baseline), *(_sides(drift, layer) for layer in shown), counts])
+        rows.append([str(drift.baseline.budget), *(_sides(drift, layer) for layer in shown), counts])
         rows.append([_held(drift), *(_reduced(drift, layer) for layer in shown), ""])
     console.say(f"\n{_compared(series[0])}", bold=True)
     columns = ["budget, held / full", *(f"#layer {layer}" for layer in shown), "#layers\n+ / = / −"]
@@ -156,9 +154,9 @@ def _print_drifts(series: list[LayerDrift]) -> None:
 
 
 def _compared(result: LayerDrift | LastLayer) -> str:
-    from perturbkv.analyses.naming import selection, without_budget
+    from perturbkv.analyses.naming import setting, sides
 
-    return f"{selection(result.baseline)} → {selection(result.treatment)}, {without_budget(result.setting)}"
+    return f"{' → '.join(sides(result.baseline, result.treatment))}, {setting(result.baseline, 'budget')}"
 
 
 def _held(result: LayerDrift | LastLayer) -> str:
@@ -178,11 +176,9 @@ def _reduced(drift: LayerDrift, layer: int) -> str:
 
 
 def _print_samples(series: list[LastLayer]) -> None:
-    from perturbkv.analyses.naming import budget
-
     rows = [
         [
-            budget(result.baseline),
+            str(result.baseline.budget),
             _held(result),
             numbers.percent(result.improved_share, result.improved_share_interval),
             numbers.verdicts(result.verdict),
@@ -202,7 +198,7 @@ def _print_budgets(curves: Budgets) -> None:
             ends = {name: numbers.at(band, place) for name, band in curve.intervals.items()}
             rows.append([
                 folded(curve.name) if place == 0 else "",
-                budget,
+                str(budget),
                 numbers.percent(float(curve.kept[place])),
                 numbers.held(float(curve.held[place])),
                 numbers.significant(float(curve.medians["drift"][place]), ends["drift"]),

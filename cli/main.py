@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Option
 
+import perturbkv
 from perturbkv.cli import console
 from perturbkv.cli.ablation import ablation
 from perturbkv.cli.assumption import assumption
@@ -30,10 +32,9 @@ from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
 app = typer.Typer(
-    help="What KV-cache eviction does to attention outputs, per head and per layer.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
     cls=OnceGroup,
 )
 _UsageError: Any = typer.BadParameter.__base__
@@ -44,22 +45,43 @@ for command in (*ANALYSES, trace, generate, head_scores, info, export, models, d
 app.add_typer(bench, name="bench")
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        console.say(f"perturbkv {perturbkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, Option("--version", callback=_say_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """What KV-cache eviction does to attention outputs, per head and per layer."""
+
+
 def main() -> None:
-    """Run the command line; every error that we know of is one line on stderr."""
+    """Run the command line; every error that we know of is one line on stderr, with --json a document on stdout too."""
     _quiet_libraries()
     console.show_log()
     try:
         sys.exit(app(prog_name="perturbkv", standalone_mode=False))
     except _UsageError as error:
         if said := error.format_message():  # nothing is left to say where the help was printed instead
-            console.note(f"error: {_about_usage(said, error.ctx)}")
+            _refuse(error, _about_usage(said, error.ctx), error.exit_code)
         sys.exit(error.exit_code)
     except PerturbkvError as error:
-        console.note(f"error: {' '.join(str(error).split())}")
-        sys.exit(error.exit_code)
+        _refuse(error, " ".join(str(error).split()), error.exit_code)
     except OSError as error:
-        console.note(f"error: {_about_file(error)}")
-        sys.exit(2)
+        _refuse(error, _about_file(error), 2)
+
+
+def _refuse(error: Exception, said: str, code: int) -> NoReturn:
+    """Say what was wrong and leave."""
+    console.note(f"error: {said}")
+    if "--json" in sys.argv[1:]:
+        console.print_json({"error": {"type": type(error).__name__, "message": said, "exit_code": code}})
+    sys.exit(code)
 
 
 def _about_usage(said: str, context: Any) -> str:

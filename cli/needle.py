@@ -86,11 +86,11 @@ def _names(compare: str) -> list[str]:
 def _print(result: Needle, link: Retrieval) -> None:
     from perturbkv.analyses.naming import common, short
 
-    labels = [method.label for method in result.methods]
-    console.say(f"haystack: {result.haystack} · scenario: {result.scenario} · {common(labels)}")
+    configs = result.identity.configs
+    console.say(f"haystack: {result.haystack} · scenario: {result.scenario} · {common(configs)}")
     columns = ["method", "#held /\nfull", "#found", "#leading\ndigits", *(f"#{length:,}" for length in result.lengths)]
     rows = [_row("full cache", result.full)]
-    rows += [_row(name or "evicted", method) for name, method in zip(short(labels), result.methods, strict=True)]
+    rows += [_row(name or "evicted", method) for name, method in zip(short(configs), result.methods, strict=True)]
     console.table("\nshare of numbers found in all, of their leading digits, and found by prompt tokens", columns, rows)
     _print_link(link)
     console.say(
@@ -138,7 +138,7 @@ def _print_ranks(
     rows = []
     for link, correlations in budgets:
         held = " to ".join(dict.fromkeys(map(numbers.held, link.held_ends)))
-        names = [link.budget, f"held {held}", *[""] * len(measures)]
+        names = [link.name, f"held {held}", *[""] * len(measures)]
         found = {(one.measure, one.outcome): one for one in correlations}
         for place, (name, words) in enumerate(measures.items()):
             cells = [cell for outcome in OUTCOMES for cell in _ranked(found[name, outcome])]

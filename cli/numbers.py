@@ -106,5 +106,5 @@ def _hundredths(share: float) -> str:
 
 
 def _fixed(value: float, digits: int) -> str:
-    """With a minus sign that is none of a hyphen's, and no negative zero."""
+    """With a true minus sign instead of a hyphen, and no negative zero."""
     return f"{value:z.{digits}f}".replace("-", "−")

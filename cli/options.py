@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from perturbkv.cli import completion
 from perturbkv.cli.choices import apart, check_choice, numbers
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import PRESETS, EvictionConfig
@@ -54,10 +55,22 @@ class RunOptions:
     """
 
     model: Annotated[
-        str, _data("--model", "-m", help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).")
+        str,
+        _data(
+            "--model",
+            "-m",
+            help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).",
+            autocompletion=completion.models,
+        ),
     ] = DEFAULT
     dataset: Annotated[
-        str, _data("--dataset", "-d", help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).")
+        str,
+        _data(
+            "--dataset",
+            "-d",
+            help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).",
+            autocompletion=completion.datasets,
+        ),
     ] = "needle"
     samples: Annotated[
         int | None, _data(help="How many samples. Default: 8, or all where there are fewer.", show_default=False)
@@ -85,7 +98,12 @@ class RunOptions:
     ] = None  # fmt: skip
     policy: Annotated[
         list[str] | None,
-        _evict(help="Eviction system (`perturbkv policies`); repeatable. Default: snapkv.", show_default=False),
+        _evict(
+            help="Eviction system (`perturbkv policies`), with its own parameters in brackets: adakv(floor=0.1); "
+            "repeatable. Default: snapkv.",
+            show_default=False,
+            autocompletion=completion.policies,
+        ),
     ] = None
     budget: Annotated[
         list[str] | None,
@@ -94,7 +112,11 @@ class RunOptions:
     ] = None  # fmt: skip
     preset: Annotated[
         list[str] | None,
-        _evict(help=f"{', '.join(PRESETS)}; repeatable. Default: paper.", show_default=False),
+        _evict(
+            help=f"{', '.join(PRESETS)}; repeatable. Default: paper.",
+            show_default=False,
+            autocompletion=completion.presets,
+        ),
     ] = None
     alpha: Annotated[list[float] | None, _evict(help="Share of stage 1, 0 to 1; repeatable.")] = None
     window: Annotated[int | None, _evict(help="Last queries that vote and always stay.")] = None
@@ -181,7 +203,7 @@ class RunOptions:
 
     @property
     def resources(self) -> Resources:
-        """How the run may use the machine. Raises ConfigError for a size that is none."""
+        """How the run may use the machine. Raises ConfigError for text that is not a size."""
         bound = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
         return Resources(self.chunk_mib * 2**20, bound, self.norm_kernel)
 
@@ -197,7 +219,7 @@ class RunOptions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Needle's prompt lengths; empty where the user did not say. Raises ConfigError for what is no number."""
+        """Needle's prompt lengths; empty if the user gave none. Raises ConfigError for anything but numbers."""
         found = numbers("--length", self.length)
         if any(number != int(number) for number in found):
             msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
@@ -206,7 +228,7 @@ class RunOptions:
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Needle's depths; empty where the user did not say. Raises ConfigError for what is no number."""
+        """Needle's depths; empty if the user gave none. Raises ConfigError for anything but numbers."""
         return numbers("--depth", self.depth)
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
@@ -216,7 +238,7 @@ class RunOptions:
     def choices(self) -> dict[str, Any]:
         """What every configuration is asked to be, but for its selection, as `perturbkv.selection.grid` takes it.
 
-        Raises BudgetError for a budget that is none, ConfigError for one that is asked for twice.
+        Raises BudgetError for text that is not a budget, ConfigError for one that is asked for twice.
         """
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in ORDER}
         budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])

@@ -10,14 +10,14 @@ from perturbkv.cli import console
 from perturbkv.cli.answers import shown
 
 if TYPE_CHECKING:
-    from perturbkv.datasets.encode import EncodedPrompt
+    from perturbkv.datasets.encode import Prompt
 
 _AROUND = 20
 """Tokens shown before and after a cut or the question's beginning, where they lie in the middle."""
 Decode = Callable[[list[int]], str]
 
 
-def describe(prompt: EncodedPrompt, decode: Decode, ends: int) -> dict[str, Any]:
+def describe(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]:
     """The prompt in numbers and pieces of text: `ends` tokens of its beginning and as many of its end."""
     tokens, question = len(prompt.token_ids), prompt.question_tokens
     return {
@@ -33,7 +33,7 @@ def describe(prompt: EncodedPrompt, decode: Decode, ends: int) -> dict[str, Any]
     }
 
 
-def pieces(prompt: EncodedPrompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
+def pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
     """Texts of tokens `first` up to `end`, and between them marks: `hidden`, `cut` and `question`.
 
     A text ends where a mark stands; what is hidden stands in the prompt, what is cut does not.

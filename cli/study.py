@@ -61,10 +61,12 @@ class Study:
 
     def finish(self, numbers: dict[str, Any], tables: Callable[[], None]) -> None:
         """Write the numbers into summary.json and print them; exit with 1 where samples failed."""
+        from perturbkv.analyses.objects import run_object
+
         header = {
             "trace": self.trace.source,
             "trace_digest": self.trace.digest,
-            "run": json.loads(self.trace.run.to_json()),
+            "run": run_object(self.trace.run),
             "failed": dict(self.trace.failures),
         }
         own = {"asked": asked(self.look), **numbers, "figures": self.figures}

@@ -109,7 +109,7 @@ def _composed(path: Path) -> Any:
         line, said = text.count("\n", 0, error.position) + 1, error.reason
     except RecursionError:
         line, said = 1, "lists or mappings lie too deep in one another"
-    msg = f"expected YAML, got text that is none: {said}"
+    msg = f"expected YAML, got text that cannot be read as YAML: {said}"
     raise Place(path, line).refusal(msg)
 
 

@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perturbkv.cli import effects
 from perturbkv.cli.options import RunOptions
-from perturbkv.cli.planning import Plan, plan
+from perturbkv.cli.planning import plan
 from perturbkv.cli.sweep_file import Entries, Entry, SweepFile, read
 from perturbkv.cli.sweep_keys import Key
 from perturbkv.configs.budget import Budget
@@ -24,6 +24,9 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
 from perturbkv.selection.grid import ORDER, combinations, configuration, unique
 from perturbkv.selection.policies import registry
+
+if TYPE_CHECKING:
+    from perturbkv.pipeline.plan import Plan
 
 _WHOLE = Budget(1.0)
 """A budget that goes with every window."""

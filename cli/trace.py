@@ -61,6 +61,7 @@ def trace(
 
 def report(path: Path, as_json: bool) -> int:
     """Say what a finished trace holds; returns how many samples failed."""
+    from perturbkv.analyses.objects import config_object
     from perturbkv.storage.trace_file import read_trace
 
     finished = read_trace(path)
@@ -70,7 +71,7 @@ def report(path: Path, as_json: bool) -> int:
             "digest": finished.digest,
             "samples": list(finished.sample_ids),
             "failed": dict(finished.failures),
-            "configs": finished.run.labels(),
+            "configs": [config_object(config) for config in finished.run.configs],
         }
         console.print_json(document)
     else:

@@ -21,7 +21,7 @@ from perturbkv.analyses.arithmetic import quantiles, ratio
 from perturbkv.analyses.horizon import LEAST_STEPS
 from perturbkv.analyses.inequalities import bounded
 from perturbkv.analyses.intervals import CORRELATION, POSITIVE, RATIO, Kind, rare_share_of, share_of
-from perturbkv.analyses.pairing import families
+from perturbkv.analyses.pairing import by_selection
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import EVIDENCE, values
 from perturbkv.analyses.verdicts import verdicts
@@ -61,12 +61,12 @@ def middle(name: str, top: Floats, bottom: Floats) -> Statistic:
 
 def statistics(trace: Trace) -> Iterator[Statistic]:
     """Everything that the analyses give an interval, at the first step."""
-    for family in families(trace.run):
-        if "attention" in family:
-            for treatment in family.values():
-                if treatment != family["attention"]:
-                    yield from compared(trace, family["attention"], treatment)
-        yield from ranked(trace, list(family.values()))
+    for group in by_selection(trace.run):
+        if "attention" in group:
+            for treatment in group.values():
+                if treatment != group["attention"]:
+                    yield from compared(trace, group["attention"], treatment)
+        yield from ranked(trace, list(group.values()))
     for config in range(len(trace.run.configs)):
         yield from single(trace, config)
 

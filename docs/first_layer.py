@@ -1,7 +1,8 @@
 """What two-stage selection in the first layer alone does to the whole run: `python docs/first_layer.py [LONGBENCH]`.
 
 The preset `paper` at budget 128, once as it is and once with the baseline's selection in the first layer, on the
-demo's needle prompts and, with LongBench's folder, on README's `multi_news` samples. `--help` lists what can be other.
+demo's needle prompts and, with LongBench's folder, on the `multi_news` samples of docs/results.md; beside it the same
+without value norms (two-stage-uniform). `--help` lists what can be other.
 """
 
 from __future__ import annotations
@@ -13,21 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
-
-from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import EvictionConfig, from_preset
-from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt, encode
-from perturbkv.datasets.registry import DatasetOptions, load
+import perturbkv as pk
+from perturbkv.analyses.heads import summarise
+from perturbkv.analyses.intervals import Scalar
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.datasets.prompts import Prompts
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.aliases import DEFAULT
-from perturbkv.models.loading import load_model
-from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection.kept_sets import ranking_groups
 from perturbkv.selection.ranking import Scores
 
-CONFIGS = tuple(from_preset("paper", Budget(128), selection=name) for name in ("attention", "two-stage"))
+CONFIGS = pk.grid(128, selection=("attention", "two-stage", "two-stage-uniform"))
 
 
 def first_layer_by_attention(
@@ -39,15 +36,21 @@ def first_layer_by_attention(
     return ranking_groups(configs, scores, prompt_tokens)
 
 
-def compare(adapter: Adapter, prompts: list[EncodedPrompt], words: str) -> None:
-    """Propagated perturbation of two-stage over the baseline's, and heads improved."""
-    run = RunConfig(model=adapter.name, dataset="readings", configs=CONFIGS)
-    measured = [trace_sample(adapter, prompt, run).arrays["perturbation_propagated"][:, 0] for prompt in prompts]
-    baseline, treatment = np.mean(measured, axis=0)
-    better = int((treatment < baseline).sum())
-    sys.stdout.write(
-        f"{words}: L1 × {treatment.sum() / baseline.sum():.2f}, {better} of {baseline.size} heads better\n"
-    )
+def compare(model: Adapter, prompts: Prompts, words: str) -> None:
+    """Propagated perturbation of each treatment over the baseline's, and heads improved, intervals over samples."""
+    trace = pk.measure(model, prompts, CONFIGS, progress=False)
+    baseline, *treatments = trace.run.configs
+    for treatment in treatments:
+        found = summarise(trace, baseline, treatment).propagated
+        heads = f"{found.improved_count} / {found.tied_count} / {found.worsened_count} heads"
+        share = f"{found.better_share:.0%}{within(found.better_share_interval, '.0%')} of a sample's"
+        ratio = f"L1 × {found.sum_ratio:.2f}{within(found.sum_ratio_interval, '.2f')}"
+        sys.stdout.write(f"{words.format(treatment.selection)}, n = {len(prompts)}: {ratio}, {heads}, {share}\n")
+
+
+def within(interval: Scalar, form: str) -> str:
+    """An interval in brackets; nothing where there is none."""
+    return "" if interval is None else f" [{interval.low:{form}}, {interval.high:{form}}]"
 
 
 def asked() -> argparse.Namespace:
@@ -56,6 +59,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--model", default=DEFAULT)
     parser.add_argument("--samples", default=8, type=int, help="needle prompts")
+    parser.add_argument("--news", default=40, type=int, help="multi_news prompts")
     parser.add_argument("--length", default=1000, type=int, help="tokens of a needle prompt")
     return parser.parse_args()
 
@@ -63,18 +67,15 @@ def asked() -> argparse.Namespace:
 def main() -> None:
     """Both kinds of prompts, both ways."""
     given = asked()
-    adapter = load_model(given.model, device="cpu")
-    needle = DatasetOptions(given.samples, lengths=(given.length,))
-    cases: list[tuple[str, DatasetOptions, int | None]] = [("needle", needle, None)]
+    model = pk.load_model(given.model, device="cpu")
+    cases = [pk.load_prompts("needle", model, samples=given.samples, lengths=[given.length])]
     if given.longbench:
-        cases.append(("multi_news", DatasetOptions(40, data_dir=given.longbench, at_most=True), 1500))
-    for name, options, longest in cases:
-        samples = load(name, options, adapter.tokenizer).samples
-        template = bool(adapter.tokenizer.chat_template)
-        prompts = [encode(sample, adapter.tokenizer, chat_template=template, max_tokens=longest) for sample in samples]
-        compare(adapter, prompts, f"{name}, two-stage in every layer")
+        news = {"data_dir": given.longbench, "max_tokens": 1500, "samples": given.news}
+        cases.append(pk.load_prompts("multi_news", model, **news))
+    for prompts in cases:
+        compare(model, prompts, f"{prompts.dataset}, {{}} in every layer")
         with patch("perturbkv.pipeline.layer.ranking_groups", first_layer_by_attention):
-            compare(adapter, prompts, f"{name}, attention in the first layer")
+            compare(model, prompts, f"{prompts.dataset}, {{}} but for attention in the first layer")
 
 
 if __name__ == "__main__":

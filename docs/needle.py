@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.naming import short
+from perturbkv.analyses.objects import config_of
 from perturbkv.analyses.retrieval import CIRCULAR, MEASURES
-from perturbkv.datasets.encode import EncodedPrompt, encode
+from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.models.loading import open_model
 from perturbkv.storage.trace_file import read_trace
@@ -47,7 +48,7 @@ def methods(folder: Path) -> None:
     told = needle_of(folder)
     say(f"\n{folder}: {told['scenario']}\n\n| | held / full | found | digits | by length: {told['lengths']} |")
     say("|---|---|---|---|---|")
-    labels = short([method["label"] for method in told["methods"]])
+    labels = short([config_of(method["config"]) for method in told["methods"]])
     for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):
         by_length = " / ".join(f"{100 * np.mean(column):.0f}" for column in np.transpose(method["digits_grid"]))
         held = "–" if method["held"] is None else f"{method['held']:.2f}"
@@ -62,7 +63,7 @@ def link(folder: Path) -> None:
     told = needle_of(folder)["correlation"]
     for budget in told["budgets"]:
         for kind in ("correlations", "circular"):
-            say(f"\n{kind}, b={budget['budget']}, {told['samples']} prompts\n\n| | whole number | n | digits | n |")
+            say(f"\n{kind}, b={budget['name']}, {told['samples']} prompts\n\n| | whole number | n | digits | n |")
             say("|---|---|---|---|---|")
             found = {(one["measure"], one["outcome"]): one for one in budget[kind]}
             for measure in dict.fromkeys(measure for measure, _ in found):
@@ -75,10 +76,10 @@ def levels(folder: Path) -> None:
     told = needle_of(folder)["correlation"]
     say(f"\n{folder}: means over {told['samples']} prompts that the full cache answers")
     for budget in told["budgets"] if told["samples"] else []:
-        names = short(budget["labels"])
+        names = short(list(map(config_of, budget["configs"])))
         for measure, rows in budget["measured"].items():
             means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
-            say(f"  b={budget['budget']}, {({**MEASURES, **CIRCULAR})[measure]}: {means}")
+            say(f"  b={budget['name']}, {({**MEASURES, **CIRCULAR})[measure]}: {means}")
 
 
 def _rho(one: dict[str, Any]) -> list[str]:
@@ -94,7 +95,7 @@ def digits_kept(folder: Path, inside: float) -> None:
     say(f"\n{folder}: tokens of the number that a head keeps, depth below {inside:g}")
     depths = needle_of(folder)["depths"]
     lengths = needle_of(folder)["lengths"]
-    for config, name in enumerate(short(trace.run.labels())):
+    for config, name in enumerate(short(trace.run.configs)):
         kept, run = [], []
         for sample, place in enumerate(places):
             if depths[sample % (len(lengths) * len(depths)) % len(depths)] >= inside:
@@ -129,7 +130,7 @@ def _answer_places(trace: Trace) -> list[range]:
     return [_answer_place(prompt, tokenizer) for prompt in prompts]
 
 
-def _answer_place(prompt: EncodedPrompt, tokenizer: Any) -> range:
+def _answer_place(prompt: Prompt, tokenizer: Any) -> range:
     """Where the number's digits stand in the prompt: a token each."""
     digits = [*tokenizer(prompt.answers[0], add_special_tokens=False)["input_ids"]]
     starts = range(len(prompt.token_ids) - len(digits) + 1)

@@ -81,9 +81,8 @@ def decomposition(trace: Trace) -> None:
 
 def single_heads(trace: Trace) -> None:
     """Where, at the smallest budget, attention and two-stage differ most in what they keep: S and L, each way round."""
-    labels = trace.run.labels()
-    sides = [next(place for place, label in enumerate(labels) if f":{name} " in label)
-             for name in ("attention", "two-stage")]  # fmt: skip
+    selections = [config.selection for config in trace.run.configs]
+    sides = [selections.index(name) for name in ("attention", "two-stage")]
     mass, perturbation = (
         trace.arrays[name][:, sides, 0].mean(axis=0) for name in ("retained_mass", "perturbation_isolated")
     )
@@ -92,7 +91,7 @@ def single_heads(trace: Trace) -> None:
         layer, head = np.unravel_index(flat, difference.shape)
         kept, lost = mass[:, layer, head], perturbation[:, layer, head]
         say(f"layer {layer}, head {head}: S {kept[0]:.2f} and {kept[1]:.2f}, L {lost[0]:.0f} and {lost[1]:.0f} "
-            f"({labels[sides[0]]}, two-stage)")  # fmt: skip
+            f"({trace.run.labels()[sides[0]]}, two-stage)")  # fmt: skip
 
 
 def spread(trace: Trace, data_dir: Path) -> None:

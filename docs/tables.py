@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from perturbkv.analyses import naming
 from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.objects import config_of
 
 CONTENDERS = 4
 """Selections that rank by the window's attention; the others are controls."""
@@ -53,16 +55,11 @@ def at(band: dict[str, Any] | None, place: int) -> Ends:
     return {"low": band["low"][place], "high": band["high"][place], "kind": band["kind"]}
 
 
-def budget(label: str) -> str:
-    """The budget that a label names."""
-    return next(part.removeprefix("b=") for part in label.split() if part.startswith("b="))
-
-
 def bound_tightness(found: dict[str, Any]) -> None:
     """The two-stage selection's ratios, then rank agreement."""
     rows = []
     for config in found["configurations"]:
-        if ":two-stage " not in config["config"]:
+        if config["config"]["selection"] != "two-stage":
             continue
         for where, name in (("evidence", "> 0.5"), ("sigma_at_most_half", "≤ 0.5")):
             share = config["sigma_at_most_half_share"]
@@ -70,7 +67,7 @@ def bound_tightness(found: dict[str, Any]) -> None:
             cells = [f"{number(low)}–{number(high)}" for low, _, _, _, high in spreads]
             medians = [number(spread[2]) for spread in spreads]
             rows.append([
-                budget(config["config"]) if where == "evidence" else "",
+                str(config["config"]["budget"]) if where == "evidence" else "",
                 number(config["retained_mass"]) if where == "evidence" else "",
                 name,
                 percent(1 - share if where == "evidence" else share),
@@ -81,7 +78,7 @@ def bound_tightness(found: dict[str, Any]) -> None:
     for agreement in found["rank_agreement"]:
         ranked = [one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS]
         everywhere = ["–" if one["bound"] == "θ̂" else number(one["mean"], one["interval"]) for one in ranked]
-        rows.append([budget(agreement["setting"]), "ρ, all heads", *everywhere])
+        rows.append([str(agreement["setting"]["budget"]), "ρ, all heads", *everywhere])
         evidence = [_proven(one, number(one["evidence_mean"], one["evidence_interval"])) for one in ranked]
         rows.append(["", "ρ, σ > 0.5", *evidence])
         for first, name in (("attention", "against attention"), ("two-stage-uniform", "against ν ≡ 1")):
@@ -101,7 +98,7 @@ def assumption(found: dict[str, Any]) -> None:
     """Shares above a half, both readings, and the layers of the heads below."""
     rows = []
     for config in found["configurations"]:
-        cells = [budget(config["config"])]
+        cells = [str(config["config"]["budget"])]
         for name in ("sigma_topk", "sigma_stage1", "retained_mass"):
             reading = config[name]
             below = [head["layer"] for head in reading["heads_at_most_half"]]
@@ -120,7 +117,7 @@ def layers(found: dict[str, Any]) -> None:
     samples = found.get("per_sample", [None] * len(found["drifts"]))
     for drift, sample in zip(found["drifts"], samples, strict=True):
         last = len(drift["ratio"]) - 1
-        cells = [f"{drift['treatment'].split()[0].partition(':')[2]}, {budget(drift['baseline'])}"]
+        cells = [f"{drift['treatment']['selection']}, {drift['baseline']['budget']}"]
         for layer in (0, last // 2, last):
             sides = f"{drift['baseline_median_drift'][layer]:,.0f} → {drift['treatment_median_drift'][layer]:,.0f}"
             cells.append(f"{sides}, × {number(drift['ratio'][layer], at(drift['ratio_interval'], layer))}")
@@ -133,7 +130,7 @@ def layers(found: dict[str, Any]) -> None:
         curves = found["budgets"]["curves"]
         rows = []
         for place, size in enumerate(curves[0]["budgets"]):
-            cells = [size]
+            cells = [str(size)]
             for curve in curves:
                 ends, agreed = (at(curve["intervals"][name], place) for name in ("kl", "top1"))
                 cells += [number(curve["held"][place]), f"{curve['medians']['drift'][place]:,.0f}",
@@ -147,6 +144,7 @@ def layers(found: dict[str, Any]) -> None:
 def ablation(found: dict[str, Any]) -> None:
     """L1 over the baseline's for every row and α, isolated and propagated."""
     for setting in found["settings"]:
+        shared = naming.setting(config_of(setting["baseline"]), "alpha", "group_product")
         for part in ("rows", "brings"):
             rows = []
             for row in setting[part]:
@@ -165,15 +163,15 @@ def ablation(found: dict[str, Any]) -> None:
                 "held / full",
                 *(f"{side} {what}" for side in sides for what in ("Σ", "median head", "better")),
             ]
-            table(f"ablation, {setting['setting']}: {part}", heads, rows)
+            table(f"ablation, {shared}: {part}", heads, rows)
 
 
 def heads(found: dict[str, Any]) -> None:
     """Every treatment against its baseline, isolated and propagated."""
     rows, before = [], ""
     for one in found["comparisons"]:
-        setting = one["baseline"].partition(" ")[2]
-        cells = [setting if setting != before else "", one["treatment"].split()[0].partition(":")[2],
+        setting = naming.setting(config_of(one["baseline"]))
+        cells = [setting if setting != before else "", one["treatment"]["selection"],
                  number(one["held_over_full_treatment"])]  # fmt: skip
         for kind in (one["isolated"], one["propagated"]):
             counts = " / ".join(str(kind[name]) for name in ("improved", "tied", "worsened"))
@@ -192,7 +190,7 @@ def horizon(found: dict[str, Any]) -> None:
     for config in found["configs"]:
         for curve in config["curves"]:
             decided = curve["sign_flips"]
-            rows.append([config["label"].split()[0].partition(":")[2], curve["kind"], number(curve["first"], digits=3),
+            rows.append([config["config"]["selection"], curve["kind"], number(curve["first"], digits=3),
                          number(curve["last"], digits=3), number(curve["growth"], curve["growth_interval"]),
                          f"{decided['above']} / {decided['below']}"])  # fmt: skip
     table(

@@ -65,7 +65,7 @@ def _panel(axes: Axes, result: Ablation, name: str, titles: list[str], *, named:
             for kind, measured in (("isolated", rows[title].isolated), ("propagated", rows[title].propagated)):
                 _point(axes, place, kind, measured)
         elif title != BASELINE:
-            grouped = title.startswith(MEAN_OF_PRODUCTS) and result.granularity == "query"
+            grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
             axes.text(1, place, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
     shown = [f"{title} (= 1)" if title == BASELINE else title for title in titles]
     axes.set_yticks(range(len(titles)), shown if named else [""] * len(titles))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.assumption import READINGS, Assumption, ConfigAssumption
-from perturbkv.analyses.naming import budgets, folded, setting
+from perturbkv.analyses.naming import budgets, folded
 from perturbkv.figures import heatmaps, style
 from perturbkv.figures.labels import by_held
 

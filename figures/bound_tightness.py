@@ -13,8 +13,9 @@ from matplotlib.lines import Line2D
 
 from perturbkv.analyses.bound_tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, BoundTightness, Tightness
 from perturbkv.analyses.intervals import LEAST
-from perturbkv.analyses.naming import budget, budgets, setting
+from perturbkv.analyses.naming import budgets
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import heatmaps, style
 from perturbkv.figures.labels import by_held, symbols
 
@@ -89,17 +90,17 @@ def _map(name: str, config: Tightness) -> heatmaps.Map:
 
 
 def _names(configs: Sequence[Tightness]) -> list[str]:
-    return _lines([setting(config.label) for config in configs])
+    return _lines([shown.config for shown in configs])
 
 
-def _lines(settings: Sequence[str]) -> list[str]:
+def _lines(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     """Names of budgets, each part on a line of its own: ticks stand close together."""
-    return [name.replace(" ", "\n") for name in budgets(settings)]
+    return ["\n".join(parts) for parts in budgets(configs, *without)]
 
 
-def _budget_axis(labels: Sequence[str]) -> str:
+def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
     """The budgets' unit: fractions are shares of the prompt, whole numbers are entries."""
-    units = dict.fromkeys("share of the prompt" if "." in budget(label) else "entries" for label in labels)
+    units = dict.fromkeys(config.budget.unit for config in configs)
     return f"budget b ({' or '.join(units)})" if units else "budget b"
 
 
@@ -165,6 +166,7 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> list[Line2D]:
     No point where fewer than five samples have such heads. Returns the legend.
     """
     ranked = [agreement for agreement in agreements if agreement.correlations]
+    firsts = [agreement.configs[0] for agreement in ranked]
     for place, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
             if correlation.evidence_samples >= LEAST:

@@ -135,7 +135,7 @@ def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
     )
     for side, line, median, interval in both:
         axes.plot(layers, style.positive(median), line, color=colour, marker="o" if len(layers) == 1 else None,
-                  markersize=3, gid=f"{side} {result.baseline}")  # fmt: skip
+                  markersize=3, gid=f"{side} {result.baseline.label()}")  # fmt: skip
         if interval is not None:
             axes.fill_between(
                 layers,

@@ -7,8 +7,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.naming import budget, common, short
+from perturbkv.analyses.naming import SIDE, apart, common
 from perturbkv.analyses.needle import Method, Needle
+from perturbkv.configs.budget import Budget
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 
@@ -38,7 +39,7 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score"
         bar = figure.colorbar(axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], location=side,
                               fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
         bar.outline.set_visible(False)
-        settings = common([method.label for method in result.methods])
+        settings = common(result.identity.configs)
         style.title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
         held = ", ".join(dict.fromkeys(style.number(method.held) for method in result.methods))
         style.foot(figure, result.identity, f"{style.about(result.identity.samples)} · held / full {held}")
@@ -82,11 +83,12 @@ def _panel(axes: Axes, result: Needle, method: Method, outcome: str) -> None:
 
 def _name(result: Needle, method: Method) -> list[str]:
     """What tells a method from the others: policy, selection, the rest, a line each."""
-    labels = [one.label for one in result.methods]
-    if method.label not in labels:
-        return [method.label]
-    words = short(labels)[labels.index(method.label)].split()
-    return [line for line in (*words[:2], " ".join(words[2:])) if line] or ["evicted"]
+    if method.config is None:
+        return ["full cache"]
+    configs = result.identity.configs
+    words = apart(configs)[configs.index(method.config)]
+    sides = [words.pop(choice, "") for choice in SIDE]
+    return [line for line in (*sides, " ".join(words.values())) if line] or ["evicted"]
 
 
 def _hundredths(share: float) -> str:

@@ -185,7 +185,7 @@ def _wrapped(line: str, width_inches: float) -> list[str]:
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
     """The identity under keys that matplotlib's backend for `suffix` (png, svg, pdf) accepts."""
-    description = "; ".join([identity.lines()[0], *identity.configs])
+    description = "; ".join([identity.lines()[0], *(config.label() for config in identity.configs)])
     title = f"{identity.model} on {identity.dataset}"
     if suffix == "pdf":
         return {"Title": title, "Subject": description, "Creator": identity.made_with}

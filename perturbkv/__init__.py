@@ -6,22 +6,43 @@ Public names are loaded when they are first used: importing this package imports
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perturbkv.api import generate as generate
+    from perturbkv.api import load_model as load_model
+    from perturbkv.api import load_prompts as load_prompts
+    from perturbkv.api import measure as measure
+    from perturbkv.cache.compact import CompactCache as CompactCache
+    from perturbkv.configs.budget import Budget as Budget
+    from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
+    from perturbkv.configs.resources import Resources as Resources
+    from perturbkv.configs.run import RunConfig as RunConfig
+    from perturbkv.datasets.encode import Prompt as Prompt
+    from perturbkv.errors import PerturbkvError as PerturbkvError
+    from perturbkv.selection.grid import grid as grid
+    from perturbkv.storage.trace_file import read_trace as read_trace
+    from perturbkv.storage.writer import TraceWriter as TraceWriter
+    from perturbkv.trace import SampleTrace as SampleTrace
+    from perturbkv.trace import Trace as Trace
 
 _PUBLIC = {
     "Budget": "perturbkv.configs.budget",
+    "CompactCache": "perturbkv.cache.compact",
     "EvictionConfig": "perturbkv.configs.eviction",
-    "RunConfig": "perturbkv.configs.run",
-    "grid": "perturbkv.selection.grid",
-    "Resources": "perturbkv.configs.resources",
     "PerturbkvError": "perturbkv.errors",
+    "Prompt": "perturbkv.datasets.encode",
+    "Resources": "perturbkv.configs.resources",
+    "RunConfig": "perturbkv.configs.run",
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",
-    "read_trace": "perturbkv.storage.trace_file",
     "TraceWriter": "perturbkv.storage.writer",
-    "CompactCache": "perturbkv.cache.compact",
-    "load_model": "perturbkv.models.loading",
-    "trace_sample": "perturbkv.pipeline.samples",
+    "generate": "perturbkv.api",
+    "grid": "perturbkv.selection.grid",
+    "load_model": "perturbkv.api",
+    "load_prompts": "perturbkv.api",
+    "measure": "perturbkv.api",
+    "read_trace": "perturbkv.storage.trace_file",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class PerturbkvError(Exception):
@@ -57,6 +58,20 @@ class ActivationError(PerturbkvError):
     def __init__(self, where: str, sample: str) -> None:
         self.where, self.sample = where, sample
         super().__init__(f"{where} hold NaN or Inf in sample '{sample}'")
+
+
+class InterruptedRunError(PerturbkvError):
+    """Ctrl-C during a run: `kept` of `total` samples are in the journal beside `path`, and a same run goes on."""
+
+    exit_code = 130
+
+    def __init__(self, kept: int, total: int, path: Path, message: str = "") -> None:
+        self.kept, self.total, self.path = kept, total, path
+        super().__init__(
+            message
+            or f"interrupted: {kept} of {total} samples are kept beside {path}; run the same again, with the "
+            "same path, to go on"
+        )
 
 
 class BoundError(PerturbkvError):

@@ -1,156 +1,21 @@
-"""What one sample yields, and what a whole run holds: NumPy arrays whose names, axes and units are declared once.
-
-`VARIABLES` is that declaration. The runner fills a `SampleTrace` from it, the store writes and reads it, analyses
-take a `Trace`. Axis names everywhere: sample config step layer head answer_token d_head d_model key kept_entry.
-"""
+"""What one sample yields, and what a whole run holds: NumPy arrays of the variables that `schema` declares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+from perturbkv.display import Table
 from perturbkv.errors import TraceError
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One stored quantity: its axes without `sample` (which comes first), its unit, what it is, its type."""
-
-    dims: tuple[str, ...]
-    units: str
-    long_name: str
-    dtype: str = "float64"
-    optional: bool = False
-
-    @property
-    def raw(self) -> bool:
-        """Whether it holds outputs themselves, stored with `--save outputs` alone."""
-        return not {"d_head", "d_model", "key"}.isdisjoint(self.dims)
-
-
-_HEADS = ("config", "step", "layer", "head")
-_LAYERS = ("config", "step", "layer")
-_FLOORS = ("step", "layer", "head")
-
-VARIABLES: dict[str, Variable] = {
-    "perturbation_isolated": Variable(_HEADS, "L1", "isolated perturbation L_h of the head's output"),
-    "perturbation_propagated": Variable(_HEADS, "L1", "propagated perturbation of the head's output"),
-    "perturbation_isolated_l2": Variable(_HEADS, "L2", "isolated perturbation in L2", optional=True),
-    "perturbation_isolated_cosine": Variable(
-        _HEADS, "1", "isolated perturbation as 1 - cos of full and evicted output", optional=True
-    ),
-    "perturbation_propagated_l2": Variable(_HEADS, "L2", "propagated perturbation in L2", optional=True),
-    "perturbation_propagated_cosine": Variable(
-        _HEADS, "1", "propagated perturbation as 1 - cos of full and evicted output", optional=True
-    ),
-    "theta": Variable(_HEADS, "L1", "bound of Theorem 2"),
-    "theta_hat": Variable(_HEADS, "L1", "bound of Theorem 3; evidence only where sigma_stage1 > 0.5"),
-    "theta_hat_relax": Variable(_HEADS, "L1", "bound of Theorem 4; holds only where sigma_stage1 > 0.5"),
-    "sigma_topk": Variable(_HEADS, "1", "Assumption 1: attention of the top floor(alpha b) entries"),
-    "sigma_stage1": Variable(_HEADS, "1", "Assumption 1: attention of stage 1 and the always-kept entries"),
-    "retained_mass": Variable(_HEADS, "1", "attention S of the kept entries"),
-    "noise_floor": Variable(_FLOORS, "L1", "propagated perturbation with everything kept"),
-    "noise_floor_isolated": Variable(_FLOORS, "L1", "isolated perturbation with everything kept"),
-    "noise_floor_l2": Variable(_FLOORS, "L2", "propagated perturbation with everything kept, in L2", optional=True),
-    "noise_floor_cosine": Variable(
-        _FLOORS, "1", "propagated perturbation with everything kept, as 1 - cos", optional=True
-    ),
-    "noise_floor_isolated_l2": Variable(
-        _FLOORS, "L2", "isolated perturbation with everything kept, in L2", optional=True
-    ),
-    "noise_floor_isolated_cosine": Variable(
-        _FLOORS, "1", "isolated perturbation with everything kept, as 1 - cos", optional=True
-    ),
-    "output_norm": Variable(_FLOORS, "L1", "norm of the head's full-cache output o_h"),
-    "output_norm_l2": Variable(_FLOORS, "L2", "norm of the head's full-cache output o_h", optional=True),
-    "hidden_drift_l1": Variable(_LAYERS, "L1", "drift of the residual stream after the layer"),
-    "hidden_drift_l2": Variable(_LAYERS, "L2", "drift of the residual stream after the layer"),
-    "hidden_drift_cosine": Variable(_LAYERS, "1", "cosine distance of the residual stream after the layer"),
-    "hidden_norm": Variable(("step", "layer"), "L1", "norm of the full-cache residual stream after the layer"),
-    "hidden_noise_floor": Variable(("step", "layer"), "L1", "drift after the layer with everything kept"),
-    "hidden_norm_l2": Variable(
-        ("step", "layer"), "L2", "norm of the full-cache residual stream after the layer", optional=True
-    ),
-    "hidden_noise_floor_l2": Variable(
-        ("step", "layer"), "L2", "drift after the layer with everything kept", optional=True
-    ),
-    "hidden_noise_floor_cosine": Variable(
-        ("step", "layer"), "1", "cosine distance after the layer with everything kept", optional=True
-    ),
-    "final_drift_l1": Variable(("config", "step"), "L1", "drift after the final norm"),
-    "final_drift_l2": Variable(("config", "step"), "L2", "drift after the final norm"),
-    "final_drift_cosine": Variable(("config", "step"), "1", "cosine distance after the final norm"),
-    "final_norm": Variable(("step",), "L1", "norm of the full-cache hidden state after the final norm"),
-    "final_noise_floor": Variable(("step",), "L1", "drift after the final norm with everything kept"),
-    "final_noise_floor_l2": Variable(("step",), "L2", "drift after the final norm with everything kept", optional=True),
-    "final_noise_floor_cosine": Variable(
-        ("step",), "1", "cosine distance after the final norm with everything kept", optional=True
-    ),
-    "logit_kl": Variable(("config", "step"), "nat", "KL(full || evicted) of the next token's distribution"),
-    "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
-    "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
-    "token_id": Variable(("step",), "1", "token decoded at the step: the full run's greedy choice", "int64"),
-    "steps_measured": Variable(
-        (), "1", "decode steps before the full run's text ends; later steps hold no numbers", "int64", optional=True
-    ),
-    "prompt_tokens": Variable((), "token", "entries n in the cache after the prefill", "int64"),
-    "question_tokens": Variable(
-        (), "token", "tokens run over the compressed cache before step 0 (context-only)", "int64", optional=True
-    ),
-    "cache_bytes": Variable(
-        (), "byte", "evicted caches of all configurations, padding included", "int64", optional=True
-    ),
-    "cache_padding_bytes": Variable((), "byte", "bytes of cache_bytes that hold no entry", "int64", optional=True),
-    "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
-    "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where b covers n", "uint8"),
-    "held_share": Variable(
-        ("config",), "1", "entries that the evicted cache holds over those of the full cache", optional=True
-    ),
-    "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
-    "stage1_count": Variable(("config", "layer", "head"), "entry", "prefix entries that stage 1 took", "int64"),
-    "kept_offset": Variable(
-        ("config", "layer", "head"), "1", "first of the head's kept_count places in kept_position", "int64"
-    ),
-    "kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32"),
-    "generated_full": Variable(
-        ("answer_token",), "1", "tokens generated from the full cache; -1 past the end", "int64", optional=True
-    ),
-    "generated": Variable(
-        ("config", "answer_token"),
-        "1",
-        "tokens generated from the evicted cache; -1 past the end",
-        "int64",
-        optional=True,
-    ),
-    "score_full": Variable((), "1", "1 where the full cache's answer is right", optional=True),
-    "score": Variable(("config",), "1", "1 where the evicted cache's answer is right", optional=True),
-    "digits_full": Variable((), "1", "share of the answer's leading digits that the full cache gives", optional=True),
-    "digits": Variable(
-        ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
-    ),
-    "head_output_full": Variable(
-        ("step", "layer", "head", "d_head"), "1", "full-cache head output before W_O", "float32", optional=True
-    ),
-    "head_output": Variable(
-        ("config", "step", "layer", "head", "d_head"), "1", "evicted head output before W_O", "float32", optional=True
-    ),
-    "hidden_full": Variable(
-        ("step", "layer", "d_model"), "1", "full-cache residual stream after the layer", "float32", optional=True
-    ),
-    "hidden": Variable(
-        ("config", "step", "layer", "d_model"), "1", "evicted residual stream after the layer", "float32", optional=True
-    ),
-    "attention_full": Variable(
-        ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
-    ),
-}
-
-RAGGED_AXES = ("kept_entry", "key")
-"""Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
+from perturbkv.schema import VARIABLES, axis_lengths
 
 
 @dataclass(frozen=True)
@@ -184,21 +49,6 @@ class SampleTrace:
         return axis_lengths(self.sample_id, {name: array.shape for name, array in self.arrays.items()})
 
 
-def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Axis name -> length, of variables of these shapes. Raises TraceError where two of them disagree."""
-    lengths: dict[str, int] = {}
-    for name, shape in shapes.items():
-        dims = VARIABLES[name].dims
-        if len(dims) != len(shape):
-            msg = f"sample '{sample_id}': {name} has axes {dims}, got shape {shape}"
-            raise TraceError(msg)
-        for dim, length in zip(dims, shape, strict=True):
-            if lengths.setdefault(dim, length) != length:
-                msg = f"sample '{sample_id}': {name} has {length} along {dim}, another variable {lengths[dim]}"
-                raise TraceError(msg)
-    return lengths
-
-
 @dataclass(frozen=True)
 class FailedSample:
     """A sample that gave no numbers: its name and the one line that says why."""
@@ -207,7 +57,7 @@ class FailedSample:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     """A finished trace, in memory.
 
@@ -291,3 +141,116 @@ class Trace:
             msg = f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'"
             raise TraceError(msg)
         return labels.index(label)
+
+    def sample(self, name: str) -> SampleTrace | FailedSample:
+        """One sample's part, its kept positions alone, as it was measured. Raises TraceError for an unknown one."""
+        if name not in self.sample_ids:
+            msg = f"expected one of the trace's samples ({', '.join(self.sample_ids)}), got '{name}'"
+            raise TraceError(msg)
+        if name in self.failures:
+            return FailedSample(name, self.failures[name])
+        place = self.sample_ids.index(name)
+        arrays = {one: array[place] for one, array in self.arrays.items() if one != "kept_position"}
+        kept = self.arrays.get("kept_position")
+        return SampleTrace(name, arrays if kept is None else {**arrays, **_own_kept(arrays, kept)})
+
+    def sel(
+        self,
+        *,
+        sample: str | Sequence[str] | None = None,
+        where: Callable[[EvictionConfig], bool] = lambda config: True,
+        **choices: Any,
+    ) -> Trace:
+        """The part of some samples and configurations, in memory, which every analysis takes as it takes the whole.
+
+        Args:
+            sample: ids.
+            where: which configurations.
+            choices: fields that the configurations have: `policy="snapkv"`, `budget=128`, or a list of values.
+
+        Raises TraceError where nothing is left, or a sample or a field is unknown.
+        """
+        ids = self.sample_ids if sample is None else (sample,) if isinstance(sample, str) else tuple(sample)
+        taken = [self.sample(name) for name in ids]
+        places = [place for place, config in enumerate(self.run.configs) if where(config) and _has(config, choices)]
+        if not places or not ids:
+            msg = f"expected a configuration of {choices} and a sample of {list(ids)}, got a trace without"
+            raise TraceError(msg)
+        run = replace(self.run, samples=len(ids), configs=tuple(self.run.configs[place] for place in places))
+        return Trace.of(run, [_of_configs(one, places) for one in taken], self.attrs)
+
+    @staticmethod
+    def of(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], attrs: Mapping[str, str]) -> Trace:
+        """The trace of a run's samples, in their order. Raises TraceError where their axes do not fit together."""
+        from perturbkv.storage.memory import in_memory
+
+        return in_memory(run, samples, attrs)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the trace file, whole or not at all; a file that is there is replaced."""
+        from perturbkv.storage.memory import save
+
+        return save(self, Path(path))
+
+    def to_xarray(self) -> Any:
+        """An `xarray.Dataset` with the names, axes and units of a trace file."""
+        from perturbkv.storage.views import to_dataset
+
+        return to_dataset(self)
+
+    def to_frame(self) -> Any:
+        """A `pandas.DataFrame`: a row per sample × configuration × step × layer × head, as `export` writes it."""
+        from perturbkv.storage.views import to_table
+
+        return to_table(self)
+
+    def _table(self) -> Table:
+        run, complete = self.run, int(self.ok.sum())
+        words = " · random weights" if run.random_weights else ""
+        title = f"{run.model} · {run.dataset} · {complete} of {len(self.sample_ids)} samples complete{words}"
+        rows = [
+            (name, " ".join(VARIABLES[name].dims), "×".join(map(str, array.shape)), VARIABLES[name].units)
+            for name, array in self.arrays.items()
+            if name != "kept_position" and not VARIABLES[name].raw
+        ]
+        return Table(title, ("variable", "axes behind sample", "#shape", "unit"), rows)
+
+    def __repr__(self) -> str:
+        configs = "\n".join(f"  {label}" for label in self.run.labels())
+        return f"{self._table().title}\n{configs}"
+
+    def _repr_html_(self) -> str:
+        return self._table().as_html()
+
+
+def _own_kept(arrays: Mapping[str, NDArray[Any]], kept: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """A sample's kept positions without those of others, and where each kept set begins in them."""
+    offset, count = arrays["kept_offset"], arrays["kept_count"]
+    begin, end = int(offset.min()), int((offset + count).max())
+    return {"kept_offset": offset - begin, "kept_position": kept[begin:end]}
+
+
+def _has(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
+    """Whether a configuration has these values. Raises TraceError for a field that none has."""
+    for name, wanted in choices.items():
+        if not hasattr(config, name):
+            msg = f"expected a field of a configuration, got '{name}'; known: {', '.join(vars(config))}"
+            raise TraceError(msg)
+        value = getattr(config, name)
+        value = value.value if isinstance(value, Budget) else value
+        if value not in (wanted if isinstance(wanted, list | tuple | set) else (wanted,)):
+            return False
+    return True
+
+
+def _of_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> SampleTrace | FailedSample:
+    """The part of a sample that some of its configurations measured."""
+    if isinstance(sample, FailedSample):
+        return sample
+    arrays = {
+        name: np.take(array, places, axis=VARIABLES[name].dims.index("config"))
+        if "config" in VARIABLES[name].dims
+        else array
+        for name, array in sample.arrays.items()
+    }
+    return SampleTrace(sample.sample_id, arrays)

@@ -16,6 +16,15 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
     "scoring.window_attention",
     "selection",
     "cache",
-    "pipeline",
+    "pipeline.capture",
+    "pipeline.prefill",
+    "pipeline.decoding",
+    "pipeline.measure",
+    "pipeline.layer",
+    "pipeline.assembly",
+    "pipeline.samples",
+    "pipeline.generation",
+    "pipeline.recompression",
+    "pipeline.retrieval",
 )
 install_import_hook([f"perturbkv.{name}" for name in CHECKED], "beartype.beartype")

@@ -18,7 +18,7 @@ from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model, pick_device
 from perturbkv.pipeline.capture import decode_from
@@ -67,7 +67,7 @@ def plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
 
 def traced(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
     """One sample measured."""
-    return trace_sample(adapter, EncodedPrompt("benchmark", tuple(token_ids), 0), _run(adapter, configs))
+    return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _run(adapter, configs))
 
 
 def _run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> RunConfig:

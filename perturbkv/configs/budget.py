@@ -38,6 +38,11 @@ class Budget:
         """The budget of a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, unchanged where given in tokens."""
         return entries(self.value, prompt_tokens)
 
+    @property
+    def unit(self) -> str:
+        """What the number counts."""
+        return "entries" if isinstance(self.value, int) else "share of the prompt"
+
     def __str__(self) -> str:
         return str(self.value)
 

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class EncodedPrompt:
+class Prompt:
     """A prompt as the model gets it.
 
     Attributes:
@@ -52,6 +52,42 @@ class EncodedPrompt:
             msg = f"sample '{self.sample_id}' has no tokens; give it a prompt"
             raise DatasetError(msg)
 
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        model: Any,
+        question: str = "",
+        *,
+        id: str = "0",
+        answers: Sequence[str] = (),
+        chat_template: bool | None = None,
+        max_tokens: int | None = None,
+    ) -> Prompt:
+        """A prompt of one's own: a text, and behind it the question that is asked about it.
+
+        Args:
+            text: the context, which a context-only scenario compresses alone; all of the prompt without a question.
+            model: whose tokenizer and chat template count.
+            question: what follows the text; a line of its own.
+            id: unique among the prompts that are measured together.
+            answers: accepted answers.
+            chat_template: None: where the tokenizer has one.
+            max_tokens: a longer prompt is cut in the middle.
+
+        Raises DatasetError for an empty prompt and for a cut that would reach into the question.
+
+        >>> import perturbkv as pk
+        >>> model = pk.load_model("random:smollm2-135m")
+        >>> prompt = pk.Prompt.from_text("Paris is in France.", model, "Where is Paris?")
+        >>> prompt.question_tokens > 0
+        True
+        """
+        asked = f"\n\n{question}" if question and text else question
+        template = bool(model.tokenizer.chat_template) if chat_template is None else chat_template
+        sample = Sample(id, text, asked, tuple(answers))
+        return encode(sample, model.tokenizer, chat_template=template, max_tokens=max_tokens)
+
     @property
     def cut_place(self) -> int | None:
         """How many of `token_ids` stand before the cut; None where there is none."""
@@ -74,7 +110,7 @@ class EncodedPrompt:
         return self.token_ids[:split], self.token_ids[split:]
 
 
-def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tokens: int | None) -> EncodedPrompt:
+def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tokens: int | None) -> Prompt:
     """Token ids of the prompt, its middle cut out where it is longer than `max_tokens`.
 
     The cut is made on the final ids (first half and last half stay), so that what the chat template puts around the
@@ -90,9 +126,7 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
         _check_question(sample.id, question, len(kept), len(ids))
     around = tokenizer(_turn(_MARK, tokenizer) if chat_template else "", **more)["input_ids"]
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
-    return EncodedPrompt(
-        sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control
-    )
+    return Prompt(sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control)
 
 
 def _control_tokens(ids: Sequence[int], tokenizer: Any) -> int:
@@ -156,7 +190,7 @@ def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
     return ids[:first] + ids[len(ids) - (max_tokens - first) :]
 
 
-def check_length(prompt: EncodedPrompt, positions: int, steps: int) -> None:
+def check_length(prompt: Prompt, positions: int, steps: int) -> None:
     """Raise DatasetError where prompt and decode steps need more positions than the model has."""
     tokens = len(prompt.token_ids)
     if tokens + steps > positions:

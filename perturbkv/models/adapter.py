@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import ModelError
+from perturbkv.models.stored_weights import Stored
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi-3"}
 """transformers' model_type -> family. All five hold their attention at `model.layers[i].self_attn.o_proj`."""
@@ -32,7 +33,7 @@ class Adapter:
         tokenizer: its tokenizer.
         name: as the user named it; `revision` pins the weights.
         random_weights: True where the weights were drawn at random.
-        weights: the type that they are stored in → the type that the model computes with.
+        stored: how its weights are stored.
     """
 
     model: Any
@@ -40,10 +41,15 @@ class Adapter:
     name: str
     revision: str = ""
     random_weights: bool = False
-    weights: str = ""
+    stored: Stored = Stored("unknown")
 
     def __post_init__(self) -> None:
         check_family(self.model.config, self.name)
+
+    @property
+    def weights(self) -> str:
+        """The type in which weights are stored → the type that the model computes with."""
+        return self.stored.as_run(str(self.dtype).removeprefix("torch."))
 
     @property
     def config(self) -> Any:

@@ -98,7 +98,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of a GGUF file. Raises ModelError for a file that is none, or that is cut."""
+    """The tensors of a GGUF file. Raises ModelError for another kind of file, or one that was cut short."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:

@@ -1,4 +1,4 @@
-"""Whether the model hub can be asked at all: without this, every file that it lacks is waited for half a minute."""
+"""Whether the model hub can be asked at all: without this check, each missing file would cost half a minute."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf_cache, gguf_header, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, check_family
 from perturbkv.models.aliases import ALIASES
+from perturbkv.models.quiet import quiet
 from perturbkv.models.sources import Source, explained, resolve
 from perturbkv.models.stored_weights import Stored
 from perturbkv.models.tokenization import ByteTokenizer
@@ -57,7 +58,10 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory."""
+    """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory.
+
+    `source` is None where there are no files: weights are drawn, or the model was given.
+    """
 
     name: str
     source: Source | None
@@ -65,11 +69,12 @@ class ModelFiles:
     tokenizer: Any
     revision: str
     stored: Stored
+    random_weights: bool = False
 
-    @property
-    def random_weights(self) -> bool:
-        """True where there are no files and the weights are drawn."""
-        return self.source is None
+    @classmethod
+    def of(cls, model: Adapter) -> ModelFiles:
+        """What is known of a model whose weights are loaded already."""
+        return cls(model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights)
 
     def parameters(self) -> int:
         """How many weights the model has."""
@@ -78,6 +83,7 @@ class ModelFiles:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
+@quiet()
 def open_model(name: str, seed: int = 0) -> ModelFiles:
     """Find a model and read its configuration and tokenizer.
 
@@ -86,9 +92,8 @@ def open_model(name: str, seed: int = 0) -> ModelFiles:
     Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
     """
     if name.startswith(_RANDOM):
-        return ModelFiles(
-            name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}", Stored("random")
-        )
+        revision = f"random weights, seed {seed}"
+        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), revision, Stored("random"), True)
     source = resolve(name)
     if source.gguf_file is not None:
         return _open_gguf(source)
@@ -125,6 +130,7 @@ def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
 
+@quiet()
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
 ) -> Adapter:
@@ -139,8 +145,7 @@ def load_weights(
     else:
         model = _read_weights(files.source, dtype)
     model = _spread(model, files.name) if spread else _aligned(model.to(device))
-    weights = files.stored.as_run(str(dtype).removeprefix("torch."))
-    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, weights)
+    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
 
 
 def _read_weights(source: Source, dtype: torch.dtype) -> Any:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from perturbkv.cache.gather import Kept, Lengths
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.scoring import exact_number, leading_digits
 from perturbkv.devices import stack_on
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.layer import LayerResult, order
 from perturbkv.pipeline.measure import Arrays, to_numpy
-from perturbkv.trace import VARIABLES
+from perturbkv.schema import VARIABLES
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BatchResult:
     generated: list[list[int]]
 
 
-def sample_arrays(prompt: EncodedPrompt, run: RunConfig, tokens: Tensor, batches: Sequence[BatchResult]) -> Arrays:
+def sample_arrays(prompt: Prompt, run: RunConfig, tokens: Tensor, batches: Sequence[BatchResult]) -> Arrays:
     """What is one number or one row per sample."""
     n = len(prompt.parts(run.scenario)[0])
     values: dict[str, object] = {
@@ -114,7 +114,7 @@ def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) ->
     return np.array(held, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
 
 
-def answer_arrays(adapter: Adapter, prompt: EncodedPrompt, batches: Sequence[BatchResult], most: int) -> Arrays:
+def answer_arrays(adapter: Adapter, prompt: Prompt, batches: Sequence[BatchResult], most: int) -> Arrays:
     """What each row generated, the full cache's first, and whether it is right."""
     made = {place: row for batch in batches for place, row in zip(batch.places, batch.generated[1:], strict=False)}
     rows = [batches[0].generated[0], *(made[place] for place in sorted(made))]

@@ -65,7 +65,7 @@ def decode_full(
 def steps_of_text(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
     """Decode steps before the one that decodes the first of `ends`, at least 1 (METHOD, protocol 8: the text's end).
 
-    Where there are several, the device is waited for.
+    With several, this waits for the device.
     """
     if len(tokens) == 1:
         return 1

@@ -15,7 +15,7 @@ from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import keep, lengths
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
@@ -150,7 +150,7 @@ class Answers:
 
 def answer(
     adapter: Adapter,
-    prompt: EncodedPrompt,
+    prompt: Prompt,
     configs: Sequence[EvictionConfig],
     most: int,
     *,

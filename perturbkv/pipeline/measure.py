@@ -19,8 +19,8 @@ from perturbkv.configs.budget import whole_entries
 from perturbkv.devices import stack_on
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.decoding import StepRecord
+from perturbkv.schema import VARIABLES
 from perturbkv.theory import WORK, Distances, Summands
-from perturbkv.trace import VARIABLES
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
@@ -39,7 +39,7 @@ from perturbkv.theory import WORK
 class Evidence:
     """A prompt and the sentence of it that holds its answer."""
 
-    prompt: EncodedPrompt
+    prompt: Prompt
     sentence: str
 
 

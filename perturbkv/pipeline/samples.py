@@ -16,7 +16,7 @@ from perturbkv.cache.gather import Kept, Lengths, keep, lengths
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, plan_batches
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import measure
@@ -36,14 +36,15 @@ from perturbkv.pipeline.generation import end_tokens, generate
 from perturbkv.pipeline.layer import LayerResult, measure_layer
 from perturbkv.pipeline.prefill import FiniteCheck, Prefill, prefill
 from perturbkv.pipeline.timing import phase
-from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import FailedSample, SampleTrace
 
 _DEFAULT = Resources()
 
 
 def trace(
     adapter: Adapter,
-    prompts: Iterable[EncodedPrompt],
+    prompts: Iterable[Prompt],
     run: RunConfig,
     resources: Resources = _DEFAULT,
     finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
@@ -66,13 +67,11 @@ def trace(
 
 
 @torch.inference_mode()
-def trace_sample(
-    adapter: Adapter, prompt: EncodedPrompt, run: RunConfig, resources: Resources = _DEFAULT
-) -> SampleTrace:
+def trace_sample(adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources = _DEFAULT) -> SampleTrace:
     """Measure every configuration of `run` on one prompt (METHOD: the protocol).
 
-    The prompt is read once; all configurations share its scores, norms and reference. The device is waited for when
-    the lengths of the evicted caches are needed, when the numbers are, and for the end of a text of several steps.
+    The prompt is read once; all configurations share its scores, norms and reference. It waits for the device
+    three times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end.
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
     for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,

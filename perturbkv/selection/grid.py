@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from perturbkv.configs.budget import Budget, parse_entries
+from perturbkv.configs.choice import Choice, parse, split
 from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.policies import registry
@@ -38,9 +39,10 @@ def grid(
     Args:
         budget: tokens (128), a fraction (0.05), either as text, or a `Budget`.
         preset: names of `perturbkv.configs.eviction.PRESETS`.
-        policy: names of `perturbkv.selection.policies.registry`.
-        selection: names of `SELECTIONS`, or `policy:selection`. A policy's name alone stands for its first selection;
-            `random` alone is the selection.
+        policy: names of `perturbkv.selection.policies.registry`, each with its own parameters if they are not to be
+            the defaults: `adakv(floor=0.1)`.
+        selection: names of `SELECTIONS`, likewise: `two-stage(alpha=0.5)`, or `policy:selection`. A policy's name alone
+            stands for its first selection; `random` alone is the selection.
         cache: the layout that has to hold every combination.
         choices: further fields of `EvictionConfig`; None is what preset and policy choose.
 
@@ -74,12 +76,17 @@ def configuration(
 
     Raises ConfigError, BudgetError or UnknownNameError for a value out of its range.
     """
+    named, selected = _policy_and_selection(selection, policy)
+    own = registry.own_choices(named, selected)
+    if twice := [name for name in own if choices.get(name) is not None]:
+        msg = f"'{twice[0]}' is given beside {named}:{selected} and in it; give it once"
+        raise ConfigError(msg)
+    choices |= own
     share = budget if isinstance(budget, Budget) else Budget.parse(str(budget))
     for name in _ENTRIES:
         if isinstance(choices.get(name), str):
             choices[name] = parse_entries(f"--{name.replace('_', '-')}", choices[name])
-    named, selected = _policy_and_selection(selection, policy)
-    return registry.configured(preset, share, named, selection=selected, **choices)
+    return registry.configured(preset, share, named.name, selection=selected.name, **choices)
 
 
 def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:
@@ -96,13 +103,14 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 def names_policy(selection: str) -> bool:
     """Whether a selection, as `grid` takes it, says of which policy it is."""
-    return bool(_policy_and_selection(selection, "")[0])
+    return _policy_and_selection(selection, "-")[0].name != "-"
 
 
-def _policy_and_selection(text: str, policy: str) -> tuple[str, str]:
-    named, colon, selection = text.partition(":")
-    if colon:
-        return named, selection
-    if named not in SELECTIONS and named in {info.name for info in registry.known()}:
-        return named, registry.info(named).selections[0]
-    return policy, named
+def _policy_and_selection(text: str, policy: str) -> tuple[Choice, Choice]:
+    parts = split(text, ":")
+    if len(parts) > 1:
+        return parse(parts[0]), parse(":".join(parts[1:]))
+    chosen = parse(text)
+    if chosen.name not in SELECTIONS and chosen.name in {info.name for info in registry.known()}:
+        return chosen, Choice(registry.info(chosen.name).selections[0])
+    return parse(policy), chosen

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.trace import VARIABLES
+from perturbkv.schema import VARIABLES
 
 _AGAIN = "the file was changed since it was made; make it again"
 Shape = tuple[int, ...]

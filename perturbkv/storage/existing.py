@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.schema import VARIABLES
 from perturbkv.storage.merge import Shapes, kept_entries
 from perturbkv.storage.trace_file import describe_whole, opened
-from perturbkv.trace import VARIABLES
 
 
 class ExistingTrace:

@@ -19,8 +19,9 @@ import pyarrow.parquet
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
+from perturbkv.schema import VARIABLES, Variable
 from perturbkv.storage.files import written_whole
-from perturbkv.trace import VARIABLES, Trace, Variable
+from perturbkv.trace import Trace
 
 AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import PerturbkvError, TraceError
+from perturbkv.schema import VARIABLES
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.merge import Shapes, kept_entries
-from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
+from perturbkv.trace import FailedSample, SampleTrace
 
 SUFFIX = ".journal"
 _RUN, _HEAD = "run.json", "head"

@@ -14,6 +14,7 @@ import numpy as np
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES
 from perturbkv.storage.coordinates import (
     check_configs,
     check_kept,
@@ -24,11 +25,10 @@ from perturbkv.storage.coordinates import (
 )
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.lazy import LazyArrays
-from perturbkv.storage.merge import Shapes
-from perturbkv.trace import RAGGED_AXES, VARIABLES, FailedSample, SampleTrace, Trace, axis_lengths
+from perturbkv.storage.merge import Shapes, joint_sizes
+from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 2
-_KEPT, _KEY = RAGGED_AXES
 _COORDINATES = {
     "sample": "sample id",
     "config": "eviction configuration",
@@ -58,29 +58,12 @@ def write_trace(
     `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
     Raises TraceError where the samples' axes do not fit together.
     """
-    sizes, names = _joint_sizes({name: shapes(name) for name in sample_ids})
+    sizes, names = joint_sizes({name: shapes(name) for name in sample_ids})
     with h5py.File(path, "w", track_order=True) as file:
         _write_header(file, run, attrs, sample_ids, sizes, names)
         kept = 0
         for place, name in enumerate(sample_ids):
             kept += _write_sample(file, place, sample(name), kept)
-
-
-def _joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], set[str]]:
-    """Axis lengths of the whole file, and the variables that its samples hold."""
-    sizes: dict[str, int] = {_KEPT: 0}
-    names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
-    for sample_id, held in shapes.items():
-        names |= set(held or ())
-        for axis, length in axis_lengths(sample_id, held or {}).items():
-            if axis == _KEPT:
-                sizes[axis] += length
-            elif axis == _KEY:
-                sizes[axis] = max(length, sizes.get(axis, 0))
-            elif sizes.setdefault(axis, length) != length:
-                msg = f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}"
-                raise TraceError(msg)
-    return sizes, names
 
 
 def _write_header(
@@ -111,11 +94,11 @@ def _write_coordinates(file: h5py.File, sizes: Mapping[str, int], sample_ids: Se
     for axis, length in sizes.items():
         if axis in named:
             scale = file.create_dataset(axis, data=named[axis], dtype=h5py.string_dtype())
-        elif axis == _KEPT:
+        elif axis == KEPT_AXIS:
             scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
         else:
             scale = file.create_dataset(axis, data=np.arange(length, dtype=np.int64))
-        scale.make_scale(axis if axis != _KEPT else f"{_WITHOUT_VARIABLE}{length:10d}")
+        scale.make_scale(axis if axis != KEPT_AXIS else f"{_WITHOUT_VARIABLE}{length:10d}")
         scale.attrs["units"], scale.attrs["long_name"] = "1", _COORDINATES[axis]
 
 
@@ -123,15 +106,15 @@ def _create(
     file: h5py.File, name: str, axes: Sequence[str], sizes: Mapping[str, int], dtype: Any, units: str, long_name: str
 ) -> None:
     """An empty variable: floats NaN, integers 0; one sample per chunk."""
-    if axes[-1] == _KEPT:
-        axes = (_KEPT,)
+    if axes[-1] == KEPT_AXIS:
+        axes = (KEPT_AXIS,)
     shape = tuple(sizes[axis] for axis in axes)
     options: dict[str, Any] = {}
     if len(shape) > 1 and min(shape) > 0:
         options = {"chunks": (1, *shape[1:]), "compression": "gzip", "compression_opts": 1, "shuffle": True}
     if isinstance(dtype, str):
         options["fillvalue"] = np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
-    if axes[-1] == _KEPT:
+    if axes[-1] == KEPT_AXIS:
         options["fill_time"] = "never"  # every place is written once; filling first would write them twice
     variable = file.create_dataset(name, shape=shape, dtype=dtype, **options)
     variable.attrs["units"], variable.attrs["long_name"] = units, long_name
@@ -152,7 +135,7 @@ def _write_sample(file: h5py.File, place: int, sample: SampleTrace | FailedSampl
             file[name][kept : kept + added] = array
         elif name == "kept_offset":
             file[name][place] = np.asarray(array) + kept
-        elif VARIABLES[name].dims[-1:] == (_KEY,):
+        elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
             file[name][place, ..., : array.shape[-1]] = array
         else:
             file[name][place] = array
@@ -296,7 +279,7 @@ def _check_axes(file: h5py.File, run: RunConfig, path: Path) -> None:
     check_configs(path, run, _names(file, "config"), own_wording=int(file.attrs["format_version"]) == FORMAT_VERSION)
     check_samples(path, _names(file, "sample"))
     for axis in axes:
-        if axis not in ("sample", "config", _KEPT):
+        if axis not in ("sample", "config", KEPT_AXIS):
             check_places(path, axis, file[axis][()])
     variables = [name for name in (*VARIABLES, "complete", "failure") if name in file]
     check_shapes(path, {axis: len(file[axis]) for axis in axes}, {name: file[name].shape for name in variables})

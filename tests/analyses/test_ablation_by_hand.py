@@ -80,13 +80,13 @@ def test_rows_without_stages_stand_once_and_serve_every_alpha() -> None:
     (found,) = ablation.summarise(made(configs, [4, 2, 1, 4, 1, 1]))
     assert isolated(found.rows) == pytest.approx({"two-stage α=0": 0.5, "two-stage α=0.5": 0.25, "hindsight": 0.25})
     assert isolated(found.brings) == pytest.approx({"knowing the query α=0": 0.5, "knowing the query α=0.5": 1})
-    assert found.baseline == configs[0].label()
+    assert found.baseline == configs[0]
 
 
 def test_settings_stay_apart() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in ("attention", "value")]
     found = ablation.summarise(made(configs, [4, 2, 4, 1]))
-    assert [result.setting.split()[0] for result in found] == ["b=64", "b=128"]
+    assert [result.setting for result in found] == ["b=64 w=32 max7 query", "b=128 w=32 max7 query"]
     assert [result.rows[0].compared.isolated.sum_ratio for result in found] == pytest.approx([0.5, 0.25])
 
 
@@ -94,8 +94,8 @@ def test_controls_protect_what_the_methods_protect() -> None:
     protected = {"protect_first": 4, "protect_recent": 40}
     configs = [config(name, **more) for more in ({}, protected) for name in ("attention", "two-stage", "random")]
     bare, kept = ablation.summarise(made(configs, [4, 2, 9, 3, 1, 6]))
-    assert bare.controls == (configs[0].label(), configs[2].label())
-    assert kept.controls == (configs[3].label(), configs[5].label())
+    assert bare.controls == (configs[0], configs[2])
+    assert kept.controls == (configs[3], configs[5])
     assert isolated(kept.rows) == pytest.approx({"two-stage α=0.25": 1 / 3, "random": 2})
 
 
@@ -123,4 +123,4 @@ def test_a_measured_trace_gives_every_row() -> None:
     assert [row.name for row in small.rows] == [name for name in ablation.INGREDIENTS if name not in missing]
     assert small.absent == ("hindsight-attention",)
     assert large.absent == ("mean-of-products", "hindsight-attention")
-    assert [label.split()[0] for label in small.controls] == ["snapkv:attention", "snapkv:random"]
+    assert [(one.policy, one.selection) for one in small.controls] == [("snapkv", "attention"), ("snapkv", "random")]

@@ -50,7 +50,11 @@ def test_three_readings_stand_side_by_side_under_their_names() -> None:
 
 def test_configurations_come_by_alpha_then_budget() -> None:
     result = summarise(made())
-    assert [(c.alpha, c.label.split()[1]) for c in result.configs] == [(0.25, "b=64"), (0.25, "b=128"), (0.5, "b=64")]
+    assert [(one.config.alpha, one.config.budget.value) for one in result.configs] == [
+        (0.25, 64),
+        (0.25, 128),
+        (0.5, 64),
+    ]
     json.dumps(result.to_dict(), allow_nan=False)
 
 

@@ -19,7 +19,8 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import VARIABLES, SampleTrace, Trace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.measured import hand_made as hand_measured
 from tests.support.traces import run_config, sample_trace, trace
@@ -28,7 +29,7 @@ from tests.support.traces import run_config, sample_trace, trace
 BASELINE = np.array([[[3, 2], [1e-3, 3]], [[4, 2], [1e-3, 3]], [[5, 2], [1e-3, 3]]])
 TREATMENT = np.array([[[1, 4], [2e-3, 3]], [[2, 5], [2e-3, 3]], [[3, 6], [2e-3, 3]]])
 FLOOR = np.full((2, 2), 1e-3)
-LABELS = run_config().labels()
+PAIR = run_config().configs
 
 
 def hand_made(count: int = 3, **changes: Any) -> list[SampleTrace]:
@@ -46,7 +47,7 @@ def hand_made(count: int = 3, **changes: Any) -> list[SampleTrace]:
 
 
 def compare(of: Trace, **more: Any) -> HeadComparison:
-    return summarise(of, *LABELS, **more)
+    return summarise(of, *PAIR, **more)
 
 
 def test_means_verdicts_and_shares() -> None:
@@ -224,7 +225,7 @@ def test_the_summary_is_plain_json() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     made = trace(*hand_made())
     with pytest.raises(TraceError, match="expected one of the trace's configurations"):
-        summarise(made, LABELS[0], "nothing")
+        summarise(made, PAIR[0], config("value"))
     with pytest.raises(ConfigError, match="a step from 0 to 0, got 1"):
         compare(made, step=1)
     nothing = Trace(made.run, made.sample_ids, made.arrays, dict.fromkeys(made.sample_ids, "broke"))
@@ -253,13 +254,13 @@ def test_pairs_differ_in_selection_alone() -> None:
     made = [EvictionConfig(budget=Budget(b), selection=name) for b in (64, 128) for name in ("attention", "value")]
     stream = EvictionConfig(budget=Budget(64), policy="streaming-llm", selection="position")
     run = RunConfig(model="m", dataset="d", configs=(*made, stream))
-    labels = run.labels()
-    assert pairs(run, "attention", "value") == [(labels[0], labels[1]), (labels[2], labels[3])]
-    assert pairs(run, "streaming-llm", "snapkv:value") == [(labels[4], labels[1])]
+    configs = run.configs
+    assert pairs(run, "attention", "value") == [(configs[0], configs[1]), (configs[2], configs[3])]
+    assert pairs(run, "streaming-llm", "snapkv:value") == [(configs[4], configs[1])]
     inside = dataclasses.replace(stream, positions="in-cache")
     both = dataclasses.replace(run, configs=(*run.configs, inside))
-    assert pairs(both, "snapkv:value", "streaming-llm") == [(labels[1], labels[4]), (labels[1], inside.label())]
-    assert pairs(both, "streaming-llm", "snapkv:value") == [(labels[4], labels[1]), (inside.label(), labels[1])]
+    assert pairs(both, "snapkv:value", "streaming-llm") == [(configs[1], configs[4]), (configs[1], inside)]
+    assert pairs(both, "streaming-llm", "snapkv:value") == [(configs[4], configs[1]), (inside, configs[1])]
     with pytest.raises(TraceError, match="got a trace of snapkv:attention, snapkv:value, streaming-llm:position"):
         pairs(run, "attention", "two-stage")
 
@@ -272,10 +273,10 @@ def test_bare_selections_are_compared_within_each_policy() -> None:
         for policy, selection in sides
     )
     run = RunConfig("m", "d", configs)
-    labels = run.labels()
-    assert pairs(run, "attention", "two-stage") == [(labels[0], labels[1]), (labels[2], labels[3])]
-    assert pairs(run, "attention", "adakv:two-stage") == [(labels[0], labels[3])]
-    assert pairs(run, "attention", "h2o") == [(labels[0], labels[4])]  # which does not pool: part of what it is
+    configs = run.configs
+    assert pairs(run, "attention", "two-stage") == [(configs[0], configs[1]), (configs[2], configs[3])]
+    assert pairs(run, "attention", "adakv:two-stage") == [(configs[0], configs[3])]
+    assert pairs(run, "attention", "h2o") == [(configs[0], configs[4])]  # which does not pool: part of what it is
 
 
 def test_noise_adds_in_the_angle_so_equal_cosines_that_both_shake_are_tied() -> None:

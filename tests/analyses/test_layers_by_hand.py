@@ -11,12 +11,13 @@ import pytest
 from perturbkv.analyses import budgets, last_layer, layers
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.pairing import series, sweeps
+from perturbkv.configs.budget import Budget
 from perturbkv.errors import TraceError, UnknownNameError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
 
 CONFIGS = [config("attention", 0.1), config("two-stage", 0.1), config("attention", 0.4), config("two-stage", 0.4)]
-PAIR = (CONFIGS[0].label(), CONFIGS[1].label())
+PAIR = (CONFIGS[0], CONFIGS[1])
 # (sample, config, layer)
 DRIFT = np.array(
     [[[10, 20, 40], [5, 18, 50], [1, 2, 4], [1, 2, 2]], [[30, 20, 80], [25, 20, 40], [1, 2, 8], [1, 2, 1]]]
@@ -125,13 +126,13 @@ def test_curves_run_over_kept_shares() -> None:
     found = budgets.summarise(made(), ["attention", "two-stage"])
     attention, two_stage = found.curves
     assert (attention.name, two_stage.name) == ("attention", "two-stage")
-    assert attention.budgets == ("0.1", "0.4")
+    assert attention.budgets == (Budget(0.1), Budget(0.4))
     assert attention.kept.tolist() == [0.1, 0.4]
     assert attention.means["drift"].tolist() == [60, 6]
     assert attention.means["kl"].tolist() == [6, 1]
     assert attention.means["top1"].tolist() == [0, 1]
     assert two_stage.means["top1"].tolist() == [0.5, 1]
-    assert attention.cliff == ("0.4", "0.1")
+    assert attention.cliff == (Budget(0.4), Budget(0.1))
     assert attention.medians["kl"].tolist() == [6, 1]
     kl, same = attention.intervals["kl"], attention.intervals["top1"]
     assert kl is not None
@@ -144,9 +145,10 @@ def test_curves_run_over_kept_shares() -> None:
 
 def test_the_cliff_is_where_kl_rises_most_per_halving() -> None:
     kept, kl = np.array([0.1, 0.2, 0.8]), np.array([3.0, 2.5, 0.5])  # 0.5 over one halving, 2 over two
-    assert budgets._cliff(("0.1", "0.2", "0.8"), kept, kl) == ("0.8", "0.2")
-    assert budgets._cliff(("0.1", "0.2", "0.8"), kept, kl[::-1]) is None
-    assert budgets._cliff(("0.1",), kept[:1], kl[:1]) is None
+    asked = [Budget(0.1), Budget(0.2), Budget(0.8)]
+    assert budgets._cliff(asked, kept, kl) == (Budget(0.8), Budget(0.2))
+    assert budgets._cliff(asked, kept, kl[::-1]) is None
+    assert budgets._cliff(asked[:1], kept[:1], kl[:1]) is None
 
 
 def test_one_sample_has_no_intervals() -> None:
@@ -157,8 +159,7 @@ def test_one_sample_has_no_intervals() -> None:
 
 def test_series_and_sweeps_join_what_differs_in_budget_alone() -> None:
     run = made().run
-    labels = run.labels()
-    assert series(run, "attention", "two-stage") == [[(labels[0], labels[1]), (labels[2], labels[3])]]
+    assert series(run, "attention", "two-stage") == [[run.configs[:2], run.configs[2:]]]
     assert sweeps(run, "two-stage") == [[1, 3]]
     with pytest.raises(TraceError, match="of 'value'"):
         sweeps(run, "value")

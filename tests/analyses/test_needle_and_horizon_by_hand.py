@@ -15,7 +15,8 @@ from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import mean_ranks, spearman
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import VARIABLES, SampleTrace, Trace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.traces import sample_trace, trace
 
@@ -154,7 +155,7 @@ def test_budgets_are_never_mixed_and_two_methods_have_no_ranks() -> None:
     more = [config(name, 128) for name in ("attention", "two-stage", "random")]
     scores, moved = [[1, 0, 0, 0, 0, 1]], [[0.1, 0.5, 0.9, 0.1, 0.5, 0.9]]
     small, large = retrieval.summarise(ranked(scores, [1], moved, configs=[*THREE, *more])).budgets
-    assert (small.budget, large.budget) == ("64", "128")
+    assert (small.name, large.name) == ("64", "128")
     assert small.of("score")[0].rho == pytest.approx(-large.of("score")[0].rho)
     assert small.of("score")[0].rho < 0
     few = retrieval.summarise(made([[1, 0]], [1], [[0.1, 0.2]]))
@@ -177,7 +178,7 @@ def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(
     measured_trace = ranked([[1, 0, 0, 1, 0, 0]], [1], [[0.3, 0.2, 0.1, 0.9, 0.8, 0.7]], configs=[*THREE, *more])
     measured_trace.arrays["held_share"] = np.array([[0.48] * 3 + [0.24] * 3])  # type: ignore[index]
     links = retrieval.summarise(measured_trace).budgets
-    assert tuple(link.budget for link in links) == names
+    assert tuple(link.name for link in links) == names
     assert [link.held_ends for link in links] == [(0.48, 0.48), (0.24, 0.24)]
     for link in links:
         assert link.of("score")[0].rho == pytest.approx(stats.spearmanr([3, 2, 1], [1, 0, 0]).statistic)

@@ -14,7 +14,6 @@ from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
 
 CONFIGS = (config("attention"), config("two-stage"))
-LABELS = [one.label() for one in CONFIGS]
 
 
 def made(

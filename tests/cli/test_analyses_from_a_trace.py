@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from rich.cells import cell_len
 
+from perturbkv.analyses.objects import config_of
 from perturbkv.storage.trace_file import read_trace
 from tests.support.measured import MEASURED
 
@@ -122,6 +123,23 @@ def test_json_is_the_summary_of_the_analysis(perturbkv: Run, measured: Path) -> 
     assert told["configurations"] == stored["analyses"]["bound-tightness"]["configurations"]
     assert told["violations"] == 0
     assert told["inequalities_checked"]["L ≤ θ"] == 360
+
+
+def test_a_summary_holds_configurations_as_objects_and_types_as_types(perturbkv: Run, measured: Path) -> None:
+    run = read_trace(measured).run
+    told = perturbkv("layers", measured, "--budgets", "-o", "out", "--json").json()
+    assert told["run"]["seed"] == run.seed
+    assert told["run"]["random_weights"] is run.random_weights
+    assert [config_of(one) for one in told["run"]["configs"]] == list(run.configs)
+    for drift in told["drifts"]:
+        assert config_of(drift["baseline"]) in run.configs
+        assert (drift["baseline"]["selection"], drift["treatment"]["selection"]) == ("attention", "two-stage")
+    first = told["budgets"]["curves"][0]
+    assert first["budgets"] == [one["budget"] for one in first["configs"]] == [16, 80]
+    told = perturbkv("info", measured, "--json").json()
+    assert told["run"]["configs"][0]["label"] == run.labels()[0]
+    assert told["attrs"]["random_weights"] is True
+    assert told["attrs"]["format_version"] == 1
 
 
 def test_each_distance_has_its_own_files_and_its_own_key(perturbkv: Run, measured: Path) -> None:

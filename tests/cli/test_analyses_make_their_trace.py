@@ -63,6 +63,7 @@ def test_where_no_budget_fits_that_is_an_error(perturbkv: Run, unbudgeted: list[
 def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     told = perturbkv("ablation", *tiny, "--dry-run", "--json").json()
     assert len(told["kept"]) == 27
+    assert {(one["config"]["budget"], one["entries"]) for one in told["kept"]} == {(24, 24)}
     assert list(tmp_path.iterdir()) == []
 
 

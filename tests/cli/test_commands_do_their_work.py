@@ -56,13 +56,17 @@ def test_several_treatments_presets_and_budgets_make_a_comparison_each(perturbkv
     assert [path.name for path in Path("out").glob("*.png")] == ["heads-attention-two-stage-random.png"]
 
 
+def side(config: dict[str, Any]) -> str:
+    return f"{config['policy']}:{config['selection']}"
+
+
 def test_policies_can_be_compared(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("heads", *tiny, "--compare", "streaming-llm,snapkv:two-stage", "-o", "out", "--json")
     assert ran.code == 0, ran.err
-    assert ran.json()["comparisons"][0]["baseline"].startswith("streaming-llm:position")
+    assert side(ran.json()["comparisons"][0]["baseline"]) == "streaming-llm:position"
     ran = perturbkv("heads", *tiny, "--compare", "attention,random,random:attention,h2o", "-o", "more", "--json")
     assert ran.code == 0, ran.err
-    names = [one["treatment"].partition(" ")[0] for one in ran.json()["comparisons"]]
+    names = [side(one["treatment"]) for one in ran.json()["comparisons"]]
     assert names == ["snapkv:random", "random:attention", "h2o:attention"]
 
 
@@ -144,11 +148,20 @@ def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None
     assert len(perturbkv(command, "--json").json()) > 1
 
 
+def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:
+    from perturbkv.models.aliases import ALIASES, DEFAULT
+
+    told = perturbkv("models", "--json").json()
+    assert [row["alias"] for row in told] == list(ALIASES)
+    assert [row["alias"] for row in told if row["default"]] == [DEFAULT]
+    assert f"{DEFAULT} (default)" in perturbkv("models").out
+
+
 def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("trace", *tiny, "-o", "t.h5")
     assert "samples" not in ran.err
     with console.progress("samples", 3) as bar:
-        assert bar.disable
+        assert not bar.shown
 
 
 def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +170,7 @@ def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("perturbkv.pipeline.samples.trace", interrupt)
+        patch.setattr("perturbkv.engines.here.trace", interrupt)
         ran = perturbkv("heads", *tiny, "-o", "out")
     assert ran.code == 130
     assert "1 of 2 samples are kept beside out/trace.h5; run the same command with --output out" in ran.err
@@ -219,7 +232,7 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
         return run_trace(adapter, prompts, run, resources, finished, wanted)
 
     assert perturbkv("trace", *tiny, "-o", "t.h5").code == 0
-    monkeypatch.setattr("perturbkv.pipeline.samples.trace", watched)
+    monkeypatch.setattr("perturbkv.engines.here.trace", watched)
     more = [*instead(tiny, "--samples", 3), "--budget", 60]
     ran = perturbkv("trace", *more, "-o", "t.h5")
     assert ran.code == 0, ran.err

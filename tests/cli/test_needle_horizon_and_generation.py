@@ -39,7 +39,7 @@ def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(pertu
     trace = read_trace(Path("out/trace.h5"))
     assert (trace.run.generate, trace.run.steps, len(trace.sample_ids), len(trace.run.configs)) == (5, 2, 4, 6)
     told = json.loads(Path("out/summary.json").read_text())["analyses"]["needle"]
-    assert [method["label"] for method in told["methods"]] == trace.run.labels()
+    assert [method["config"]["label"] for method in told["methods"]] == trace.run.labels()
     assert told["full"]["score"] == trace.arrays["score_full"].mean()
     (link,) = told["correlation"]["budgets"]
     assert {one["measure"] for one in link["correlations"]} == {"isolated", "theta", "propagated", "lost"}
@@ -83,6 +83,7 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
     path = Path("out/generation.jsonl")
     header, *rows = map(json.loads, path.read_text().split("\n")[:-1])
     assert header["run"]["generate"] == 6
+    assert (header["made_with"]["seed"], header["made_with"]["random_weights"]) == (0, False)
     assert [row["sample"] for row in rows] == ["p0", "p1"]
     assert [label.partition(" ")[0] for label in rows[0]["evicted"]] == ["snapkv:attention", "snapkv:two-stage"]
     assert all(len(made["tokens"]) <= 6 for row in rows for made in row["evicted"].values())

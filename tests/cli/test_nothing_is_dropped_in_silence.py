@@ -61,7 +61,7 @@ def test_what_is_repeatable_makes_every_combination(perturbkv: Run, tiny: list[o
     assert ran.code == 0, ran.err
     configs = read_run(Path("out/trace.h5")).configs
     assert len(configs) == len({(one.alpha, one.policy, one.granularity, one.selection) for one in configs}) == 16
-    pairs = [(one["baseline"].split(":")[0], one["treatment"].split(":")[0]) for one in ran.json()["comparisons"]]
+    pairs = [(one["baseline"]["policy"], one["treatment"]["policy"]) for one in ran.json()["comparisons"]]
     assert sorted(pairs) == [("adakv", "adakv")] * 4 + [("snapkv", "snapkv")] * 4
 
 

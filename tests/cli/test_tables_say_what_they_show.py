@@ -67,7 +67,7 @@ def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
 
 
 def test_intervals_of_medians_say_their_own_level() -> None:
-    pair = (CONFIGS[0].label(), CONFIGS[2].label())
+    pair = (CONFIGS[0], CONFIGS[2])
     told = layers_command._caption(layers.summarise(made(samples=8), *pair), None, False)
     assert "95 % intervals over samples (medians: 93 %)" in told
     assert "medians:" not in layers_command._caption(layers.summarise(made(samples=4), *pair), None, False)
@@ -77,7 +77,7 @@ def test_intervals_of_medians_say_their_own_level() -> None:
 def test_every_caption_says_its_noise_floor() -> None:
     trace = made(samples=5, hidden_noise_floor=3e-4, noise_floor=2e-3, noise_floor_isolated=1e-3)
     trace.arrays["logit_kl_noise_floor"][:] = 7e-9  # type: ignore[index]
-    pair = (CONFIGS[0].label(), CONFIGS[2].label())
+    pair = (CONFIGS[0], CONFIGS[2])
     curves = budgets.summarise(trace, ["attention"])
     told = layers_command._caption(layers.summarise(trace, *pair), curves, False)
     assert "Noise floor: 3.0e-04 after the last layer (mean). Noise floor of KL: 7.0e-09 nat (median)." in told
@@ -89,7 +89,7 @@ def test_every_caption_says_its_noise_floor() -> None:
 def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are() -> None:
     trace = made(samples=5)
     trace.arrays["held_share"] = np.tile([0.2, 0.2, 0.25, 0.4, 0.4, 0.4], (5, 1))  # type: ignore[index]
-    pair = (CONFIGS[0].label(), CONFIGS[2].label())
+    pair = (CONFIGS[0], CONFIGS[2])
     assert "0.20 → 0.25" in said(layers_command._print_samples, [last_layer.summarise(trace, *pair)])
     told = layers_command._caption(layers.summarise(trace, *pair), None, False)
     assert "+ / = / −: layers that drift less, tied, more than the baseline; of layers the means over samples" in told

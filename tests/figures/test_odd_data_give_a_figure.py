@@ -59,7 +59,7 @@ def made(samples: int = 2, layers: int = 2, heads: int = 2, failed: int = 0, **f
 def figures(trace: Trace, width: int) -> Iterator[Figure]:
     """Every figure of a trace."""
     (pairs,) = series(trace.run, "attention", "two-stage")
-    shown = identity(trace, [label for pair in pairs for label in pair])
+    shown = identity(trace, [config for pair in pairs for config in pair])
     bounds = bound_tightness.summarise(trace).of("two-stage")
     yield bounds_figure.draw(bounds, rank_agreement.summarise(trace), width)
     yield bounds_figure.draw_heads(bounds, width)

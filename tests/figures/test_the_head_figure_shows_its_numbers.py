@@ -20,7 +20,7 @@ def comparison(
 ) -> HeadComparison:
     made = [sample_trace(f"s{i}", layers=layers, heads=heads, seed=i) for i in range(samples)]
     made = [SampleTrace(sample.sample_id, {**sample.arrays, **arrays}) for sample in made]
-    return summarise(trace(*made, random_weights=random_weights), *run_config().labels())
+    return summarise(trace(*made, random_weights=random_weights), *run_config().configs)
 
 
 def test_points_are_the_means_of_the_heads() -> None:

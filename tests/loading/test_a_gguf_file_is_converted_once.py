@@ -162,7 +162,7 @@ def test_the_first_to_be_done_wins(cache: Path) -> None:
 
 KILLED = """
 import os, signal
-from perturbkv import user_cache
+from perturbkv.models import user_cache
 def fill(folder):
     (folder / "model.safetensors").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -124,7 +124,7 @@ def test_a_trace_and_its_figures_say_the_storage_type_of_quantised_weights(
     assert attrs["weights"] == "Q4_1 → float32"
     assert attrs["weights_stored"] == "Q4_1 matrices, Q8_0 embeddings, F32 norms"
     assert describe(plain).attrs["weights"] == "float32"
-    feet = [identity(read_trace(path), read_trace(path).run.labels()).lines()[0] for path in (quantised, plain)]
+    feet = [identity(read_trace(path), read_trace(path).run.configs).lines()[0] for path in (quantised, plain)]
     assert "weights Q4_1 → float32" in feet[0]
     assert "weights" not in feet[1]
 

@@ -8,7 +8,7 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, BudgetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.generation import answer
@@ -21,8 +21,8 @@ def run(*configs: EvictionConfig, steps: int = 2) -> RunConfig:
     return RunConfig(model="m", dataset="d", configs=configs, steps=steps)
 
 
-def prompt(count: int = 50, name: str = "s") -> EncodedPrompt:
-    return EncodedPrompt(name, token_ids(count), 0)
+def prompt(count: int = 50, name: str = "s") -> Prompt:
+    return Prompt(name, token_ids(count), 0)
 
 
 def config(budget: int | float = 16, **fields: object) -> EvictionConfig:
@@ -111,7 +111,7 @@ def poison(adapter: Adapter, layer: int) -> None:
 def test_nan_fails_the_sample_and_names_the_layer() -> None:
     adapter = tiny_adapter(layers=3)
     poison(adapter, layer=1)
-    bad = EncodedPrompt("bad", (*token_ids(30), 255, 3), 0)
+    bad = Prompt("bad", (*token_ids(30), 255, 3), 0)
     with pytest.raises(ActivationError, match="layer 1 hold NaN or Inf in sample 'bad'"):
         trace_sample(adapter, bad, run(config(16)))
 
@@ -124,7 +124,7 @@ def test_nan_after_the_last_layer_fails_the_sample_and_says_where(module: str, p
     spoiled = adapter.model.get_submodule(module)
     spoiled.register_forward_hook(lambda module, args, output: output * torch.nan)
     with pytest.raises(ActivationError, match=f"^{place} hold NaN or Inf in sample 'bad'$"):
-        trace_sample(adapter, EncodedPrompt("bad", token_ids(40), 0), run(config(16)))
+        trace_sample(adapter, Prompt("bad", token_ids(40), 0), run(config(16)))
 
 
 @pytest.mark.parametrize("module", ["model.norm", "lm_head"])
@@ -136,7 +136,7 @@ def test_nan_that_only_decoding_makes_fails_the_sample(module: str) -> None:
 
     adapter.model.get_submodule(module).register_forward_hook(spoil)
     with pytest.raises(ActivationError, match="hold NaN or Inf in sample 'bad'"):
-        trace_sample(adapter, EncodedPrompt("bad", token_ids(40), 0), run(config(16)))
+        trace_sample(adapter, Prompt("bad", token_ids(40), 0), run(config(16)))
 
 
 def test_a_generated_answer_is_not_made_of_nan() -> None:
@@ -147,13 +147,13 @@ def test_a_generated_answer_is_not_made_of_nan() -> None:
 
     adapter.model.lm_head.register_forward_hook(spoil)
     with pytest.raises(ActivationError, match="the logits hold NaN"):
-        answer(adapter, EncodedPrompt("bad", token_ids(40), 0), (config(16),), 4)
+        answer(adapter, Prompt("bad", token_ids(40), 0), (config(16),), 4)
 
 
 def test_the_run_goes_on_after_a_failed_sample() -> None:
     adapter = tiny_adapter()
     poison(adapter, layer=0)
-    good, bad = EncodedPrompt("good", tuple(i % 200 for i in token_ids(40)), 0), EncodedPrompt("bad", (255,) * 40, 0)
+    good, bad = Prompt("good", tuple(i % 200 for i in token_ids(40)), 0), Prompt("bad", (255,) * 40, 0)
     finished: list[SampleTrace | FailedSample] = []
     failed = trace(adapter, [bad, good], run(config(16)), finished=finished.append)
     assert [sample.sample_id for sample in failed] == ["bad"]

@@ -17,16 +17,16 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Shape, parse_size, plan_batches
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.pipeline import layer, samples
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.timing import timed
+from perturbkv.schema import VARIABLES
 from perturbkv.selection.policies import registry
-from perturbkv.trace import VARIABLES
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
-PROMPT = EncodedPrompt("s", token_ids(60), 0)
+PROMPT = Prompt("s", token_ids(60), 0)
 POLICIES = ("snapkv", "pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova", "random")
 HEAD_SCORES = ((1.0, 2.0, 5.0, 1.0), (3.0, 1.0, 1.0, 0.5))
 
@@ -76,7 +76,7 @@ def assert_same(found: Any, place: int, alone: Any, atol: float) -> None:
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_a_sweep_equals_one_run_per_configuration(scenario: str) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
-    prompt = EncodedPrompt("s", token_ids(60), 0, question_tokens=7)
+    prompt = Prompt("s", token_ids(60), 0, question_tokens=7)
     options = {"scenario": scenario, "steps": 2, "save": ("outputs",), "generate": 2}
     together = trace_sample(adapter, prompt, run(configs, **options)).arrays
     assert len({str(kept(together, place)) for place in range(len(configs))}) > len(configs) // 2

@@ -11,7 +11,7 @@ import pytest
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection.policies import registry
 from perturbkv.trace import SampleTrace
@@ -125,7 +125,7 @@ def case(request: pytest.FixtureRequest) -> tuple[SampleTrace, Reference]:
     adapter, ids = exact_adapter(family, *HEADS[heads]), token_ids(LENGTH, seed=1)
     chosen = CONFIGS[kind](granularity)
     run = RunConfig("m", "d", chosen, steps=STEPS, save=("outputs",), scenario=scenario, head_scores=HEAD_SCORES)
-    prompt = EncodedPrompt("s", ids, 0, question_tokens=QUESTION)
+    prompt = Prompt("s", ids, 0, question_tokens=QUESTION)
     return trace_sample(adapter, prompt, run), Reference(adapter.model, ids, run)
 
 

@@ -9,7 +9,7 @@ import torch
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import generation
@@ -20,7 +20,7 @@ from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
-PROMPT = EncodedPrompt("s", token_ids(14, seed=4), 0)
+PROMPT = Prompt("s", token_ids(14, seed=4), 0)
 BUDGET, LIMIT, WINDOW, TOKENS = 12, 24, 4, 40
 
 

@@ -17,12 +17,12 @@ from perturbkv.cache.entries import KeptEntries, pool_entries
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import answer, read_evicting
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.trace import VARIABLES
+from perturbkv.schema import VARIABLES
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_capture_leaves_no_trace import hook_count
@@ -30,7 +30,7 @@ from tests.support.models import HEADS, exact_adapter, tiny_adapter, tiny_model,
 from tests.support.varlen import varlen
 
 LENGTH, QUESTION, STEPS, SINKS = 40, 7, 6, 3
-PROMPT = EncodedPrompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
+PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
 TOKENS = token_ids(STEPS, seed=8)
 PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 KEPT = EvictionConfig(Budget(12), "streaming-llm", "position", 5, sinks=SINKS)
@@ -214,7 +214,7 @@ def test_a_cache_that_is_compressed_again_counts_from_0_again(granularity: str, 
     """A short prompt is compressed as its text grows, a long one while it is read; beside rows that keep positions."""
     adapter, most, limit = exact_adapter("llama", 4, 2, seed=1), 40, 20
     chosen = replace(INSIDE, granularity=granularity)
-    given = EncodedPrompt("s", token_ids(prompt, seed=4), 0)
+    given = Prompt("s", token_ids(prompt, seed=4), 0)
     found = answer(adapter, given, (KEPT, chosen, SNAPKV), most, compress_every=limit)
     decoder, held, expected, moved = Decoder(adapter.model), list(range(prompt)), [], []
     for token in given.token_ids:

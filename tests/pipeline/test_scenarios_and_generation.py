@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import decode_from
@@ -23,7 +23,7 @@ from tests.oracle.decoder import Decoder
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
 
 LENGTH, QUESTION = 40, 9
-PROMPT = EncodedPrompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
+PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
 
 
 def config(policy: str = "adakv", budget: int | float = 16, **fields: object) -> EvictionConfig:

@@ -13,20 +13,21 @@ import torch
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import samples
 from perturbkv.pipeline.decoding import steps_of_text
 from perturbkv.pipeline.samples import trace_sample
+from perturbkv.schema import VARIABLES
 from perturbkv.storage import export
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.storage.writer import TraceWriter
-from perturbkv.trace import VARIABLES, SampleTrace
+from perturbkv.trace import SampleTrace
 from tests.pipeline.test_a_sweep_shares_one_prefill import Waiting
 from tests.support.models import tiny_adapter, token_ids
 
 STEPS = 6
-PROMPT = EncodedPrompt("s", token_ids(40, seed=3), 0, question_tokens=6)
+PROMPT = Prompt("s", token_ids(40, seed=3), 0, question_tokens=6)
 CONFIGS = tuple(
     EvictionConfig(budget=Budget(budget), window=6, granularity=granularity)
     for budget, granularity in ((12, "query"), (20, "kv"), (1.0, "kv"))
@@ -155,7 +156,7 @@ def test_a_budget_of_two_fifths_of_the_entries_holds_more_than_the_grouped_cache
         for granularity in ("query", "kv")
         for policy in ("snapkv", "adakv")
     )
-    arrays = trace_sample(adapter, EncodedPrompt("s", token_ids(50), 0), RunConfig("m", "d", configs)).arrays
+    arrays = trace_sample(adapter, Prompt("s", token_ids(50), 0), RunConfig("m", "d", configs)).arrays
     assert arrays["held_share"].tolist() == pytest.approx([1.2, 1.2, 0.4, 0.4])
     positions = arrays["kept_count"][0].sum() / (2 * 2 * 50)
     assert arrays["held_share"][0] == pytest.approx(positions)

@@ -17,7 +17,7 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import from_preset
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.distraction import distracted
-from perturbkv.datasets.encode import EncodedPrompt, encode
+from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.prose import sentences
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.datasets.scoring import exact_number
@@ -40,7 +40,7 @@ def adapter() -> Adapter:
 
 
 @pytest.fixture(scope="module")
-def needle(adapter: Adapter) -> tuple[EncodedPrompt, str]:
+def needle(adapter: Adapter) -> tuple[Prompt, str]:
     sample = load("needle", DatasetOptions(1, lengths=(1000,), depths=(0.4,)), adapter.tokenizer).samples[0]
     return encode(sample, adapter.tokenizer, chat_template=True, max_tokens=None), sample.answers[0]
 
@@ -58,7 +58,7 @@ def test_english_prose_has_a_low_loss(adapter: Adapter) -> None:
         assert float(adapter.model(input_ids=ids, labels=ids).loss) < 4
 
 
-def test_it_finds_a_needle_among_a_thousand_tokens(adapter: Adapter, needle: tuple[EncodedPrompt, str]) -> None:
+def test_it_finds_a_needle_among_a_thousand_tokens(adapter: Adapter, needle: tuple[Prompt, str]) -> None:
     prompt, answer = needle
     ids = torch.tensor([prompt.token_ids])
     with torch.inference_mode():
@@ -66,7 +66,7 @@ def test_it_finds_a_needle_among_a_thousand_tokens(adapter: Adapter, needle: tup
     assert answer in adapter.tokenizer.decode(made[0, ids.shape[1] :])
 
 
-def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple[EncodedPrompt, str]) -> None:
+def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple[Prompt, str]) -> None:
     configs = tuple(
         from_preset(preset, Budget(96), selection=name)
         for preset in ("paper", "paper-v2")
@@ -90,7 +90,7 @@ def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple
 
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_it_generates_what_transformers_generates_where_nothing_is_evicted(
-    adapter: Adapter, needle: tuple[EncodedPrompt, str], scenario: str
+    adapter: Adapter, needle: tuple[Prompt, str], scenario: str
 ) -> None:
     prompt, number = needle
     ids = torch.tensor([prompt.token_ids])

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import perturbkv
 from perturbkv.errors import TraceError
+from perturbkv.schema import VARIABLES
 from perturbkv.storage.trace_file import FORMAT_VERSION, describe, read_trace
 from perturbkv.storage.writer import TraceWriter
-from perturbkv.trace import VARIABLES, FailedSample, SampleTrace
+from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.traces import KEPT, run_config, sample_trace
 
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()

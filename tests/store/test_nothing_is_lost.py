@@ -56,7 +56,7 @@ import os, signal, sys, time
 from pathlib import Path
 import h5py, numpy as np
 from tests.support.traces import run_config, sample_trace
-from perturbkv import journal, store
+from perturbkv.storage import journal, trace_file
 from perturbkv.storage.writer import TraceWriter
 
 path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -10,7 +10,8 @@ import numpy as np
 
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.trace import VARIABLES, SampleTrace, Trace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace
 
 MEASURED = Path(__file__).resolve().parents[1] / "store" / "golden" / "measured-v1.h5"

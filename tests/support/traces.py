@@ -11,7 +11,8 @@ import numpy as np
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.trace import VARIABLES, SampleTrace, Trace
+from perturbkv.schema import VARIABLES
+from perturbkv.trace import SampleTrace, Trace
 
 KEPT = 3
 

@@ -9,8 +9,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import IN_CACHE, SELECTIONS, EvictionConfig, from_preset
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.selection.policies.parameters import SELECTION_PARAMETERS, Parameter, own
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
@@ -31,6 +33,7 @@ class PolicyInfo:
         defaults: choices that the system makes otherwise than the presets.
         needs_scores: whether head scores have to be given.
         carries_history: whether its score counts queries from before the last compression, which decoding forgets.
+        parameters: its own options, as `name(option=value)` takes them.
         in_cache: whether its kept keys may stand at 0 … b − 1, for which all kept sets have to be equally long.
     """
 
@@ -44,6 +47,7 @@ class PolicyInfo:
     needs_scores: bool = False
     carries_history: bool = False
     in_cache: bool = False
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     @property
     def caches(self) -> tuple[str, ...]:
@@ -147,6 +151,18 @@ def works() -> str:
     return f"what works (perturbkv policies): {listed}"
 
 
+def own_choices(policy: Choice, selection: Choice) -> dict[str, Any]:
+    """Fields of `EvictionConfig` that a policy and a selection name as their own parameters.
+
+    Raises ConfigError for an option that its owner lacks, one without a name, and a value of another kind.
+    """
+    of_selection = SELECTION_PARAMETERS.get(selection.name, {})
+    return {
+        **own(policy, f"policy '{policy.name}'", info(policy.name).parameters),
+        **own(selection, f"selection '{selection.name}'", of_selection),
+    }
+
+
 def build(name: str) -> Policy:
     """The policy itself."""
     module, _, attribute = info(name).implementation.partition(":")
@@ -167,6 +183,10 @@ for _info in (
         "https://arxiv.org/abs/2406.02069",
         _PLACE + "pyramidkv:PyramidKV",
         budgets="by layer",
+        parameters={
+            "beta": Parameter("pyramid_beta", "the last layer keeps (b − w) / beta entries of the prefix"),
+            "line": Parameter("pyramid_line", "prefix: b − w lies on the line between layers; total: b, window inside"),
+        },
     ),
     PolicyInfo(
         "adakv",
@@ -174,6 +194,12 @@ for _info in (
         "https://arxiv.org/abs/2407.11550",
         _PLACE + "adakv:AdaKV",
         budgets="by head",
+        parameters={
+            "floor": Parameter("floor", "share that every head keeps: of b − w, or of b where it is guaranteed"),
+            "safeguard": Parameter(
+                "safeguard", "mixture of uniform and competing budgets, or guaranteed: own best first"
+            ),
+        },
     ),
     PolicyInfo(
         "headkv",
@@ -182,6 +208,7 @@ for _info in (
         _PLACE + "headkv:HeadKV",
         budgets="by head",
         needs_scores=True,
+        parameters={"beta": Parameter("head_beta", "one beta-th of b − w is shared out by head scores")},
     ),
     PolicyInfo(
         "h2o",
@@ -190,6 +217,7 @@ for _info in (
         _PLACE + "h2o:H2O",
         defaults=_UNPOOLED,
         carries_history=True,
+        parameters={"recent": Parameter("recent", "share of b that is most recent entries")},
     ),
     PolicyInfo(
         "scissorhands",
@@ -198,6 +226,7 @@ for _info in (
         _PLACE + "scissorhands:Scissorhands",
         defaults={"pool": "none", "window": 10},
         carries_history=True,
+        parameters={"history": Parameter("history", "last queries whose votes count")},
     ),
     PolicyInfo(
         "tova",
@@ -220,6 +249,10 @@ for _info in (
         _PLACE + "streaming_llm:StreamingLLM",
         selections=("position",),
         in_cache=True,
+        parameters={
+            "sinks": Parameter("sinks", "first entries that stay"),
+            "positions": Parameter("positions", "kept: keys at their places of the prompt; in-cache: at 0 … b − 1"),
+        },
     ),
 ):
     register(_info)

@@ -10,7 +10,7 @@ import torch
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.storage.writer import TraceWriter
@@ -35,8 +35,7 @@ if __name__ == "__main__":
     run = RunConfig(model="tiny", dataset="random", configs=configs(), samples=4, random_weights=True)
     tokens = torch.randint(0, adapter.model.config.vocab_size, (3, 96), generator=torch.Generator().manual_seed(0))
     samples = [
-        trace_sample(adapter, EncodedPrompt(f"s{place}", tuple(row.tolist()), 0), run)
-        for place, row in enumerate(tokens)
+        trace_sample(adapter, Prompt(f"s{place}", tuple(row.tolist()), 0), run) for place, row in enumerate(tokens)
     ]
     broken = FailedSample("broken", "planted failure")
     names = [*(sample.sample_id for sample in samples), broken.sample_id]

@@ -7,7 +7,7 @@ from pathlib import Path
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import EncodedPrompt
+from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.storage.writer import TraceWriter
@@ -31,7 +31,7 @@ def ending(adapter: Adapter, *tokens: int) -> Adapter:
 
 def samples() -> list[SampleTrace]:
     """The first one's text ends with the token of its third step."""
-    prompts = [EncodedPrompt(name, token_ids(48, seed=seed), 0) for seed, name in enumerate(NAMES, start=2)]
+    prompts = [Prompt(name, token_ids(48, seed=seed), 0) for seed, name in enumerate(NAMES, start=2)]
     free = [trace_sample(ending(tiny_adapter()), prompt, RUN).arrays["token_id"].tolist() for prompt in prompts]
     end = free[0][2]
     assert end not in free[0][:2] + free[1]

@@ -1,0 +1,220 @@
+"""The functions that a notebook needs: load, measure, read, generate. `import perturbkv as pk` has them all.
+
+Everything that the command line can do goes through these or what they call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets import registry as datasets
+from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.prompts import Prompts, encode_all, gathered
+from perturbkv.engines.here import Here
+from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.models import given
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import ModelFiles
+from perturbkv.models.loading import load_model as load_by_name
+from perturbkv.pipeline.generation import Answers, answer
+from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
+from perturbkv.pipeline.progress import bar
+from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
+from perturbkv.scoring import value_norms
+from perturbkv.selection.policies import registry as policies
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.trace import Trace
+
+ENGINES = ("here",)
+_DEFAULT = Resources()
+
+
+def load_model(
+    model: Any, *, tokenizer: Any = None, dtype: str = "auto", device: str = "auto", seed: int = 0
+) -> Adapter:
+    """A model to measure: by name, or one that is loaded already.
+
+    Args:
+        model: an alias (`smollm2-135m-q4_1`), a hub id, a folder, a .gguf file, `random:<alias>`; or a transformers
+            model, on any device, which is used where it is and left as it was.
+        tokenizer: of a loaded model.
+        dtype: of a model that is loaded by name: auto, float32, bfloat16, float16.
+        device: of a model that is loaded by name: auto, cpu, cuda, cuda:1, ….
+        seed: of random weights.
+
+    Raises ModelError, UnknownNameError or ConfigError, each with what was expected and what to do.
+
+    >>> import perturbkv as pk
+    >>> pk.load_model("random:smollm2-135m").heads
+    9
+    """
+    if isinstance(model, str | Path):
+        if tokenizer is not None:
+            msg = f"model '{model}' brings its own tokenizer; give a tokenizer with a loaded model alone"
+            raise ConfigError(msg)
+        return load_by_name(str(model), dtype, device, seed)
+    if (dtype, device) != ("auto", "auto"):
+        msg = "a loaded model stays in its dtype and on its device; leave dtype and device out"
+        raise ConfigError(msg)
+    return given.adapted(model, tokenizer)
+
+
+def load_prompts(
+    dataset: str,
+    model: Adapter,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    data_dir: str | Path | None = None,
+    lengths: Sequence[int] = (),
+    depths: Sequence[float] = (),
+    haystack: str = "prose",
+    max_tokens: int | None = None,
+    chat_template: bool | None = None,
+) -> Prompts:
+    """The prompts of a dataset as the model gets them.
+
+    Args:
+        dataset: `needle`, one of LongBench's 21 names, or a .jsonl file.
+        model: whose tokenizer and chat template count.
+        samples: how many; None: 8, or all where there are fewer.
+        seed: of everything random.
+        data_dir: folder with LongBench's files.
+        lengths: of needle's prompts, in tokens.
+        depths: where needle's fact lies, 0 to 1.
+        haystack: needle's, `prose` or `noise`.
+        max_tokens: longer prompts are cut in the middle.
+        chat_template: None: where the tokenizer has one and the dataset goes with one.
+
+    Raises UnknownNameError, DatasetError, ConfigError.
+    """
+    asked: dict[str, Any] = {"samples": 8 if samples is None else samples, "at_most": samples is None}
+    asked |= {"lengths": tuple(lengths)} if lengths else {}
+    asked |= {"depths": tuple(depths)} if depths else {}
+    asked |= {"data_dir": Path(data_dir)} if data_dir is not None else {}
+    loaded = datasets.load(dataset, datasets.DatasetOptions(seed=seed, haystack=haystack, **asked), model.tokenizer)
+    return encode_all(dataset, loaded, model.tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=seed)
+
+
+def measure(
+    model: Adapter,
+    prompts: Iterable[Prompt],
+    configs: Iterable[EvictionConfig],
+    *,
+    steps: int = 1,
+    scenario: str = "regular",
+    path: str | Path | None = None,
+    engine: str = "here",
+    save_outputs: bool = False,
+    cache: str = "ragged",
+    generate: int = 0,
+    head_scores: Sequence[Sequence[float]] = (),
+    overwrite: bool = False,
+    resources: Resources = _DEFAULT,
+    progress: bool = True,
+) -> Trace:
+    """Run the model once with its full cache and once with each evicted one, and say what was lost.
+
+    Args:
+        model: from `load_model`.
+        prompts: from `load_prompts`, or any series of `Prompt`.
+        configs: from `grid`, or any series of `EvictionConfig`; all of them share a prompt's one prefill.
+        steps: decode steps, teacher-forced on the full run.
+        scenario: `regular`, or `context-only`, which compresses the context before the question is known.
+        path: where the trace goes. A run that was killed goes on, and one that asks for more prompts or
+            configurations measures those alone. None: everything stays in memory.
+        engine: where samples are measured: `here`.
+        save_outputs: keep head outputs, hidden states and attention too.
+        cache: layout of evicted caches, `ragged` or `rectangular`.
+        generate: tokens generated from every cache and scored.
+        head_scores: one row per layer, for the policy `headkv`.
+        overwrite: replace a trace of another run at `path`.
+        resources: memory and kernels.
+        progress: whether a bar is shown.
+
+    Raises BudgetError, ConfigError, DatasetError, ModelError, TraceError; InterruptedRunError on Ctrl-C with a path.
+    """
+    save = ("outputs",) if save_outputs else ()
+    settings = Settings(steps, scenario, cache, save, generate, tuple(map(tuple, head_scores)))
+    planned = _planned(model, prompts, configs, settings, resources)
+    with bar("samples", shown=progress) as drawn, given.evaluating(model):
+        if path is None:
+            return run_in_memory(planned, _engine(engine), drawn.at)
+        return read_trace(run_to_file(planned, _engine(engine), Path(path), overwrite=overwrite, progress=drawn.at))
+
+
+def generate(
+    model: Adapter,
+    prompts: Iterable[Prompt],
+    configs: Iterable[EvictionConfig],
+    *,
+    max_new_tokens: int | None = None,
+    scenario: str = "regular",
+    cache: str = "ragged",
+    compress_every: int | None = None,
+    head_scores: Sequence[Sequence[float]] = (),
+    resources: Resources = _DEFAULT,
+    progress: bool = True,
+) -> list[Answers]:
+    """Greedy answers from the full cache and from every evicted one, one `Answers` per prompt.
+
+    Args:
+        model: from `load_model`.
+        prompts: what is answered.
+        configs: from `grid`.
+        max_new_tokens: tokens of an answer at most; None: as many as the dataset says.
+        scenario: as in `measure`.
+        cache: as in `measure`.
+        compress_every: compress to the budget again whenever a cache holds more entries than this.
+        head_scores: as in `measure`.
+        resources: as in `measure`.
+        progress: whether a bar is shown.
+
+    Raises what `measure` raises, and ConfigError for a configuration that would have to know the next query.
+    """
+    chosen = tuple(configs)
+    for config in chosen:
+        policies.check_generating(config)
+        if compress_every is not None:
+            policies.check_compressible(config)
+    settings = Settings(
+        scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=tuple(map(tuple, head_scores))
+    )
+    planned, found = _planned(model, prompts, chosen, settings, resources), []
+    with bar("samples", shown=progress) as drawn, given.evaluating(model):
+        for done, prompt in enumerate(planned.prompts):
+            drawn.at(done, len(planned.prompts))
+            found.append(
+                answer(
+                    model, prompt, planned.run.configs, planned.run.generate, scenario=scenario, layout=cache,
+                    head_scores=settings.head_scores, compress_every=compress_every, resources=resources,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _planned(
+    model: Adapter,
+    prompts: Iterable[Prompt],
+    configs: Iterable[EvictionConfig],
+    settings: Settings,
+    resources: Resources,
+) -> Plan:
+    chosen, held = tuple(configs), gathered(prompts)
+    for config in chosen:
+        policies.check(config, settings.cache)
+    value_norms.check_kernel(resources.norm_kernel, model.device)
+    placement = Placement(model.dtype, torch.device(model.device))
+    return plan(ModelFiles.of(model), placement, held, chosen, settings, resources, model)
+
+
+def _engine(name: str) -> Engine:
+    if name not in ENGINES:
+        raise UnknownNameError(name, "engine", ENGINES)
+    return Here()

@@ -1,0 +1,102 @@
+"""The prompts of a run as token ids, with what has to be known to make them again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+from perturbkv.datasets.encode import Prompt, Tokenizer, encode
+from perturbkv.datasets.registry import GENERATION_LENGTH, LoadedDataset
+from perturbkv.errors import DatasetError
+
+OWN = "prompts"
+"""The dataset's name of prompts that came from no dataset."""
+
+
+@dataclass(frozen=True)
+class Prompts(Sequence[Prompt]):
+    """Prompts of one origin: a sequence of `Prompt`, of which a slice keeps the origin.
+
+    Attributes:
+        prompts: at least one, of different ids.
+        dataset: where they are from.
+        options: what the dataset wants recorded (JSON-able).
+        chat_template: whether they went through one.
+        max_tokens: the length to which longer ones were cut; None: none was.
+        generation_length: tokens of an answer at most, where the user does not say.
+        seed: of their making.
+
+    Raises DatasetError where there is none, or two have the same id.
+    """
+
+    prompts: tuple[Prompt, ...]
+    dataset: str = OWN
+    options: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: bool = False
+    max_tokens: int | None = None
+    generation_length: int = GENERATION_LENGTH
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        names = self.ids
+        if not names:
+            msg = "expected at least one prompt, got none"
+            raise DatasetError(msg)
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            msg = f"expected prompts of different ids, got '{twice}' twice; give each an id of its own"
+            raise DatasetError(msg)
+
+    @property
+    def ids(self) -> list[str]:
+        """The prompts' ids, in their order."""
+        return [prompt.sample_id for prompt in self.prompts]
+
+    @property
+    def cut(self) -> int:
+        """How many prompts lost their middle."""
+        return sum(prompt.cut_tokens > 0 for prompt in self.prompts)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Prompts: ...
+
+    def __getitem__(self, place: int | slice) -> Prompt | Prompts:
+        return replace(self, prompts=self.prompts[place]) if isinstance(place, slice) else self.prompts[place]
+
+
+def encode_all(
+    name: str,
+    loaded: LoadedDataset,
+    tokenizer: Tokenizer,
+    *,
+    chat_template: bool | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+) -> Prompts:
+    """The samples of a dataset as the model gets them.
+
+    `chat_template` None: where the tokenizer has one and the dataset goes with one. Raises DatasetError and ConfigError
+    for what is wrong with the data.
+    """
+    template = bool(tokenizer.chat_template) and loaded.chat_template if chat_template is None else chat_template
+    prompts = tuple(
+        encode(sample, tokenizer, chat_template=template, max_tokens=max_tokens) for sample in loaded.samples
+    )
+    return Prompts(prompts, name, loaded.options, template, max_tokens, loaded.generation_length, seed)
+
+
+def gathered(prompts: Iterable[Prompt]) -> Prompts:
+    """Prompts as they are, or as `Prompts` of their own, which are known again by their tokens' digest."""
+    if isinstance(prompts, Prompts):
+        return prompts
+    listed = tuple(prompts)
+    tokens = repr([(prompt.sample_id, prompt.token_ids, prompt.question_tokens) for prompt in listed])
+    return Prompts(listed, options={"tokens_sha256": hashlib.sha256(tokens.encode()).hexdigest()})

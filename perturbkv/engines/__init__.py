@@ -1,0 +1,1 @@
+"""Where the samples of a run are measured."""

@@ -1,0 +1,106 @@
+"""From a plan to a finished trace: measure what is missing on an engine, keep every sample, go on after a kill."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import InterruptedRunError
+from perturbkv.pipeline.plan import Plan
+from perturbkv.pipeline.provenance import provenance
+from perturbkv.storage.memory import in_memory
+from perturbkv.storage.writer import TraceWriter
+from perturbkv.trace import FailedSample, SampleTrace, Trace
+
+_log = logging.getLogger(__name__)
+Finished = Callable[[SampleTrace | FailedSample], None]
+Missing = Mapping[str, Sequence[EvictionConfig]]
+"""Sample id -> the configurations that it still lacks."""
+Progress = Callable[[int, int], None]
+"""Gets how many samples are done, and of how many, when a run begins and after each sample."""
+
+
+class Engine(Protocol):
+    """Where the samples of a run are measured."""
+
+    def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
+        """Measure the samples that `missing` names; `finished` gets each as it is ready, failed ones too."""
+
+
+def run_to_file(
+    planned: Plan,
+    engine: Engine,
+    path: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Path:
+    """Measure what the trace at `path` lacks and finish its file; the model is loaded only where something is lacking.
+
+    Raises InterruptedRunError on Ctrl-C, and PerturbkvErrors; finished samples survive all of them.
+    """
+    total = len(planned.prompts)
+    writer = TraceWriter(path, planned.run, planned.prompts.ids, provenance(planned), overwrite=overwrite)
+    missing = writer.missing()
+    _say_what_is_there(planned, missing)
+    say_what_is_special(planned)
+    if not missing:
+        return writer.finish()
+    progress(total - len(missing), total)
+
+    def finished(sample: SampleTrace | FailedSample) -> None:
+        writer.append(sample, missing[sample.sample_id])
+        progress(len(writer.done()), total)
+
+    try:
+        engine.measure(planned, missing, finished)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(len(writer.done()), total, path) from None
+    return writer.finish()
+
+
+def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
+    """Measure every sample and keep everything in memory. Raises PerturbkvErrors."""
+    say_what_is_special(planned)
+    measured: dict[str, SampleTrace | FailedSample] = {}
+    total = len(planned.prompts)
+    progress(0, total)
+
+    def finished(sample: SampleTrace | FailedSample) -> None:
+        measured[sample.sample_id] = sample
+        progress(len(measured), total)
+
+    engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
+    return in_memory(planned.run, [measured[name] for name in planned.prompts.ids], provenance(planned))
+
+
+def _say_what_is_there(planned: Plan, missing: Missing) -> None:
+    """What an earlier run has measured already, in samples and in configurations."""
+    samples, configs = len(planned.prompts), len(planned.run.configs)
+    done = samples - len(missing)
+    if done:
+        _log.info("%d of %d samples are there already; going on", done, samples)
+    parts = [len(lacking) for lacking in missing.values() if len(lacking) < configs]
+    if parts:
+        counted = f"{len(parts):,} sample{'' if len(parts) == 1 else 's'}"
+        _log.info(
+            "%s with %d of %d configurations there already: measuring %d more",
+            counted, configs - max(parts), configs, max(parts),
+        )  # fmt: skip
+
+
+def say_what_is_special(planned: Plan) -> None:
+    """Prompts that were cut, configurations that evict nothing, weights that mean nothing."""
+    prompts, run = planned.prompts, planned.run
+    if prompts.cut:
+        _log.info("%d of %d prompts were cut in the middle to %s tokens", prompts.cut, len(prompts), run.max_tokens)
+    lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
+    for config in run.configs:
+        whole = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
+        if whole:
+            _log.info("'%s' evicts nothing in %d of %d samples: b ≥ n", config.label(), whole, len(prompts))
+    if run.random_weights:
+        _log.info("random weights: these numbers say nothing of a trained model")

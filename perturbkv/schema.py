@@ -1,0 +1,164 @@
+"""The variables of a trace: names, axes, units and types, declared once.
+
+The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
+names everywhere: sample config step layer head answer_token d_head d_model key kept_entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from perturbkv.errors import TraceError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One stored quantity: its axes without `sample` (which comes first), its unit, what it is, its type."""
+
+    dims: tuple[str, ...]
+    units: str
+    long_name: str
+    dtype: str = "float64"
+    optional: bool = False
+
+    @property
+    def raw(self) -> bool:
+        """Whether it holds outputs themselves, stored with `--save outputs` alone."""
+        return not {"d_head", "d_model", "key"}.isdisjoint(self.dims)
+
+
+_HEADS = ("config", "step", "layer", "head")
+_LAYERS = ("config", "step", "layer")
+_FLOORS = ("step", "layer", "head")
+
+VARIABLES: dict[str, Variable] = {
+    "perturbation_isolated": Variable(_HEADS, "L1", "isolated perturbation L_h of the head's output"),
+    "perturbation_propagated": Variable(_HEADS, "L1", "propagated perturbation of the head's output"),
+    "perturbation_isolated_l2": Variable(_HEADS, "L2", "isolated perturbation in L2", optional=True),
+    "perturbation_isolated_cosine": Variable(
+        _HEADS, "1", "isolated perturbation as 1 - cos of full and evicted output", optional=True
+    ),
+    "perturbation_propagated_l2": Variable(_HEADS, "L2", "propagated perturbation in L2", optional=True),
+    "perturbation_propagated_cosine": Variable(
+        _HEADS, "1", "propagated perturbation as 1 - cos of full and evicted output", optional=True
+    ),
+    "theta": Variable(_HEADS, "L1", "bound of Theorem 2"),
+    "theta_hat": Variable(_HEADS, "L1", "bound of Theorem 3; evidence only where sigma_stage1 > 0.5"),
+    "theta_hat_relax": Variable(_HEADS, "L1", "bound of Theorem 4; holds only where sigma_stage1 > 0.5"),
+    "sigma_topk": Variable(_HEADS, "1", "Assumption 1: attention of the top floor(alpha b) entries"),
+    "sigma_stage1": Variable(_HEADS, "1", "Assumption 1: attention of stage 1 and the always-kept entries"),
+    "retained_mass": Variable(_HEADS, "1", "attention S of the kept entries"),
+    "noise_floor": Variable(_FLOORS, "L1", "propagated perturbation with everything kept"),
+    "noise_floor_isolated": Variable(_FLOORS, "L1", "isolated perturbation with everything kept"),
+    "noise_floor_l2": Variable(_FLOORS, "L2", "propagated perturbation with everything kept, in L2", optional=True),
+    "noise_floor_cosine": Variable(
+        _FLOORS, "1", "propagated perturbation with everything kept, as 1 - cos", optional=True
+    ),
+    "noise_floor_isolated_l2": Variable(
+        _FLOORS, "L2", "isolated perturbation with everything kept, in L2", optional=True
+    ),
+    "noise_floor_isolated_cosine": Variable(
+        _FLOORS, "1", "isolated perturbation with everything kept, as 1 - cos", optional=True
+    ),
+    "output_norm": Variable(_FLOORS, "L1", "norm of the head's full-cache output o_h"),
+    "output_norm_l2": Variable(_FLOORS, "L2", "norm of the head's full-cache output o_h", optional=True),
+    "hidden_drift_l1": Variable(_LAYERS, "L1", "drift of the residual stream after the layer"),
+    "hidden_drift_l2": Variable(_LAYERS, "L2", "drift of the residual stream after the layer"),
+    "hidden_drift_cosine": Variable(_LAYERS, "1", "cosine distance of the residual stream after the layer"),
+    "hidden_norm": Variable(("step", "layer"), "L1", "norm of the full-cache residual stream after the layer"),
+    "hidden_noise_floor": Variable(("step", "layer"), "L1", "drift after the layer with everything kept"),
+    "hidden_norm_l2": Variable(
+        ("step", "layer"), "L2", "norm of the full-cache residual stream after the layer", optional=True
+    ),
+    "hidden_noise_floor_l2": Variable(
+        ("step", "layer"), "L2", "drift after the layer with everything kept", optional=True
+    ),
+    "hidden_noise_floor_cosine": Variable(
+        ("step", "layer"), "1", "cosine distance after the layer with everything kept", optional=True
+    ),
+    "final_drift_l1": Variable(("config", "step"), "L1", "drift after the final norm"),
+    "final_drift_l2": Variable(("config", "step"), "L2", "drift after the final norm"),
+    "final_drift_cosine": Variable(("config", "step"), "1", "cosine distance after the final norm"),
+    "final_norm": Variable(("step",), "L1", "norm of the full-cache hidden state after the final norm"),
+    "final_noise_floor": Variable(("step",), "L1", "drift after the final norm with everything kept"),
+    "final_noise_floor_l2": Variable(("step",), "L2", "drift after the final norm with everything kept", optional=True),
+    "final_noise_floor_cosine": Variable(
+        ("step",), "1", "cosine distance after the final norm with everything kept", optional=True
+    ),
+    "logit_kl": Variable(("config", "step"), "nat", "KL(full || evicted) of the next token's distribution"),
+    "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
+    "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
+    "token_id": Variable(("step",), "1", "token decoded at the step: the full run's greedy choice", "int64"),
+    "steps_measured": Variable(
+        (), "1", "decode steps before the full run's text ends; later steps hold no numbers", "int64", optional=True
+    ),
+    "prompt_tokens": Variable((), "token", "entries n in the cache after the prefill", "int64"),
+    "question_tokens": Variable(
+        (), "token", "tokens run over the compressed cache before step 0 (context-only)", "int64", optional=True
+    ),
+    "cache_bytes": Variable(
+        (), "byte", "evicted caches of all configurations, padding included", "int64", optional=True
+    ),
+    "cache_padding_bytes": Variable((), "byte", "bytes of cache_bytes that hold no entry", "int64", optional=True),
+    "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
+    "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where b covers n", "uint8"),
+    "held_share": Variable(
+        ("config",), "1", "entries that the evicted cache holds over those of the full cache", optional=True
+    ),
+    "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
+    "stage1_count": Variable(("config", "layer", "head"), "entry", "prefix entries that stage 1 took", "int64"),
+    "kept_offset": Variable(
+        ("config", "layer", "head"), "1", "first of the head's kept_count places in kept_position", "int64"
+    ),
+    "kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32"),
+    "generated_full": Variable(
+        ("answer_token",), "1", "tokens generated from the full cache; -1 past the end", "int64", optional=True
+    ),
+    "generated": Variable(
+        ("config", "answer_token"),
+        "1",
+        "tokens generated from the evicted cache; -1 past the end",
+        "int64",
+        optional=True,
+    ),
+    "score_full": Variable((), "1", "1 where the full cache's answer is right", optional=True),
+    "score": Variable(("config",), "1", "1 where the evicted cache's answer is right", optional=True),
+    "digits_full": Variable((), "1", "share of the answer's leading digits that the full cache gives", optional=True),
+    "digits": Variable(
+        ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
+    ),
+    "head_output_full": Variable(
+        ("step", "layer", "head", "d_head"), "1", "full-cache head output before W_O", "float32", optional=True
+    ),
+    "head_output": Variable(
+        ("config", "step", "layer", "head", "d_head"), "1", "evicted head output before W_O", "float32", optional=True
+    ),
+    "hidden_full": Variable(
+        ("step", "layer", "d_model"), "1", "full-cache residual stream after the layer", "float32", optional=True
+    ),
+    "hidden": Variable(
+        ("config", "step", "layer", "d_model"), "1", "evicted residual stream after the layer", "float32", optional=True
+    ),
+    "attention_full": Variable(
+        ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
+    ),
+}
+
+KEPT_AXIS, KEY_AXIS = "kept_entry", "key"
+"""Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
+
+
+def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Axis name -> length, of variables of these shapes. Raises TraceError where two of them disagree."""
+    lengths: dict[str, int] = {}
+    for name, shape in shapes.items():
+        dims = VARIABLES[name].dims
+        if len(dims) != len(shape):
+            msg = f"sample '{sample_id}': {name} has axes {dims}, got shape {shape}"
+            raise TraceError(msg)
+        for dim, length in zip(dims, shape, strict=True):
+            if lengths.setdefault(dim, length) != length:
+                msg = f"sample '{sample_id}': {name} has {length} along {dim}, another variable {lengths[dim]}"
+                raise TraceError(msg)
+    return lengths

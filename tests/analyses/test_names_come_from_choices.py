@@ -1,0 +1,100 @@
+"""Names, settings and objects of configurations, against what METHOD's choices are called."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from perturbkv.analyses.identity import MOST_NAMED, identity
+from perturbkv.analyses.naming import apart, budgets, common, setting, short, sides
+from perturbkv.analyses.objects import config_object, config_of, run_object, setting_object
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig, from_preset
+from perturbkv.configs.run import RunConfig
+from tests.support.measured import config
+from tests.support.traces import run_config, sample_trace, trace
+
+ODD = EvictionConfig(Budget(0.05), "adakv", "two-stage", pool="none", floor=0.3, protect_first=0.1, seed=3)
+
+
+def test_a_name_says_what_differs_and_a_setting_what_is_shared() -> None:
+    configs = [config("attention"), config("two-stage"), config("two-stage", alpha=0.5, stage2_score="pooled")]
+    assert short(configs) == ["attention a=0.25", "two-stage a=0.25", "two-stage a=0.5 s2=pooled"]
+    assert short(configs, "selection") == ["a=0.25", "a=0.25", "a=0.5 s2=pooled"]
+    assert common(configs) == "snapkv b=64 w=32 max7 query"
+    assert apart(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "stage2_score": "s2=pooled"}
+    assert setting(configs[2], "budget") == "a=0.5 w=32 max7 query s2=pooled"
+    assert short(configs[:1]) == [""]
+    assert (short([]), common([])) == ([], "")
+
+
+def test_a_selection_and_a_policy_of_one_name_are_told_apart() -> None:
+    configs = [EvictionConfig(Budget(64), policy, "random") for policy in ("snapkv", "random")]
+    assert short(configs) == ["snapkv", "random"]
+    assert common(configs).startswith("random ")
+
+
+def test_sides_are_told_by_what_they_differ_in() -> None:
+    baseline, treatment, other = config("attention"), config("two-stage"), config("two-stage", policy="adakv")
+    assert sides(baseline, treatment) == ("attention", "two-stage")
+    assert sides(treatment, other) == ("snapkv", "adakv")
+    assert sides(baseline, other) == ("snapkv attention", "adakv two-stage")
+    inside = EvictionConfig(Budget(64), "streaming-llm", "position", positions="in-cache")
+    assert sides(treatment, inside) == ("snapkv two-stage", "streaming-llm position")
+
+
+def test_budgets_of_two_policies_have_two_names() -> None:
+    configs = [EvictionConfig(Budget(budget), policy) for budget in (64, 0.1) for policy in ("snapkv", "adakv")]
+    assert budgets(configs) == [["64", "snapkv"], ["64", "adakv"], ["0.1", "snapkv"], ["0.1", "adakv"]]
+    assert budgets(configs, "policy") == [["64"], ["64"], ["0.1"], ["0.1"]]
+    assert [one.budget.unit for one in configs[1:3]] == ["entries", "share of the prompt"]
+    assert Budget(1e-5).unit == "share of the prompt"
+
+
+def test_an_unpooled_configuration_says_nothing_of_a_width() -> None:
+    assert setting(ODD) == "b=0.05 a=0.25 w=32 unpooled query seed=3 floor=0.3 protect-first=0.1"
+    assert short([ODD, EvictionConfig(Budget(0.05), "adakv")]) == [
+        "unpooled seed=3 floor=0.3 protect-first=0.1",
+        "max7",
+    ]
+
+
+@pytest.mark.parametrize("made", [ODD, config("attention"), from_preset("kvpress", Budget(128), policy="h2o")], ids=str)
+def test_a_configuration_is_the_one_that_its_object_says(made: EvictionConfig) -> None:
+    document = json.loads(json.dumps(config_object(made)))
+    assert config_of(document) == made
+    assert document["label"] == made.label()
+    for name in ("seed", "window", "kernel"):
+        assert type(document[name]) is int
+    for name in ("alpha", "epsilon", "floor"):
+        assert type(document[name]) is float
+    assert type(document["budget"]) is type(made.budget.value)
+    assert type(document["protect_first"]) is type(made.protect_first)
+
+
+def test_a_setting_is_what_all_share() -> None:
+    shared = setting_object([config("attention"), config("two-stage", alpha=0.5)])
+    assert {"label", "selection", "alpha"}.isdisjoint(shared)
+    assert (shared["budget"], shared["policy"], shared["seed"]) == (64, "snapkv", 0)
+
+
+def test_a_run_is_the_stored_one_with_labels() -> None:
+    run = run_config(random_weights=True, seed=7)
+    document = json.loads(json.dumps(run_object(run)))
+    assert (document["seed"], document["random_weights"]) == (7, True)
+    assert [one.pop("label") for one in document["configs"]] == run.labels()
+    assert RunConfig.from_json(json.dumps(document)) == run
+
+
+def foot(configs: list[EvictionConfig]) -> str:
+    made = trace(sample_trace(configs=len(configs)), configs=tuple(configs))
+    return identity(made, configs).lines()[1]
+
+
+def test_a_foot_names_sides_and_settings_where_every_pair_is_there() -> None:
+    grid = [config(name, budget) for budget in (64, 128) for name in ("attention", "two-stage")]
+    assert foot(grid) == "snapkv a=0.25 w=32 max7 query · attention | two-stage · b=64 | b=128"
+    assert foot(grid[:3]) == "snapkv a=0.25 w=32 max7 query · attention b=64 | two-stage b=64 | attention b=128"
+    many = [config("attention", budget) for budget in range(64, 64 + MOST_NAMED + 1)]
+    assert foot(many).endswith(f" · {len(many)} configurations")

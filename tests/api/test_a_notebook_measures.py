@@ -1,0 +1,288 @@
+"""What `import perturbkv as pk` gives: the command line's numbers, without a file where none is asked for."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import perturbkv as pk
+from perturbkv.cli.main import app
+from perturbkv.display import Table
+from perturbkv.engines import here
+from perturbkv.errors import ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
+from perturbkv.models.adapter import Adapter
+from perturbkv.storage.memory import in_memory
+from perturbkv.storage.writer import TraceWriter
+from perturbkv.trace import FailedSample, Trace
+from tests.support.folders import model_folder
+from tests.support.traces import run_config, sample_trace
+
+CONFIGS = pk.grid(24, selection=("attention", "two-stage"), window=8)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("api") / "tiny", positions=512)
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> Adapter:
+    return pk.load_model(str(folder))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"{i} " + "The quick brown fox jumps over the lazy dog. " * 3} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def assert_equal(found: Trace, expected: Trace) -> None:
+    assert found.run == expected.run
+    assert found.sample_ids == expected.sample_ids
+    assert dict(found.failures) == dict(expected.failures)
+    assert set(found.arrays) == set(expected.arrays)
+    for name, array in expected.arrays.items():
+        assert found.arrays[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
+
+
+def test_memory_file_and_command_line_give_the_same_numbers(
+    model: Adapter, folder: Path, data: Path, tmp_path: Path
+) -> None:
+    from typer.testing import CliRunner
+
+    prompts = pk.load_prompts(str(data), model, samples=2)
+    held = pk.measure(model, prompts, CONFIGS, progress=False)
+    assert_equal(pk.measure(model, prompts, CONFIGS, path=tmp_path / "t.h5", progress=False), held)
+    command = ["trace", "--model", str(folder), "--dataset", str(data), "--samples", "2", "--budget", "24"]
+    ran = CliRunner().invoke(app, [*command, "--window", "8", "-o", str(tmp_path / "cli.h5")])
+    assert ran.exit_code == 0, ran.output
+    by_command = pk.read_trace(tmp_path / "cli.h5")
+    for name, array in held.arrays.items():
+        np.testing.assert_array_equal(by_command.arrays[name], array, err_msg=name)
+
+
+def test_a_trace_in_memory_is_the_one_that_a_file_would_hold(tmp_path: Path) -> None:
+    samples = [
+        sample_trace("s0", seed=0, keys=30, optional=True),
+        FailedSample("s1", "NaN"),
+        sample_trace("s2", seed=2, keys=40, optional=True),
+    ]
+    run = run_config(3)
+    writer = TraceWriter(tmp_path / "t.h5", run, ["s0", "s1", "s2"], {"model": "m"})
+    for sample in samples:
+        writer.append(sample)
+    assert_equal(in_memory(run, samples, {"model": "m"}), pk.read_trace(writer.finish()))
+
+
+def test_a_run_with_a_path_measures_what_is_missing(
+    model: Adapter, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, int]] = []
+    original = here.Here.measure
+
+    def noted(self: Any, planned: Any, missing: Any, finished: Any) -> None:
+        asked.append({name: len(configs) for name, configs in missing.items()})
+        original(self, planned, missing, finished)
+
+    monkeypatch.setattr(here.Here, "measure", noted)
+    prompts = pk.load_prompts(str(data), model, samples=3)
+    whole = pk.measure(model, prompts, CONFIGS, progress=False)
+    path = tmp_path / "t.h5"
+    pk.measure(model, prompts[:2], CONFIGS[:1], path=path, progress=False)
+    grown = pk.measure(model, prompts, CONFIGS, path=path, progress=False)
+    assert asked == [{"p0": 2, "p1": 2, "p2": 2}, {"p0": 1, "p1": 1}, {"p0": 1, "p1": 1, "p2": 2}]
+    np.testing.assert_allclose(
+        grown.arrays["perturbation_propagated"], whole.arrays["perturbation_propagated"], rtol=1e-5
+    )
+    assert pk.measure(model, prompts, CONFIGS, path=path, progress=False).run == grown.run
+    assert len(asked) == 3, "nothing was missing"
+
+
+@pytest.fixture(scope="module")
+def held(model: Adapter) -> Trace:
+    text = "The quick brown fox jumps over the lazy dog. "
+    mine = [pk.Prompt.from_text(text * (2 + place), model, id=f"p{place}") for place in range(3)]
+    configs = pk.grid((20, 24), selection=("attention", "two-stage"), window=8)
+    return pk.measure(model, mine, configs, steps=2, save_outputs=True, progress=False)
+
+
+def test_a_trace_that_is_saved_and_read_is_the_same(held: Trace, tmp_path: Path) -> None:
+    found = pk.read_trace(held.save(tmp_path / "t.h5"))
+    assert_equal(found, held)
+    assert found.attrs["model_type"] == "llama"
+    assert_equal(pk.read_trace(found.save(tmp_path / "again.h5")), held)
+
+
+def test_a_dataset_is_what_xarray_reads_from_the_file(held: Trace, tmp_path: Path) -> None:
+    import xarray as xr
+
+    with xr.open_dataset(held.save(tmp_path / "t.h5"), engine="h5netcdf") as stored:
+        made = held.to_xarray()
+        assert made.sizes["config"] == 4
+        for name in held.arrays:
+            assert made[name].dims == stored[name].dims, name
+            assert made[name].attrs["units"] == stored[name].attrs["units"]
+            np.testing.assert_array_equal(made[name].values, stored[name].values, err_msg=name)
+        assert list(made["config"].values) == list(stored["config"].values)
+
+
+def test_a_frame_has_a_row_per_head(held: Trace) -> None:
+    frame = held.to_frame()
+    assert len(frame) == 3 * 4 * 2 * 2 * 4
+    row = frame[(frame["sample"] == "p1") & (frame["step"] == 1) & (frame["layer"] == 1) & (frame["head"] == 2)]
+    np.testing.assert_array_equal(
+        row["perturbation_propagated"].to_numpy(), held.arrays["perturbation_propagated"][1, :, 1, 1, 2]
+    )
+
+
+def test_a_selected_part_holds_its_own_numbers(held: Trace) -> None:
+    part = held.sel(sample=["p2", "p0"], selection="two-stage", budget=24)
+    assert part.sample_ids == ("p2", "p0")
+    assert part.run.configs == (held.run.configs[3],)
+    for name in ("perturbation_isolated", "hidden_drift_l1", "head_output"):
+        np.testing.assert_array_equal(part.arrays[name], held.arrays[name][[2, 0]][:, [3]], err_msg=name)
+    np.testing.assert_array_equal(part.arrays["noise_floor"], held.arrays["noise_floor"][[2, 0]])
+    for layer in range(2):
+        for head in range(4):
+            np.testing.assert_array_equal(part.kept(0, 0, layer, head), held.kept(2, 3, layer, head))
+    assert held.sel(where=lambda config: config.budget.value > 20).run.configs == held.run.configs[2:]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"sample": "p9"}, {"policy": "adakv"}, {"polciy": "snapkv"}, {"sample": []}, {"budget": 64}]
+)
+def test_a_part_that_is_not_there_is_an_error(held: Trace, asked: dict[str, Any]) -> None:
+    with pytest.raises(pk.PerturbkvError, match="expected") as found:
+        held.sel(**asked)
+    assert "\n" not in str(found.value)
+
+
+def test_a_trace_shows_itself(held: Trace) -> None:
+    assert repr(held).splitlines()[0].endswith("3 of 3 samples complete")
+    assert len(repr(held).splitlines()) == 5
+    page = held._repr_html_()
+    assert page.count("<tr>") == 1 + len([name for name in held.arrays if name != "kept_position"]) - 5
+    assert "perturbation_isolated" in page
+
+
+def test_a_table_reads_nothing_as_markup() -> None:
+    shown = Table("a <b>", ("x", "#y"), [("[red]z", "<i>")])
+    assert "&lt;i&gt;" in shown.as_html()
+    assert "[red]z" in shown.as_text()
+    assert "<b>" not in shown.as_html()
+
+
+def test_a_loaded_model_is_left_as_it_was(folder: Path, model: Adapter, data: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loaded.train()
+    loaded.model.layers[0].eval()
+    modes = [module.training for module in loaded.modules()]
+    ids = torch.arange(20).unsqueeze(0)
+    before = loaded(ids).logits
+    given = pk.load_model(loaded, tokenizer=tokenizer)
+    found = pk.measure(given, pk.load_prompts(str(data), given, samples=1), CONFIGS, progress=False)
+    assert torch.equal(loaded(ids).logits, before)
+    assert [module.training for module in loaded.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in loaded.modules())
+    by_name = pk.measure(model, pk.load_prompts(str(data), model, samples=1), CONFIGS, progress=False)
+    for name, array in by_name.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
+    assert found.run.revision.startswith("fingerprint:")
+
+
+def test_other_weights_have_another_fingerprint(folder: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = pk.load_model(loaded, tokenizer=tokenizer).revision
+    assert pk.load_model(loaded, tokenizer=tokenizer).revision == first
+    with torch.no_grad():
+        loaded.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    assert pk.load_model(loaded, tokenizer=tokenizer).revision != first
+
+
+def test_prompts_of_ones_own(model: Adapter) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 3
+    mine = [pk.Prompt.from_text(text, model, "Who?", id=str(place)) for place in range(2)]
+    assert model.tokenizer.decode(mine[0].token_ids) == f"{text}\n\nWho?"
+    assert mine[0].question_tokens == len("\n\nWho?")
+    found = pk.measure(model, mine, CONFIGS, scenario="context-only", progress=False)
+    assert found.arrays["question_tokens"].tolist() == [6, 6]
+    assert found.run.dataset == "prompts"
+    answers = pk.generate(model, mine, CONFIGS, max_new_tokens=3, progress=False)
+    assert [len(one.evicted) for one in answers] == [2, 2]
+
+
+def test_a_script_says_nothing_of_its_own(folder: Path, data: Path) -> None:
+    """Neither do the libraries that it stands on, whose bars pytest's own environment switches off."""
+    script = f"""
+import perturbkv as pk
+model = pk.load_model({str(folder)!r})
+prompts = pk.load_prompts({str(data)!r}, model, samples=1)
+pk.measure(model, prompts, pk.grid(24, window=8), progress=False)
+"""
+    loud = {name: text for name, text in os.environ.items() if name not in ("TQDM_DISABLE",)}
+    ran = subprocess.run([sys.executable, "-c", script], env=loud, capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("", "")
+
+
+def test_what_was_loud_is_loud_again(folder: Path) -> None:
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    pk.load_model(str(folder))
+    assert (theirs.get_verbosity(), theirs.is_progress_bar_enabled()) == before
+
+
+def test_nothing_is_written_where_no_bar_is_wanted(
+    model: Adapter, data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pk.measure(model, pk.load_prompts(str(data), model, samples=1), CONFIGS[:1], progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda model: pk.measure(model, [], CONFIGS), DatasetError, "at least one prompt"),
+        (lambda model: pk.measure(model, [prompt(model)] * 2, CONFIGS), DatasetError, "'0' twice"),
+        (lambda model: pk.measure(model, [prompt(model)], []), ConfigError, "at least one eviction"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, engine="rae"), UnknownNameError, "known: here"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, scenario="x"), PerturbkvError, "regular"),
+        (lambda model: pk.load_model(model.model), ModelError, "tokenizer="),
+        (lambda model: pk.load_model(3), ModelError, "got int"),
+        (lambda model: pk.load_model(model.model, tokenizer=model.tokenizer, dtype="float16"), ConfigError, "dtype"),
+        (lambda model: pk.load_model("random:smollm2-135m", tokenizer=model.tokenizer), ConfigError, "tokenizer"),
+        (lambda model: pk.generate(model, [prompt(model)], pk.grid(24, selection="hindsight", window=8)), ConfigError,
+         "next query"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(model: Adapter, call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as found:
+        call(model)
+    assert "\n" not in str(found.value)
+
+
+def prompt(model: Adapter) -> pk.Prompt:
+    return pk.Prompt.from_text("The quick brown fox jumps over the lazy dog. " * 3, model)
+
+
+@pytest.mark.parametrize("module", ["perturbkv.api", "perturbkv.datasets.encode"])
+def test_the_examples_in_docstrings_run(module: str) -> None:
+    ran = doctest.testmod(importlib.import_module(module))
+    assert ran.attempted > 0
+    assert ran.failed == 0

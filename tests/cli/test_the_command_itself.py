@@ -1,0 +1,85 @@
+"""The version, the short help, what a shell completes, and errors for programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perturbkv as pk
+
+Run = Callable[..., Any]
+
+
+def test_the_version_is_the_packages(perturbkv: Run) -> None:
+    ran = perturbkv("--version")
+    assert (ran.code, ran.out.strip()) == (0, f"perturbkv {pk.__version__}")
+
+
+@pytest.mark.parametrize("command", [[], ["heads"], ["bench", "compare"]])
+def test_h_is_help(perturbkv: Run, command: list[str]) -> None:
+    short, long = perturbkv(*command, "-h"), perturbkv(*command, "--help")
+    assert short.code == long.code == 0
+    assert short.out == long.out != ""
+
+
+def test_an_error_is_a_document_too_where_json_is_asked_for(perturbkv: Run) -> None:
+    ran = perturbkv("heads", "nothere.h5", "--json")
+    assert ran.code == 2
+    assert ran.json()["error"]["type"] == "TraceError"
+    assert ran.err.strip() == f"error: {ran.json()['error']['message']}"
+    assert perturbkv("heads", "nothere.h5").out == ""
+    typo = perturbkv("heads", "--polciy", "snapkv", "--json")
+    assert (typo.code, typo.json()["error"]["exit_code"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("perturbkv he", ["heads", "head-scores"]),
+        ("perturbkv heads --policy s", ["snapkv", "scissorhands", "streaming-llm"]),
+        ("perturbkv heads --dataset qa", ["qasper"]),
+        ("perturbkv trace --preset re", ["released-v2"]),
+        ("perturbkv layers --model mis", ["mistral-7b"]),
+    ],
+)
+def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offered: list[str]) -> None:
+    asked = {"_PERTURBKV_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()"]
+    ran = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert ran.stdout.split() == offered
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adakv", {"floor": 0.2, "safeguard": "mixture"}),
+        ("snapkv", {}),
+        ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0}),
+    ],
+)
+def test_a_policy_tells_its_parameters(perturbkv: Run, name: str, options: dict[str, Any]) -> None:
+    document = perturbkv("policies", name, "--json").json()
+    assert {option: one["default"] for option, one in document["parameters"].items()} == options
+    shown = perturbkv("policies", name)
+    assert shown.code == 0
+    assert all(len(line) <= 80 for line in shown.out.splitlines())
+    assert all(option in shown.out for option in options)
+    assert perturbkv("policies", "adavk").code == 2
+
+
+def test_parameters_are_written_behind_their_policy(perturbkv: Run) -> None:
+    asked = ["--policy", "adakv(floor=0.1)", "--policy", "snapkv", "--model", "random:smollm2-135m", "--samples", 1]
+    kept = perturbkv("trace", *asked, "--length", 200, "--budget", 64, "--dry-run", "--json").json()["kept"]
+    assert [("floor=0.1" in label, label.partition(":")[0]) for label, _ in kept] == [
+        (True, "adakv"), (True, "adakv"), (False, "snapkv"), (False, "snapkv"),
+    ]  # fmt: skip
+    wrong = perturbkv("trace", "--policy", "adakv(flor=1)")
+    assert (wrong.code, wrong.err.strip()) == (
+        2, "error: policy 'adakv' has no option 'flor'; its options: floor, safeguard",
+    )  # fmt: skip

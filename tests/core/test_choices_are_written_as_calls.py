@@ -1,0 +1,138 @@
+"""`name(option=value, …)` is read and printed by one grammar, and means what the options of the same name mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perturbkv.configs.choice import FIRST, Choice, parse, split
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
+from perturbkv.selection.grid import grid
+
+NAMES = st.from_regex(r"[a-z][a-z0-9_:./-]{0,8}", fullmatch=True).filter(lambda name: name not in ("nan", "inf"))
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**6), 10**6),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text("ab (),=:1.", max_size=6),
+)
+CHOICES = st.recursive(
+    st.builds(Choice, NAMES),
+    lambda inner: st.builds(
+        Choice,
+        NAMES,
+        st.tuples(
+            st.lists(st.one_of(inner, PLAIN), max_size=1), st.dictionaries(NAMES, st.one_of(inner, PLAIN), max_size=3)
+        ).map(lambda made: {**({FIRST: made[0][0]} if made[0] else {}), **made[1]}),
+    ),
+    max_leaves=6,
+)
+
+
+def settled(choice: Choice) -> Choice:
+    """A name without brackets, as a value, is text: nothing tells the two apart."""
+    values = {
+        name: value.name
+        if isinstance(value, Choice) and not value.options
+        else settled(value)
+        if isinstance(value, Choice)
+        else value
+        for name, value in choice.options.items()
+    }
+    return Choice(choice.name, values)
+
+
+@given(CHOICES)
+def test_what_is_printed_is_read_again(choice: Choice) -> None:
+    assert parse(str(choice)) == settled(choice)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("snapkv", Choice("snapkv")),
+        ("adakv( floor = 0.1,safeguard=guaranteed )", Choice("adakv", {"floor": 0.1, "safeguard": "guaranteed"})),
+        ("kvpress:Critical(Snap(window_size=64), e=1e-4)",
+         Choice("kvpress:Critical", {FIRST: Choice("Snap", {"window_size": 64}), "e": 1e-4})),
+        ("f.py:S(a=true, b=none, c=\"x, y\", d='(', e=2)",
+         Choice("f.py:S", {"a": True, "b": None, "c": "x, y", "d": "(", "e": 2})),
+    ],
+)  # fmt: skip
+def test_calls_are_read(text: str, expected: Choice) -> None:
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "expected"),
+    [
+        ("", 1, "a name"),
+        ("adakv(floor=0.1", 16, "',' or ')'"),
+        ("adakv floor", 7, "nothing more"),
+        ("adakv(floor=)", 13, "a value"),
+        ("adakv(floor=0.1, floor=0.2)", 17, "floor once"),
+        ("a(b=1, 2)", 8, "option=value"),
+        ("a(b=1))", 7, "nothing more"),
+    ],
+)
+def test_a_mistake_is_told_with_its_character(text: str, place: int, expected: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse(text)
+    assert f"at character {place}: expected {expected}" in str(found.value)
+
+
+def test_separators_inside_brackets_and_quotes_separate_nothing() -> None:
+    assert split("a(x=b:c):d(':'):e", ":") == ["a(x=b:c)", "d(':')", "e"]
+
+
+@pytest.mark.parametrize(
+    ("written", "fields"),
+    [
+        ({"policy": "adakv(floor=0.1)"}, {"policy": "adakv", "floor": 0.1}),
+        ({"policy": "adakv(floor=0, safeguard=guaranteed)"},
+         {"policy": "adakv", "floor": 0.0, "safeguard": "guaranteed"}),
+        ({"policy": "pyramidkv(beta=5, line=total)"},
+         {"policy": "pyramidkv", "pyramid_beta": 5.0, "pyramid_line": "total"}),
+        ({"selection": "two-stage(alpha=0.5, split=total, score=pooled, epsilon=1e-4)"},
+         {"alpha": 0.5, "split": "total", "stage2_score": "pooled", "epsilon": 1e-4}),
+        ({"selection": "headkv(beta=1.2):two-stage(alpha=1)"},
+         {"policy": "headkv", "head_beta": 1.2, "alpha": 1.0}),
+        ({"selection": "streaming-llm(sinks=2, positions=in-cache)"},
+         {"policy": "streaming-llm", "selection": "position", "sinks": 2, "positions": "in-cache"}),
+        ({"selection": "random(seed=7)"}, {"selection": "random", "seed": 7}),
+    ],
+)  # fmt: skip
+def test_a_call_is_the_configuration_of_its_fields(written: dict[str, Any], fields: dict[str, Any]) -> None:
+    (found,) = grid(128, **written)
+    (expected,) = grid(128, **fields)
+    assert found == expected
+    assert found.label() == expected.label()
+
+
+def test_each_policy_has_its_own_parameters() -> None:
+    """A list of floors for two policies would measure SnapKV twice; here it is there once."""
+    found: tuple[EvictionConfig, ...] = grid(128, policy=("snapkv", "adakv(floor=0.1)", "adakv(floor=0.3)"))
+    assert [(config.policy, config.floor) for config in found] == [("snapkv", 0.2), ("adakv", 0.1), ("adakv", 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"policy": "adakv(flor=1)"}, "no option 'flor'; its options: floor, safeguard"),
+        ({"policy": "snapkv(floor=1)"}, "its options: none"),
+        ({"selection": "two-stage(0.5)"}, "no option '0.5'"),
+        ({"policy": "adakv(floor=abc)"}, "floor is a number, got 'abc'"),
+        ({"selection": "random(seed=1.5)"}, "seed is a whole number"),
+        ({"policy": "adakv(floor=true)"}, "floor is a number"),
+        ({"policy": "adakv(floor=2)"}, "floor must lie in"),
+        ({"policy": "adakv(floor=0.1)", "floor": 0.2}, "give it once"),
+    ],
+)
+def test_a_parameter_that_is_not_the_owners_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        grid(128, **asked)
+    assert said in str(found.value)

@@ -1,0 +1,112 @@
+"""The recipes of docs/extending.md, applied as they stand to a copy of the source, add what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from perturbkv.storage.trace_file import opened
+from tests.support.folders import model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+STEP = re.compile(
+    r"^In (?P<new>a new file )?`(?P<path>[^`]+)`"
+    r"(?:, (?P<how>as its last line|after|before|replace)(?: `(?P<line>[^`]+)`)?)?:\n\n"
+    r"```python\n(?P<block>.*?)```$",
+    re.MULTILINE | re.DOTALL,
+)
+OUTSIDE = ("analyses", "figures", "cli")
+"""Folders that are installed inside the package."""
+
+
+def edited(text: str, how: str, line: str | None, block: str) -> str:
+    """The file with the block put where the page says; a line that is named has to stand there exactly once."""
+    if line is None:
+        return text + block
+    marked = f"{line}\n"
+    assert text.count(f"\n{marked}") == 1, f"'{line}' stands {text.count(line)} times"
+    put = textwrap.indent(block, line[: len(line) - len(line.lstrip())])
+    return text.replace(f"\n{marked}", "\n" + {"after": marked + put, "before": put + marked, "replace": put}[how])
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as it is installed, every step of the page taken."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "perturbkv", folder / "perturbkv", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in OUTSIDE:
+        shutil.copytree(ROOT / name, folder / "perturbkv" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for step in STEP.finditer(PAGE):
+        path = folder / ("perturbkv" if step["path"].startswith(OUTSIDE) else "") / step["path"]
+        if step["new"]:
+            assert not path.exists()
+            path.write_text(step["block"])
+        else:
+            path.write_text(edited(path.read_text(), step["how"], step["line"], step["block"]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"id": f"p{place}", "prompt": f"{place} " + "The quick brown fox. " * 5} for place in range(2)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def perturbkv(copy: Path, *arguments: object) -> str:
+    """What the copy's command says, in a process of its own."""
+    code = "from perturbkv.cli.main import main; main()"
+    run = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"},
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_every_python_block_is_a_step() -> None:
+    assert PAGE.count("```python") == len(STEP.findall(PAGE)) > 0
+
+
+def test_the_page_names_lines_that_stand_there_once() -> None:
+    with pytest.raises(AssertionError, match="stands 0 times"):
+        edited("a\nb\n", "after", "c", "d\n")
+    assert edited("a\nb\n", "before", "b", "d\n") == "a\nd\nb\n"
+    assert edited("a\n  b\n", "replace", "  b", "d\n") == "a\n  d\n"
+    assert edited("a\nb\n", "as its last line", None, "d\n") == "a\nb\nd\n"
+
+
+def test_policy_and_selection_are_measured(copy: Path, data: Path, tmp_path: Path) -> None:
+    shared = ["--model", model_folder(tmp_path / "tiny"), "--dataset", data, "--window", 4, "--budget", 24]
+    wanted = ["--compare", "attention,recent-half:attention,snapkv:attention-by-age", "--json"]
+    said = json.loads(perturbkv(copy, "heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
+    asked = [config["policy"] + ":" + config["selection"] for config in said["run"]["configs"]]
+    assert asked == ["snapkv:attention", "recent-half:attention", "snapkv:attention-by-age"]
+    assert all(one["isolated"]["tied"] < one["heads"] for one in said["comparisons"])
+    with opened(tmp_path / "trace.h5") as file:
+        tokens, offset = int(file["prompt_tokens"][0]), int(file["kept_offset"][0, 1, 0, 0])
+        kept = file["kept_position"][offset : offset + 24].tolist()
+    assert kept[12:] == list(range(tokens - 12, tokens))
+    assert kept[0] < tokens - 24
+
+
+def test_a_family_and_a_command_run(copy: Path, data: Path, tmp_path: Path) -> None:
+    shared = ["--model", model_folder(tmp_path / "tiny", "olmo2"), "--dataset", data, "--window", 4, "--budget", 24]
+    perturbkv(copy, "kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())["analyses"]["kept-attention"]
+    assert len(told["retained_mass"]) == 2
+    assert all(0 < mass <= 1 for row in told["retained_mass"] for mass in row)
+    assert (tmp_path / "run" / "kept-attention.png").exists()

@@ -1,0 +1,176 @@
+"""A configuration's label is printed and is a key; what it says is never read: any other text would do as well."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from perturbkv.analyses import naming
+from perturbkv.analyses.identity import RunIdentity
+from perturbkv.cli import answers, console, study
+from perturbkv.cli.main import main
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.figures import style
+from perturbkv.storage import trace_file
+from perturbkv.trace import SampleTrace, Trace
+from tests.support.traces import sample_trace, trace
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = ("analyses", "figures", "cli", "docs")
+READING = ("split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "startswith", "endswith",
+           "find", "index", "replace", "search", "match", "fullmatch", "sub", "findall")  # fmt: skip
+SIDES = (("snapkv", "attention"), ("snapkv", "two-stage-uniform"), ("snapkv", "two-stage"), ("adakv", "two-stage"))
+CONFIGS = (
+    *(
+        EvictionConfig(Budget(budget), policy, selection)
+        for budget, (policy, selection) in itertools.product((64, 128), SIDES)
+    ),
+    EvictionConfig(Budget(64), alpha=0.5),
+    *(
+        EvictionConfig(Budget(0.2), selection=selection, granularity="kv", stage2_score="pooled", protect_first=4)
+        for selection in ("attention", "random", "two-stage")
+    ),
+)
+OPAQUE = {config: f"c{place:02}" for place, config in enumerate(CONFIGS)}
+COMMANDS = {
+    "heads": ["--compare", "attention,two-stage,adakv:two-stage"],
+    "layers": ["--per-sample", "--budgets", "--compare", "attention,two-stage,random"],
+    "assumption": [],
+    "bound-tightness": ["--selection", "two-stage"],
+    "ablation": [],
+    "horizon": ["--compare", "attention,two-stage"],
+    "needle": [],
+}
+
+
+def made() -> Trace:
+    """A trace that every analysis can be asked of: L ≤ θ ≤ θ̂ ≤ θ̂_relax, three steps, answers to needle prompts."""
+    samples = []
+    for place in range(5):
+        arrays: dict[str, Any] = dict(sample_trace(f"s{place}", configs=len(CONFIGS), steps=3, seed=place).arrays)
+        draw = np.random.default_rng(place)
+        moved = arrays["perturbation_isolated"]
+        arrays |= {"theta": 3 * moved, "theta_hat": 4 * moved, "theta_hat_relax": 5 * moved}
+        arrays |= {name: draw.uniform(0.51, 1, moved.shape) for name in ("sigma_topk", "sigma_stage1", "retained_mass")}
+        arrays |= {"evicted": np.ones(len(CONFIGS), dtype=np.uint8), "prompt_tokens": np.asarray(500)}
+        arrays |= {name: np.full_like(arrays[name], 1e-3) for name in ("noise_floor", "noise_floor_isolated")}
+        arrays |= {"score": draw.integers(0, 2, len(CONFIGS)).astype(float), "score_full": np.asarray(1.0)}
+        arrays |= {"digits": draw.uniform(0, 1, len(CONFIGS)), "digits_full": np.asarray(1.0)}
+        arrays["held_share"] = draw.uniform(0.1, 0.5, len(CONFIGS))
+        samples.append(SampleTrace(f"s{place}", arrays))
+    options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}
+    return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=CONFIGS)
+
+
+def drawn(figure: Figure, identity: RunIdentity, stem: Path, formats: list[str]) -> list[str]:
+    """In place of a figure's files: every word on it, every name of an artist, and what its metadata say."""
+    gids = [str(one.get_gid()) for one in figure.findobj(Artist) if one.get_gid()]
+    texts = [one.get_text() for one in figure.findobj(Text)]
+    return [stem.name, *gids, *texts, *style.metadata(identity, "svg").values()]
+
+
+def told(command: str, folder: Path) -> str:
+    """What an analysis of the trace prints, draws and writes."""
+    out = io.StringIO()
+    screens = mock.patch.multiple(console, out=console.Console(file=out, width=400), err=console.Console(file=out))
+    argv = mock.patch.object(sys, "argv", ["perturbkv", command, "made.h5", *COMMANDS[command], "-o", str(folder)])
+    made_trace = made()
+    finished = mock.patch.object(trace_file, "read_trace", lambda path: made_trace)
+    with screens, argv, finished, mock.patch.object(study, "save_figure", drawn), contextlib.suppress(SystemExit):
+        main()
+    numbers = json.loads((folder / "summary.json").read_text())["analyses"]
+    return f"{out.getvalue()}\n{json.dumps(numbers, indent=0, ensure_ascii=False)}".replace(str(folder), "FOLDER")
+
+
+def hidden(text: str) -> str:
+    """The text with each label as its opaque one: the longest first, as one may begin another."""
+    for config in sorted(CONFIGS, key=lambda config: -len(config.label())):
+        text = text.replace(config.label(), OPAQUE[config])
+    return text
+
+
+@pytest.fixture
+def opaque(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(EvictionConfig, "label", lambda config: OPAQUE[config])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_analysis_says_the_same_whatever_the_labels_are(
+    opaque: Callable[[], None], tmp_path: Path, command: str
+) -> None:
+    usual = hidden(told(command, tmp_path / "usual"))
+    assert any(label in usual for label in OPAQUE.values())
+    opaque()
+    assert told(command, tmp_path / "opaque") == usual
+
+
+def test_a_label_that_is_parsed_is_found(
+    opaque: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(naming, "words", lambda config: dict(enumerate(config.label().split())))
+    usual = hidden(told("assumption", tmp_path / "usual"))
+    opaque()
+    assert told("assumption", tmp_path / "opaque") != usual
+
+
+def test_answers_are_named_whatever_the_labels_are(opaque: Callable[[], None]) -> None:
+    def shown() -> str:
+        out, answer = io.StringIO(), {"tokens": [1], "text": "a", "held_share": 0.5}
+        evicted = {config.label(): answer for config in CONFIGS[:3]}
+        row = {"sample": "s", "prompt_tokens": 9, "full": answer, "evicted": evicted, "compressions": []}
+        with mock.patch.object(console, "out", console.Console(file=out, width=400)):
+            answers.show(row, CONFIGS[:3])
+        return out.getvalue()
+
+    usual = shown()
+    assert "two-stage-uniform" in usual
+    opaque()
+    assert shown() == usual
+
+
+def parsed(source: str) -> list[str]:
+    """Expressions that read a text called a label, or what `.label()` gives."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READING:
+            read = [node.func.value, *node.args] if ast.unparse(node.func.value) == "re" else [node.func.value]
+            found += [ast.unparse(node) for one in read if "label" in ast.unparse(one)]
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("label()"):
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_source_reads_a_label(place: str) -> None:
+    found = {path.name: parsed(path.read_text()) for path in (ROOT / place).rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "setting = label.partition(' ')[2]",
+        "name = config.label().split()[0]",
+        "name = labels[0].split(':')[1]",
+        "found = re.search('b=([0-9]+)', one.label)",
+        "two = label.startswith('snapkv')",
+        "first = config.label()[:6]",
+    ],
+)
+def test_a_planted_line_that_does_is_found(line: str) -> None:
+    assert parsed(line)
