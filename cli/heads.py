@@ -73,12 +73,12 @@ def _print(results: list[HeadComparison]) -> None:
 def _print_pairs(results: list[HeadComparison]) -> None:
     """One table over all pairs, a row for each kind of perturbation; summary.json holds the rest."""
     from perturbkv.analyses.distances import DISTANCES
-    from perturbkv.analyses.naming import common, folded, setting, short
+    from perturbkv.analyses.naming import SIDE, common, folded, short
 
-    settings = [setting(result.baseline) for result in results]
-    console.say(f"\nbaseline {_baselines(results)} · {common(settings)}")
+    shared = common([side for one in results for side in (one.baseline, one.treatment)])
+    console.say(f"\nbaseline {_baselines(results)} · {shared}")
     rows = []
-    for result, words in zip(results, short(settings), strict=True):
+    for result, words in zip(results, short([one.baseline for one in results], *SIDE), strict=True):
         rows.append([_name(result), numbers.held(result.held[1]), "isol.", *_short_row(result.isolated)])
         rows.append([folded(words, 20), "", "prop.", *_short_row(result.propagated)])
     columns = ["treatment", "#held /\nfull", "", "#share\nbetter", "#Σ over\nbaseline's", "#beyond\nchance\n+ / −"]
@@ -87,7 +87,7 @@ def _print_pairs(results: list[HeadComparison]) -> None:
 
 def _baselines(results: list[HeadComparison]) -> str:
     """The selections, or policies and selections, of all baselines."""
-    return ", ".join(dict.fromkeys(result.baseline.split(" ")[0] for result in results))
+    return ", ".join(dict.fromkeys(f"{one.baseline.policy}:{one.baseline.selection}" for one in results))
 
 
 def _short_row(measured: HeadKind) -> list[str]:

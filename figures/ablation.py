@@ -44,20 +44,19 @@ def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = s
 
 def _names(results: Sequence[Ablation]) -> list[str]:
     """What tells a setting from the others; of a single one all of it."""
-    return (
-        [name or "alike" for name in short([result.setting for result in results])]
-        if len(results) > 1
-        else [results[0].setting]
-    )
+    if len(results) == 1:
+        return [results[0].setting]
+    return [name or "alike" for name in short([result.baseline for result in results], "alpha")]
 
 
-def _titles(results: Sequence[Ablation]) -> list[str]:
-    """The rows that panels side by side share: the baseline, then each ingredient at each α."""
-    named = {row.title: list(INGREDIENTS).index(row.name) for result in results for row in result.rows}
-    return [BASELINE, *sorted(named, key=lambda title: named[title])]
+def _titles(results: Sequence[Ablation]) -> dict[str, str]:
+    """The rows that panels side by side share, with their ingredients: the baseline, then each at each α."""
+    named = {row.title: row.name for result in results for row in result.rows}
+    order = list(INGREDIENTS)
+    return {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
-def _panel(axes: Axes, result: Ablation, name: str, titles: list[str], *, named: bool) -> None:
+def _panel(axes: Axes, result: Ablation, name: str, titles: dict[str, str], *, named: bool) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row.compared for row in result.rows}
     for place, title in enumerate(titles):

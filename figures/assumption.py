@@ -54,7 +54,7 @@ def _chunk(named: Sequence[_Named]) -> list[list[heatmaps.Map]]:
 
 
 def _names(configs: Sequence[ConfigAssumption]) -> list[str]:
-    return budgets([setting(config.label) for config in configs])
+    return [" ".join(parts) for parts in budgets([shown.config for shown in configs])]
 
 
 def _name(name: str, config: ConfigAssumption) -> str:

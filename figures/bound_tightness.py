@@ -47,8 +47,8 @@ def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: 
 
 def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
     """As the configurations of the shown selection; as they came where one has none."""
-    held = {setting(config.label): config.held for config in configs}
-    return by_held(agreements, lambda agreement: held.get(agreement.setting, np.nan))
+    held = {shown.config: shown.held for shown in configs}
+    return by_held(agreements, lambda agreement: max((held.get(one, -1.0) for one in agreement.configs), default=-1.0))
 
 
 def _bars(configs: int, samples: int) -> str:
@@ -79,7 +79,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
 
 def _held(configs: Sequence[Tightness]) -> str:
     """What the caches hold, by budget."""
-    shares = dict.fromkeys(f"{budget(config.label)}: {style.number(config.held)}" for config in configs)
+    shares = dict.fromkeys(f"{shown.config.budget}: {style.number(shown.held)}" for shown in configs)
     return f"held / full of b={', '.join(shares)}"
 
 
@@ -118,7 +118,7 @@ def _ratios(axes: Axes, configs: Sequence[Tightness]) -> list[Line2D]:
                           markeredgewidth=0.7, gid=f"flagged {name}")  # fmt: skip
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(configs)), _names(configs))
-    axes.set(xlabel=_budget_axis([config.label for config in configs]), ylabel="ratio (1 = tight)")
+    axes.set(xlabel=_budget_axis([shown.config for shown in configs]), ylabel="ratio (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
@@ -150,7 +150,7 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> list[Artist]:
         if len(configs) <= _BANDS:
             axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
         top = max(top, float(np.nanmax(high, initial=0)))
-        axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.label}",
+        axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.config.label()}",
                   label=name)  # fmt: skip
     axes.set(xlim=(0, 1), ylim=(0, min(1, 1.1 * top) or 1), xlabel="retained mass S (attention)")
     axes.set_ylabel("L/θ, median" + (" and quartiles" if len(configs) <= _BANDS else ""))
@@ -172,8 +172,8 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> list[Line2D]:
             if correlation.evidence_samples >= LEAST:
                 _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(ranked)), _lines([agreement.setting for agreement in ranked]))
-    axes.set(xlabel=_budget_axis([agreement.setting for agreement in ranked]), ylabel="Spearman's ρ with L")
+    axes.set_xticks(range(len(ranked)), _lines(firsts, "selection"))
+    axes.set(xlabel=_budget_axis(firsts), ylabel="Spearman's ρ with L")
     bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
     low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
     axes.set(ylim=(low, 1.04), xlim=(-0.6, max(len(ranked), 1) - 0.4))

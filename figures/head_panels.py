@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.naming import common, folded, setting, short
+from perturbkv.analyses.naming import SIDE, common, folded, short, sides
 from perturbkv.figures import style
 from perturbkv.figures.head_points import limits, outside, scatter
 from perturbkv.figures.heads import legend, told
-from perturbkv.figures.labels import by_held, held_sides, sides
+from perturbkv.figures.labels import by_held, held_sides
 
 _LINE_MM, _AROUND_MM, _BAR_MM = 2.9, 28.0, 12.0
 _MANY, _WIDE_MANY = 6, 9
@@ -91,7 +91,7 @@ def _panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale:
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
     """Axes are named and numbered on the left and below alone."""
-    unit = DISTANCES[results[0].distance]
+    unit = DISTANCES[results[0].distance].unit
     baselines, treatments = _sides(results)
     named = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
     for place, panel in enumerate(axes[: len(results)]):
@@ -110,7 +110,7 @@ def _sides(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]]:
 def _shared(results: Sequence[HeadComparison]) -> str:
     """What is compared, and what all configurations share."""
     baselines, treatments = _sides(results)
-    shared = common([setting(result.baseline) for result in results])
+    shared = common([side for result in results for side in (result.baseline, result.treatment)])
     return f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
 
 
@@ -129,7 +129,7 @@ def _named(result: HeadComparison, baselines: bool, treatments: bool) -> str:
 
 def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
     """What tells a pair from the others; of both kinds the heads that are better, and Σ over the baseline's."""
-    apart = short([setting(result.baseline) for result in results])
+    apart = short([result.baseline for result in results], *SIDE)
     baselines, treatments = _sides(results)
     found = []
     for result, words in zip(results, apart, strict=True):

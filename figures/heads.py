@@ -9,10 +9,10 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
 from perturbkv.figures.head_points import FLAG_COLOUR, limits, outside, scatter
-from perturbkv.figures.labels import held_sides, sides
+from perturbkv.figures.labels import held_sides
 
 _HEIGHT_MM, _NARROW_MM = 103, 92
 
@@ -43,7 +43,7 @@ def told(result: HeadComparison) -> str:
 
 def _panel(axes: Axes, result: HeadComparison, name: str) -> None:
     kind: HeadKind = getattr(result, name)
-    unit = DISTANCES[result.distance]
+    unit = DISTANCES[result.distance].unit
     baseline, treatment = sides(result.baseline, result.treatment)
     ends = limits([kind])
     scatter(axes, kind, result.flagged, ends)

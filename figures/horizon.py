@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.horizon import KINDS, ConfigHorizon, Horizon
-from perturbkv.analyses.naming import budget, budgets, setting, short
+from perturbkv.analyses.naming import SIDE, apart, budgets, setting, short
 from perturbkv.figures import heatmaps, style
 from perturbkv.figures.labels import by_held, symbols
 
@@ -40,7 +40,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         colours, dashes = _colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
         for panels, shown in zip(axes, rows, strict=True):
             for config in shown:
-                line = dashes[setting(config.label)] if len(rows) == 1 else "-"
+                line = dashes[setting(config.config)] if len(rows) == 1 else "-"
                 _curves(panels, config, colours[_selection(config, configs)], line)
         _finish(axes, result, rows, every=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
@@ -53,14 +53,14 @@ def _groups(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
     """What configurations share but the selection -> those of it, in the order given."""
     found: dict[str, list[ConfigHorizon]] = {}
     for config in configs:
-        found.setdefault(setting(config.label), []).append(config)
+        found.setdefault(setting(config.config), []).append(config)
     return found
 
 
 def _selection(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
     """Policy and selection, as far as they tell the configurations apart."""
-    systems = list(dict.fromkeys(one.label.partition(" ")[0] for one in configs))
-    return short(systems)[systems.index(config.label.partition(" ")[0])] or "evicted"
+    told = apart([one.config for one in configs])[list(configs).index(config)]
+    return " ".join(word for choice, word in told.items() if choice in SIDE) or "evicted"
 
 
 def _colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]],
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             panel.set_xlabel("decode step" if place == len(axes) - 1 and (not every or kind == "kl") else "")
             panel.set_ylabel("KL, nat" if kind == "kl" else symbols("Σ L / Σ ‖o_h‖₁"))
-            named = f"b={budget(rows[place][0].label)}: {title}" if len(rows) > 1 else title
+            named = f"b={rows[place][0].config.budget}: {title}" if len(rows) > 1 else title
             panel.set_title(named, loc="left")
     for column in axes.T:
         top = max(panel.get_ylim()[1] for panel in column)
@@ -99,14 +99,15 @@ def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: d
     found = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     if len(dashes) < 2:
         return found
-    names = budgets(list(dashes))
+    firsts = [group[0].config for group in _groups(configs).values()]
+    names = [" ".join(parts) for parts in budgets(firsts, *SIDE)]
     return [*found, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
                       for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
 
 
 def _held(configs: Sequence[ConfigHorizon]) -> str:
     """What the caches hold, by budget."""
-    shares = dict.fromkeys(f"b={budget(config.label)}: {style.number(config.held)}" for config in configs)
+    shares = dict.fromkeys(f"b={one.config.budget}: {style.number(one.held)}" for one in configs)
     return f" · held / full of {', '.join(shares)}"
 
 
@@ -115,7 +116,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     with style.use():
         columns = 2 if width_mm < style.WIDE_MM else 4
         configs = by_held(result.configs, lambda config: config.held)
-        names = short([config.label for config in configs])
+        names = short([one.config for one in configs])
         maps = [_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
         rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
         figure = heatmaps.draw(

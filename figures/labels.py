@@ -1,4 +1,4 @@
-"""How figures write names: the two sides of a comparison, symbols, and results in order of what their caches hold."""
+"""How figures write symbols, and results in order of what their caches hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from perturbkv.analyses.naming import short
 from perturbkv.figures import style
 
 _SYMBOLS = {
@@ -23,12 +22,6 @@ def symbols(text: str) -> str:
     for written, typeset in _SYMBOLS.items():
         text = text.replace(written, typeset)
     return text
-
-
-def sides(baseline: str, treatment: str) -> tuple[str, str]:
-    """What tells both sides apart: their selections, or their policies, or both."""
-    first, second = short([label.partition(" ")[0] for label in (baseline, treatment)])
-    return first or "evicted", second or "evicted"
 
 
 def by_held(results: Sequence[Result], held: Callable[[Result], float]) -> list[Result]:

@@ -14,9 +14,9 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.last_layer import LastLayer
-from perturbkv.analyses.naming import budget, counted
+from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held, held_sides, sides
+from perturbkv.figures.labels import by_held, held_sides
 
 _WIDE, _NARROW, _ROW_MM, _AROUND_MM = 3, 2, 50, 14
 _BETTER, _WORSE, _TIED = "#0173b2", "#de8f05", "0.5"
@@ -76,7 +76,7 @@ def _panel(axes: Axes, result: LastLayer, font: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = style.percent(result.improved_share, result.improved_share_interval)
     ratio = style.ratio(result.mean_ratio, result.mean_ratio_interval)
-    held = f"b={budget(result.baseline)}, held / full {held_sides(result.held)}"
+    held = f"b={result.baseline.budget}, held / full {held_sides(result.held)}"
     axes.set_title(f"{held}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:

@@ -14,9 +14,9 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.layers import LayerDrift
-from perturbkv.analyses.naming import budget, counted
+from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held, held_sides, sides
+from perturbkv.figures.labels import by_held, held_sides
 
 _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
 _TOGETHER = 2
@@ -37,7 +37,7 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
             if ordered[0].floored
             else "equal (no floor in this trace)"
         )
-        held = f"held / full of {', '.join(f'b={budget(one.baseline)}: {held_sides(one.held)}' for one in ordered)}"
+        held = f"held / full of {', '.join(f'b={one.baseline.budget}: {held_sides(one.held)}' for one in ordered)}"
         said = style.about(identity.samples, medians=True)
         style.foot(figure, identity, f"drift: medians; percent: of the means over samples · {said} · ×: tied, {tie} · "
                    f"{held}")  # fmt: skip
@@ -62,7 +62,7 @@ def _together(results: Sequence[LayerDrift], width_mm: float) -> Figure:
     relative.set_title("Ratio of the means: below 100 % is better", loc="left")
     _note_zeros(absolute, results)
     budgets = [
-        Line2D([], [], color=colour, label=f"b={budget(result.baseline)}")
+        Line2D([], [], color=colour, label=f"b={result.baseline.budget}")
         for result, colour in zip(results, colours, strict=True)
     ]
     style.legend_below(absolute, _sides(results[0]), 2)
@@ -82,7 +82,7 @@ def _apart(results: Sequence[LayerDrift], width_mm: float, narrow: bool) -> Figu
         pair = (axes[row, column], axes[row + 1, column])
         _drift(pair[0], result, colour)
         _percent(pair[1], result, colour)
-        pair[0].set_title(f"b={budget(result.baseline)}", loc="left")
+        pair[0].set_title(f"b={result.baseline.budget}", loc="left")
         pair[1].set_xlabel("layer" if place + columns >= len(results) else "")
         for panel, label in zip(
             pair, (_drift_label(result, short=True), _percent_label(result, short=True)), strict=True
@@ -151,7 +151,7 @@ def _percent(axes: Axes, result: LayerDrift, colour: object) -> None:
     """On a logarithmic axis halving and doubling lie equally far from 100 %."""
     layers, percent = np.arange(len(result.ratio)), 100 * style.positive(result.ratio)
     axes.plot(layers, percent, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
-              gid=f"percent {result.baseline}")  # fmt: skip
+              gid=f"percent {result.baseline.label()}")  # fmt: skip
     ends = result.ratio_interval
     if ends is not None:
         axes.fill_between(layers, 100 * style.positive(ends.low), 100 * style.positive(ends.high), color=colour,

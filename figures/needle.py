@@ -48,9 +48,10 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score"
 
 def by_budget(result: Needle) -> list[list[Method]]:
     """The methods of each budget, in the run's order; the budget whose caches hold least first."""
-    groups: dict[str, list[Method]] = {}
+    groups: dict[Budget, list[Method]] = {}
     for method in result.methods:
-        groups.setdefault(budget(method.label), []).append(method)
+        if method.config is not None:
+            groups.setdefault(method.config.budget, []).append(method)
     return by_held(list(groups.values()), lambda group: sum(method.held for method in group) / len(group))
 
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.naming import budget, short
+from perturbkv.analyses.naming import short
 from perturbkv.analyses.needle import Method, Needle
 from perturbkv.figures import style
 from perturbkv.figures.needle import by_budget
@@ -37,7 +37,7 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
             panel.tick_params(axis="y", labelsize=5.5 if narrow else 7)
         axes[0, 0].set_yticks(range(len(methods)), _names(result, methods))
         figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
-        held = dict.fromkeys(f"b={budget(method.label)}: {style.number(method.held)}" for method in result.methods)
+        held = dict.fromkeys(f"b={one.config.budget}: {style.number(one.held)}" for one in result.methods if one.config)
         told = "whole number: exact 95 % intervals over the prompts of a depth · held / full of"
         style.foot(figure, result.identity, f"{told} {', '.join(held)}")
     return figure
@@ -45,9 +45,8 @@ def draw(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
 
 def _names(result: Needle, methods: list[Method]) -> list[str]:
     """What tells a method from the others."""
-    labels = [method.label for method in result.methods]
-    names = dict(zip(labels, short(labels), strict=True)) | {result.full.label: result.full.label}
-    return [names[method.label] or "evicted" for method in methods]
+    names = dict(zip(result.identity.configs, short(result.identity.configs), strict=True))
+    return [names[method.config] or "evicted" if method.config else "full cache" for method in methods]
 
 
 def _panel(axes: Axes, methods: list[Method], depth: int) -> None:

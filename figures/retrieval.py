@@ -71,7 +71,7 @@ def _panel(axes: Axes, link: BudgetLink) -> None:
     deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
     held = " to ".join(dict.fromkeys(map(style.number, link.held_ends)))
     title = (
-        f"b={link.budget}, {len(link.labels)} methods; held / full {held}"
+        f"b={link.name}, {len(link.configs)} methods; held / full {held}"
         f"\nn = {deciding['score']} (number), {deciding['digits']} (digits)"
     )
     reasons = [f"{label}: {_why(link, name)}" for name, (_, label, _) in _MARKS.items() if not deciding[name]]

@@ -107,8 +107,11 @@ def test_counts_of_heads_stand_clear_of_axes_lines_and_each_other(width: int) ->
     many = [
         replace(found, evidence_values=10_286, evidence_samples=40, evidence_mean=0.9) for found in one.correlations
     ]
-    budgets = ("0.025", "0.05", "0.1", "0.2", "0.4")
-    five = [replace(one, setting=f"b={budget} w=8", correlations=tuple(many)) for budget in budgets]
+    budgets = (0.025, 0.05, 0.1, 0.2, 0.4)
+    five = [
+        replace(one, configs=(measured.config("attention", budget, window=8),), correlations=tuple(many))
+        for budget in budgets
+    ]
     figure = bounds_figure.draw(result, five, width)
     render(figure)  # lays it out
     axes = figure.axes[2]
@@ -176,7 +179,7 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
         np.testing.assert_allclose(
             artist(figure, 0, f"baseline {result.baseline.label()}").get_ydata(), result.baseline_median
         )
-        drawn = artist(figure, 1, f"percent {result.baseline}").get_ydata()
+        drawn = artist(figure, 1, f"percent {result.baseline.label()}").get_ydata()
         np.testing.assert_allclose(drawn, 100 * result.ratio)
     assert figure.axes[1].get_yscale() == "log"
     for axes in figure.axes:  # two layers: none lies between them
@@ -187,7 +190,7 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
 @WIDTHS
 def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
     results = [
-        replace(layers.summarise(TRACE, *PAIRS[0]), baseline=f"snapkv:attention b={budget} w=8", held=(held, held))
+        replace(layers.summarise(TRACE, *PAIRS[0]), baseline=measured.config("attention", budget), held=(held, held))
         for budget, held in ((0.2, 0.6), (128, 0.48), (0.4, 1.2))
     ]
     results[0] = replace(results[0], ratio=results[0].ratio * 3)
@@ -195,10 +198,10 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
     above, below = figure.axes[:3], figure.axes[3:6]
     assert [axes.get_title(loc="left") for axes in above] == ["b=128", "b=0.2", "b=0.4"]
     for column, result in enumerate((results[1], results[0], results[2])):
-        drawn = artist(figure, column, f"treatment {result.baseline}").get_ydata()
+        drawn = artist(figure, column, f"treatment {result.baseline.label()}").get_ydata()
         np.testing.assert_allclose(drawn, result.treatment_median)
         assert len([line for line in above[column].get_lines() if line.get_gid()]) == 2  # no other budget's lines
-        drawn = artist(figure, 3 + column, f"percent {result.baseline}").get_ydata()
+        drawn = artist(figure, 3 + column, f"percent {result.baseline.label()}").get_ydata()
         np.testing.assert_allclose(drawn, 100 * result.ratio)
     for row in (above, below):
         assert len({axes.get_ylim() for axes in row}) == 1

@@ -10,6 +10,7 @@ import pytest
 from perturbkv.analyses import horizon, needle, retrieval
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.intervals import Interval
+from perturbkv.configs.budget import Budget
 from perturbkv.figures import horizon as horizon_figure
 from perturbkv.figures import needle as needle_figure
 from perturbkv.figures import needle_depths as depths_figure
@@ -82,11 +83,11 @@ def test_a_dot_per_method_and_depth_is_the_share_found_over_all_lengths(width: i
 def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
     trace = ranked([[0, 0, 0]] * 4, [1, 1, 1, 1], MOVED)
     trace.arrays["digits"][:] = 0  # type: ignore[index]
-    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.labels()), width)
+    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.configs), width)
     assert "whole number: every method lost all" in words(figure)
     assert "leading digits: every method lost all" in words(figure)
     trace.arrays["digits"][:] = [0.1, 0.3, 0.6]  # type: ignore[index]
-    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.labels()), width)
+    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.configs), width)
     axes = figure.axes[0]
     assert "\nwhole number: every method lost all" in axes.get_title(loc="left")
     assert [text.get_text() for text in axes.texts] == ["circular: nearly the score"]  # nothing over the points
@@ -95,7 +96,7 @@ def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
 @WIDTHS
 def test_words_of_the_correlations_touch_no_point(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
-    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.labels()), width)
+    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.configs), width)
     render(figure)
     axes = figure.axes[0]
     (words_,) = [text.get_window_extent() for text in axes.texts if "circular" in text.get_text()]
@@ -144,7 +145,7 @@ def budgets_of(count: int) -> horizon.Horizon:
     many = [
         dataclasses.replace(
             config,
-            label=config.label.replace("b=64", f"b={2**power}"),
+            config=dataclasses.replace(config.config, budget=Budget(2**power)),
             held=0.1 * power,
             kl_interval=Interval(np.full(result.steps, 0.1), np.full(result.steps, 3.0)),
         )

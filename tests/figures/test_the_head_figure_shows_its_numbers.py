@@ -153,9 +153,8 @@ def pairs(width: int = 174) -> tuple[list[HeadComparison], Figure]:
               "held_share": np.broadcast_to([0.6, 0.6, 0.48, 0.48], (2, 4))}  # fmt: skip
     arrays["perturbation_propagated"] = arrays["perturbation_isolated"] * np.array([1, 1, 50, 50])[:, None, None]
     trace = hand_made(configs, arrays, 3, 4)
-    labels = trace.run.labels()
-    results = [summarise(trace, *labels[:2]), summarise(trace, *labels[2:])]
-    return results, draw_pairs(results, identity(trace, labels), width)
+    results = [summarise(trace, *configs[:2]), summarise(trace, *configs[2:])]
+    return results, draw_pairs(results, identity(trace, configs), width)
 
 
 @pytest.mark.parametrize("width", [84, 174])

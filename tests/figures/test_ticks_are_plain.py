@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held, sides, symbols
+from perturbkv.figures.labels import by_held, symbols
 
 
 def shown(low: float, high: float) -> list[str]:
@@ -44,12 +44,6 @@ def test_large_and_small_numbers_are_powers() -> None:
 def test_symbols_have_no_underscore_of_their_own() -> None:
     assert symbols("θ̂/θ̂_relax") == r"$\hat{\mathrm{θ}}$/$\hat{\mathrm{θ}}_{\mathrm{relax}}$"
     assert symbols("Σ L / Σ ‖o_h‖₁") == r"Σ L / Σ $\Vert o_h\Vert_1$"
-
-
-def test_sides_are_named_by_what_tells_them_apart() -> None:
-    assert sides("snapkv:attention b=1", "snapkv:two-stage b=1") == ("attention", "two-stage")
-    assert sides("snapkv:attention b=1", "adakv:attention b=1") == ("snapkv", "adakv")
-    assert sides("snapkv:attention b=1", "adakv:two-stage b=1") == ("snapkv attention", "adakv two-stage")
 
 
 def test_what_holds_least_comes_first_and_nothing_moves_where_it_is_not_told() -> None:
