@@ -1,5 +1,5 @@
 # Two commands for a fresh machine: `make demo` shows it at work, `make test` runs the whole suite.
-# `make figures` remakes README's pictures; `make tables LONGBENCH=folder` and `make needle` the tables that it prints.
+# `make figures` remakes the documentation's pictures; `make tables LONGBENCH=folder` and `make needle` its tables.
 # The demo needs the package alone; tests, checks and tables also LongBench's prompts and metrics, 800 MB with their needs.
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
@@ -95,14 +95,15 @@ tables: develop
 	$(PY) docs/readings.py runs/news/trace.h5
 	$(PY) docs/coverage.py runs/news/heads/trace.h5
 
-# Half an hour on two cores: README's table of retrieval, its heat map, and what explains it.
+# Half an hour on two cores: the table of retrieval, its heat map, and what explains it.
 needle: install
 	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --output runs/needle --overwrite
 	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --scenario context-only --output runs/needle/context --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --budget 512 --preset paper --preset paper-v2 --output runs/needle/pooled --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --kernel 21 --output runs/needle/kernel --overwrite
 	$(PY) docs/needle.py runs/needle
-	cp runs/needle/needle.png runs/needle/needle-digits.png runs/needle/needle-correlation.png docs/figures/
+	cp runs/needle/needle.png runs/needle/needle-digits.png runs/needle/needle-depths.png docs/figures/
+	cp runs/needle/needle-correlation.png docs/figures/
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
 
 bench: install

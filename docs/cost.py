@@ -1,4 +1,4 @@
-"""README's table of cost, out of a file of `perturbkv bench`: `python docs/cost.py docs/bench/cpu.json`."""
+"""The table of docs/cost.md, out of a file of `perturbkv bench`: `python docs/cost.py docs/bench/cpu.json`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def within(interval: Scalar, form: str) -> str:
 
 
 def asked() -> argparse.Namespace:
-    """The command line; its defaults are README's."""
+    """The command line; its defaults are those of docs/results.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--model", default=DEFAULT)

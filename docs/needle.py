@@ -1,4 +1,4 @@
-"""README's tables of retrieval, from the four runs of `make needle`: `python docs/needle.py runs/needle`."""
+"""The tables of retrieval in docs/results.md, from the four runs of `make needle`: `python docs/needle.py runs/needle`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers that README's reading of its table adds to the table: `python docs/readings.py TRACE.h5 [LONGBENCH]`.
+"""The numbers that docs/results.md adds to its tables: `python docs/readings.py TRACE.h5 [LONGBENCH]`.
 
 From a trace of `perturbkv heads` or `bound-tightness`: retained mass and runs of kept neighbours per configuration,
 what L and θ are made of, what the treatment does in the first layer, and single heads that decide. With LongBench's

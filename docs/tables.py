@@ -1,4 +1,4 @@
-"""README's measured tables as Markdown, from what the commands wrote: `python docs/tables.py SUMMARY.json …`."""
+"""The measured tables of docs/results.md as Markdown, from what the commands wrote: `python docs/tables.py SUMMARY.json …`."""
 
 from __future__ import annotations
 

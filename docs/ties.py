@@ -1,4 +1,4 @@
-"""README's table of ties: do verdicts in half precision hold in float32? `python docs/ties.py FLOAT32.h5 BF16.h5 …`.
+"""The table of ties: do verdicts in half precision hold in float32? `python docs/ties.py FLOAT32.h5 BF16.h5 …`.
 
 Every trace is of `perturbkv trace`, measured with --dtype float32 and then with others, all else alike; of each dataset
 one is in float32. In bash:
