@@ -86,8 +86,10 @@ def _print_pairs(results: list[HeadComparison]) -> None:
 
 
 def _baselines(results: list[HeadComparison]) -> str:
-    """The selections, or policies and selections, of all baselines."""
-    return ", ".join(dict.fromkeys(f"{one.baseline.policy}:{one.baseline.selection}" for one in results))
+    """The selections, or policies and selections, of all baselines: what their treatments differ in."""
+    from perturbkv.analyses.naming import sides
+
+    return ", ".join(dict.fromkeys(sides(one.baseline, one.treatment)[0] for one in results))
 
 
 def _short_row(measured: HeadKind) -> list[str]:
