@@ -127,8 +127,9 @@ def measure(
         configs: from `grid`, or any series of `EvictionConfig`; all of them share a prompt's one prefill.
         steps: decode steps, teacher-forced on the full run.
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
-        path: where the trace goes. A run that was killed goes on, and one that asks for more prompts or
-            configurations measures those alone. None: everything stays in memory.
+        path: where the trace goes. A run that was killed goes on, and one that asks for more prompts of a dataset, or
+            more configurations, measures those alone; prompts of one's own are known by all their texts together.
+            None: everything stays in memory.
         engine: where samples are measured: `here`.
         save_outputs: keep head outputs, hidden states and attention too.
         cache: layout of evicted caches, `ragged` or `rectangular`.
