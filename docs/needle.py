@@ -1,4 +1,4 @@
-"""The tables of retrieval in docs/results.md, from the four runs of `make needle`: `python docs/needle.py runs/needle`."""
+"""Retrieval as docs/results.md tables it, from the four runs of `make needle`: `python docs/needle.py runs/needle`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measured tables of docs/results.md as Markdown, from what the commands wrote: `python docs/tables.py SUMMARY.json …`."""
+"""The tables of docs/results.md as Markdown, from what the commands wrote: `python docs/tables.py SUMMARY.json …`."""
 
 from __future__ import annotations
 
