@@ -80,12 +80,13 @@ def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
 
 def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], every: bool) -> None:
     """Titles, units, whole steps, and each quantity from 0 to the same end in all rows."""
+    names = [" ".join(parts) for parts in budgets([row[0].config for row in rows], *SIDE)]
     for place, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             panel.set_xlabel("decode step" if place == len(axes) - 1 and (not every or kind == "kl") else "")
             panel.set_ylabel("KL, nat" if kind == "kl" else symbols("Σ L / Σ ‖o_h‖₁"))
-            named = f"b={rows[place][0].config.budget}: {title}" if len(rows) > 1 else title
+            named = f"b={names[place]}: {title}" if len(rows) > 1 else title
             panel.set_title(named, loc="left")
     for column in axes.T:
         top = max(panel.get_ylim()[1] for panel in column)

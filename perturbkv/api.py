@@ -6,8 +6,9 @@ Everything that the command line can do goes through these or what they call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +18,7 @@ from perturbkv.datasets import registry as datasets
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts, encode_all, gathered
 from perturbkv.engines.here import Here
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles
@@ -26,17 +27,18 @@ from perturbkv.pipeline.generation import Answers, answer
 from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
-from perturbkv.scoring import value_norms
+from perturbkv.scoring import head_scores, value_norms
 from perturbkv.selection.policies import registry as policies
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 ENGINES = ("here",)
+_Kind = TypeVar("_Kind")
 _DEFAULT = Resources()
 
 
 def load_model(
-    model: Any, *, tokenizer: Any = None, dtype: str = "auto", device: str = "auto", seed: int = 0
+    model: Any, *, tokenizer: Any = None, dtype: Any = "auto", device: Any = "auto", seed: int = 0
 ) -> Adapter:
     """A model to measure: by name, or one that is loaded already.
 
@@ -58,7 +60,9 @@ def load_model(
         if tokenizer is not None:
             msg = f"model '{model}' brings its own tokenizer; give a tokenizer with a loaded model alone"
             raise ConfigError(msg)
-        return load_by_name(str(model), dtype, device, seed)
+        return load_by_name(str(model), str(dtype).removeprefix("torch."), str(device), seed)
+    if isinstance(model, Adapter):
+        return model
     if (dtype, device) != ("auto", "auto"):
         msg = "a loaded model stays in its dtype and on its device; leave dtype and device out"
         raise ConfigError(msg)
@@ -127,9 +131,8 @@ def measure(
         configs: from `grid`, or any series of `EvictionConfig`; all of them share a prompt's one prefill.
         steps: decode steps, teacher-forced on the full run.
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
-        path: where the trace goes. A run that was killed goes on, and one that asks for more prompts of a dataset, or
-            more configurations, measures those alone; prompts of one's own are known by all their texts together.
-            None: everything stays in memory.
+        path: where the trace goes. A run that was killed goes on, and one that asks for more prompts or
+            configurations measures those alone. None: everything stays in memory.
         engine: where samples are measured: `here`.
         save_outputs: keep head outputs, hidden states and attention too.
         cache: layout of evicted caches, `ragged` or `rectangular`.
@@ -142,8 +145,8 @@ def measure(
     Raises BudgetError, ConfigError, DatasetError, ModelError, TraceError; InterruptedRunError on Ctrl-C with a path.
     """
     save = ("outputs",) if save_outputs else ()
-    settings = Settings(steps, scenario, cache, save, generate, tuple(map(tuple, head_scores)))
-    planned = _planned(model, prompts, configs, settings, resources)
+    settings = Settings(steps, scenario, cache, save, generate, head_scores)
+    planned = _planned(model, prompts, configs, settings, resources, kept=path is not None)
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         if path is None:
             return run_in_memory(planned, _engine(engine), drawn.at)
@@ -184,9 +187,7 @@ def generate(
         policies.check_generating(config)
         if compress_every is not None:
             policies.check_compressible(config)
-    settings = Settings(
-        scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=tuple(map(tuple, head_scores))
-    )
+    settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores)
     planned, found = _planned(model, prompts, chosen, settings, resources), []
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         for done, prompt in enumerate(planned.prompts):
@@ -206,13 +207,36 @@ def _planned(
     configs: Iterable[EvictionConfig],
     settings: Settings,
     resources: Resources,
+    kept: bool = False,
 ) -> Plan:
-    chosen, held = tuple(configs), gathered(prompts)
+    """The plan; with `kept` a given model's weights are told apart from all others: its trace may be gone on with."""
+    chosen = _all_of(EvictionConfig, configs, "configurations, as pk.grid makes them")
+    held = gathered(
+        prompts if isinstance(prompts, Prompts) else _all_of(Prompt, prompts, "prompts: pk.Prompt.from_text")
+    )
+    if not isinstance(model, Adapter):
+        msg = f"expected a model from pk.load_model, got {type(model).__name__}"
+        raise ModelError(msg)
     for config in chosen:
         policies.check(config, settings.cache)
+    needed = any(policies.info(config.policy).needs_scores for config in chosen)
+    scores = head_scores.checked(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)
+    files = ModelFiles.of(model)
+    if kept and files.revision == given.GIVEN:
+        files = replace(files, revision=given.fingerprint(model))
     placement = Placement(model.dtype, torch.device(model.device))
-    return plan(ModelFiles.of(model), placement, held, chosen, settings, resources, model)
+    return plan(files, placement, held, chosen, replace(settings, head_scores=scores), resources, model)
+
+
+def _all_of(kind: type[_Kind], given: Any, what: str) -> tuple[_Kind, ...]:
+    """One object, or any series of them, as a tuple. Raises ConfigError for anything else."""
+    listed = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
+    for one in listed:
+        if not isinstance(one, kind):
+            msg = f"expected {what}; got {type(one).__name__}"
+            raise ConfigError(msg)
+    return listed
 
 
 def _engine(name: str) -> Engine:

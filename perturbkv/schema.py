@@ -145,6 +145,9 @@ VARIABLES: dict[str, Variable] = {
     ),
 }
 
+SUMS = ("cache_bytes", "cache_padding_bytes")
+"""Variables of all configurations together: of some of them nothing is known."""
+
 KEPT_AXIS, KEY_AXIS = "kept_entry", "key"
 """Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import VARIABLES, axis_lengths
+from perturbkv.schema import SUMS, VARIABLES, axis_lengths
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,12 @@ class Trace:
         Raises TraceError where nothing is left, or a sample or a field is unknown.
         """
         ids = self.sample_ids if sample is None else (sample,) if isinstance(sample, str) else tuple(sample)
+        if len(set(ids)) < len(ids):
+            msg = f"expected every sample once, got {', '.join(ids)}"
+            raise TraceError(msg)
+        if strange := choices.keys() - vars(self.run.configs[0]).keys():
+            msg = f"expected fields of a configuration ({', '.join(vars(self.run.configs[0]))}), got '{strange.pop()}'"
+            raise TraceError(msg)
         taken = [self.sample(name) for name in ids]
         places = [place for place, config in enumerate(self.run.configs) if where(config) and _has(config, choices)]
         if not places or not ids:
@@ -204,23 +210,21 @@ class Trace:
 
         return to_table(self)
 
-    def _table(self) -> Table:
+    def _title(self) -> str:
         run, complete = self.run, int(self.ok.sum())
         words = " · random weights" if run.random_weights else ""
-        title = f"{run.model} · {run.dataset} · {complete} of {len(self.sample_ids)} samples complete{words}"
-        rows = [
-            (name, " ".join(VARIABLES[name].dims), "×".join(map(str, array.shape)), VARIABLES[name].units)
-            for name, array in self.arrays.items()
-            if name != "kept_position" and not VARIABLES[name].raw
-        ]
-        return Table(title, ("variable", "axes behind sample", "#shape", "unit"), rows)
+        return f"{run.model} · {run.dataset} · {complete} of {len(self.sample_ids)} samples complete{words}"
 
     def __repr__(self) -> str:
-        configs = "\n".join(f"  {label}" for label in self.run.labels())
-        return f"{self._table().title}\n{configs}"
+        return "\n".join([self._title(), *(f"  {label}" for label in self.run.labels())])
 
     def _repr_html_(self) -> str:
-        return self._table().as_html()
+        small = [name for name in self.arrays if name != "kept_position" and not VARIABLES[name].raw]
+        rows = [
+            (name, " ".join(VARIABLES[name].dims), "×".join(map(str, self.arrays[name].shape)), VARIABLES[name].units)
+            for name in small
+        ]
+        return Table(self._title(), ("variable", "axes behind sample", "#shape", "unit"), rows).as_html()
 
 
 def _own_kept(arrays: Mapping[str, NDArray[Any]], kept: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -231,26 +235,28 @@ def _own_kept(arrays: Mapping[str, NDArray[Any]], kept: NDArray[Any]) -> dict[st
 
 
 def _has(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
-    """Whether a configuration has these values. Raises TraceError for a field that none has."""
-    for name, wanted in choices.items():
-        if not hasattr(config, name):
-            msg = f"expected a field of a configuration, got '{name}'; known: {', '.join(vars(config))}"
-            raise TraceError(msg)
-        value = getattr(config, name)
-        value = value.value if isinstance(value, Budget) else value
-        if value not in (wanted if isinstance(wanted, list | tuple | set) else (wanted,)):
-            return False
-    return True
+    """Whether a configuration has these values, or one of the values of a list."""
+    return all(_plain(getattr(config, name)) in map(_plain, _listed(wanted)) for name, wanted in choices.items())
+
+
+def _listed(wanted: Any) -> Iterable[Any]:
+    return wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else (wanted,)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Budget) else value
 
 
 def _of_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> SampleTrace | FailedSample:
     """The part of a sample that some of its configurations measured."""
     if isinstance(sample, FailedSample):
         return sample
+    whole = len(places) == sample.sizes()["config"]
     arrays = {
         name: np.take(array, places, axis=VARIABLES[name].dims.index("config"))
         if "config" in VARIABLES[name].dims
         else array
         for name, array in sample.arrays.items()
+        if whole or name not in SUMS
     }
     return SampleTrace(sample.sample_id, arrays)

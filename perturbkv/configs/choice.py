@@ -17,6 +17,7 @@ _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
+_DEEPEST = 16
 FIRST = ""
 """The name of an option that was given without one."""
 
@@ -89,7 +90,7 @@ class _Reader:
     """Reads one text from left to right."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.place = text, 0
+        self.text, self.place, self.depth = text, 0, 0
 
     def skip(self) -> None:
         found = _SPACE.match(self.text, self.place)
@@ -125,6 +126,9 @@ class _Reader:
         return Choice(name, self.options()) if self.taken("(") else Choice(name)
 
     def options(self) -> dict[str, Any]:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            self.refuse(f"at most {_DEEPEST} calls inside each other")
         found: dict[str, Any] = {}
         while not self.taken(")"):
             if found and not self.taken(","):
@@ -135,6 +139,7 @@ class _Reader:
                 self.place = begin
                 self.refuse(f"{name} once")
             found[name] = value
+        self.depth -= 1
         return found
 
     def option(self, first: bool) -> tuple[str, Any]:

@@ -15,6 +15,8 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
+DIGESTS = "prompt_digests"
+"""Of a dataset's options: id -> digest of a prompt, of prompts that came from no dataset."""
 DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs",)
 SCENARIOS = {

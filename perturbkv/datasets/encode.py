@@ -117,6 +117,9 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     prompt survives. Raises ConfigError where a chat template is asked for that the tokenizer lacks, DatasetError where
     the cut would reach into the question.
     """
+    if max_tokens is not None and max_tokens < 2:
+        msg = f"--max-tokens must be at least 2, got {max_tokens}"
+        raise ConfigError(msg)
     text, start = _chat_text(sample, tokenizer) if chat_template else (_plain_text(sample), 0)
     more = {"add_special_tokens": False} if chat_template else {}
     ids = tuple(tokenizer(text, **more)["input_ids"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+from perturbkv.configs.run import DIGESTS
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
 from perturbkv.datasets.registry import GENERATION_LENGTH, LoadedDataset
 from perturbkv.errors import DatasetError
@@ -94,9 +96,13 @@ def encode_all(
 
 
 def gathered(prompts: Iterable[Prompt]) -> Prompts:
-    """Prompts as they are, or as `Prompts` of their own, which are known again by their tokens' digest."""
-    if isinstance(prompts, Prompts):
-        return prompts
-    listed = tuple(prompts)
-    tokens = repr([(prompt.sample_id, prompt.token_ids, prompt.question_tokens) for prompt in listed])
-    return Prompts(listed, options={"tokens_sha256": hashlib.sha256(tokens.encode()).hexdigest()})
+    """Prompts as they are, those of one's own with a digest each, by which a trace knows them again."""
+    held = prompts if isinstance(prompts, Prompts) else Prompts(tuple(prompts))
+    if held.dataset != OWN:
+        return held
+    return replace(held, options={**held.options, DIGESTS: {prompt.sample_id: _digest(prompt) for prompt in held}})
+
+
+def _digest(prompt: Prompt) -> str:
+    """Of everything that a number depends on."""
+    return hashlib.sha256(repr(dataclasses.astuple(prompt)).encode()).hexdigest()[:16]

@@ -143,6 +143,19 @@ def check_family(config: Any, name: str) -> None:
         raise ModelError(msg)
 
 
+def check_projections(model: Adapter) -> None:
+    """Raise ModelError where a layer projects its heads by more than the matrix W_O that `output_projection` reads."""
+    for layer, attention in enumerate(model.attentions):
+        projection = attention.o_proj
+        if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
+            kind = f"{type(projection).__name__} of {getattr(projection.weight, 'dtype', 'no weight')}"
+            msg = (
+                f"expected o_proj of layer {layer} of model '{model.name}' to be a plain matrix of floating-point "
+                f"numbers, got {kind}; merge adapters or load it unquantised"
+            )
+            raise ModelError(msg)
+
+
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str) -> None:
     """Raise ModelError where a sliding window already hides entries of a prompt of `tokens` entries."""
     window = sliding_window(config)

@@ -11,36 +11,40 @@ import torch
 
 from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
-from perturbkv.models.adapter import Adapter
+from perturbkv.models.adapter import Adapter, check_projections
+
+GIVEN = "given"
+"""The revision of a model that came loaded, until its weights are told apart."""
 
 
 def adapted(model: Any, tokenizer: Any) -> Adapter:
-    """The model as measurements need it. Raises ModelError where it is none of ours, or comes without a tokenizer."""
-    if not hasattr(model, "config") or not hasattr(getattr(model, "config", None), "model_type"):
+    """The model as measurements need it.
+
+    Raises ModelError where it is none of ours, comes without a tokenizer, or projects its heads by more than a matrix.
+    """
+    if not hasattr(getattr(model, "config", None), "model_type"):
         msg = f"expected a model's name or a transformers model, got {type(model).__name__}"
         raise ModelError(msg)
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     if tokenizer is None:
         msg = f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)"
         raise ModelError(msg)
-    return Adapter(model, tokenizer, name, fingerprint(model), stored=stored_weights.of_safetensors(None, model.config))
+    if any(weight.is_meta for weight in model.parameters()):
+        msg = f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
+        raise ModelError(msg)
+    found = Adapter(model, tokenizer, name, GIVEN, stored=stored_weights.of_safetensors(None, model.config))
+    check_projections(found)
+    return found
 
 
-def fingerprint(model: Any) -> str:
-    """Tells one set of weights from another without reading them all from the device: names, shapes, types and sums."""
-    digest = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(repr(_sums(weight)).encode())
-    return f"fingerprint:{digest.hexdigest()[:16]}"
-
-
-def _sums(weight: Any) -> tuple[float, float]:
-    """Sum, and sum of magnitudes, in float64; integers, as quantised weights are, count as numbers."""
-    if not isinstance(weight, torch.Tensor):
-        return 0.0, 0.0
-    work = weight.detach().to(torch.float64)
-    return float(work.sum()), float(work.abs().sum())
+def fingerprint(model: Adapter) -> str:
+    """Tells one set of weights from another: all bytes of weights and buffers, the configuration, the logits' scale."""
+    digest = hashlib.sha256(str(model.config.to_json_string()).encode())
+    digest.update(repr([model.scale(layer) for layer in range(len(model.layers))]).encode())
+    for name, tensor in [*model.model.state_dict().items(), *model.model.named_buffers()]:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 @contextmanager

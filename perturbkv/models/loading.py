@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf_cache, gguf_header, stored_weights, user_cache
-from perturbkv.models.adapter import Adapter, check_family
+from perturbkv.models.adapter import Adapter, check_family, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.quiet import quiet
 from perturbkv.models.sources import Source, explained, resolve
@@ -145,7 +145,9 @@ def load_weights(
     else:
         model = _read_weights(files.source, dtype)
     model = _spread(model, files.name) if spread else _aligned(model.to(device))
-    return Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
+    found = Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
+    check_projections(found)
+    return found
 
 
 def _read_weights(source: Source, dtype: torch.dtype) -> Any:

@@ -34,7 +34,6 @@ class Settings:
         scenario, cache, save: as in `RunConfig`.
         generate: tokens generated from every cache and scored; None: as many as the dataset says.
         head_scores: one row of scores per layer, for `headkv`.
-        seed: of the model's weights where they are random, as recorded.
         leave_out_unfit: a budget that some prompt makes no larger than the window is left out instead of refused.
     """
 
@@ -43,8 +42,7 @@ class Settings:
     cache: str = "ragged"
     save: tuple[str, ...] = ()
     generate: int | None = 0
-    head_scores: tuple[tuple[float, ...], ...] = ()
-    seed: int = 0
+    head_scores: Sequence[Sequence[float]] = ()
     leave_out_unfit: bool = False
 
 
@@ -106,7 +104,7 @@ def plan(
         random_weights=files.random_weights,
         dataset_options=dict(prompts.options),
         samples=len(prompts),
-        seed=settings.seed,
+        seed=prompts.seed,
         steps=settings.steps,
         max_tokens=prompts.max_tokens,
         chat_template=prompts.chat_template,
@@ -115,7 +113,7 @@ def plan(
         save=settings.save,
         scenario=settings.scenario,
         cache=settings.cache,
-        head_scores=settings.head_scores,
+        head_scores=tuple(map(tuple, settings.head_scores)),
         generate=generate,
     )
     batches = _batches(files, run, prompts, placement.dtype, resources)

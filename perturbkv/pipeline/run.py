@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import InterruptedRunError
+from perturbkv.errors import InterruptedRunError, TraceError
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.provenance import provenance
 from perturbkv.storage.memory import in_memory
@@ -43,6 +45,7 @@ def run_to_file(
     Raises InterruptedRunError on Ctrl-C, and PerturbkvErrors; finished samples survive all of them.
     """
     total = len(planned.prompts)
+    _check_place(path)
     writer = TraceWriter(path, planned.run, planned.prompts.ids, provenance(planned), overwrite=overwrite)
     missing = writer.missing()
     _say_what_is_there(planned, missing)
@@ -60,6 +63,25 @@ def run_to_file(
     except KeyboardInterrupt:
         raise InterruptedRunError(len(writer.done()), total, path) from None
     return writer.finish()
+
+
+def _check_place(path: Path) -> None:
+    """Raise TraceError where no file can be written at `path`, before anything is measured."""
+    if path.is_dir():
+        msg = f"expected a file's path, got the folder {path}; name the file, such as {path / 'trace.h5'}"
+        raise TraceError(msg)
+    missing = [folder for folder in path.absolute().parents if not folder.exists()]
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        msg = f"expected a place for {path}, got '{error.strerror}'; choose another path"
+        raise TraceError(msg) from None
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
@@ -96,7 +118,8 @@ def say_what_is_special(planned: Plan) -> None:
     """Prompts that were cut, configurations that evict nothing, weights that mean nothing."""
     prompts, run = planned.prompts, planned.run
     if prompts.cut:
-        _log.info("%d of %d prompts were cut in the middle to %s tokens", prompts.cut, len(prompts), run.max_tokens)
+        most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"
+        _log.info("%d of %d prompts were cut in the middle%s", prompts.cut, len(prompts), most)
     lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
     for config in run.configs:
         whole = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)

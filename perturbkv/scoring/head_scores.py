@@ -57,6 +57,19 @@ def read(path: Path, layers: int, heads: int) -> HeadScores:
     return tuple(tuple(found[name] for name in row) for row in wanted)
 
 
+def checked(scores: Sequence[Sequence[float]], layers: int, heads: int) -> HeadScores:
+    """Scores that were given as numbers. Raises ConfigError where they are not of that shape, or mean nothing."""
+    rows = tuple(tuple(_score(value, "head scores") for value in row) for row in scores)
+    if len(rows) != layers or any(len(row) != heads for row in rows):
+        got = f"{len(rows)} × {', '.join(sorted({str(len(row)) for row in rows})) or 0}"
+        msg = f"expected head scores of {layers} layers × {heads} heads, got {got}; perturbkv head-scores measures them"
+        raise ConfigError(msg)
+    if not any(map(any, rows)):
+        msg = "expected a head score above 0, got none"
+        raise ConfigError(msg)
+    return rows
+
+
 def as_json(scores: Sequence[Sequence[float]]) -> str:
     """The file that `read` takes."""
     named = {f"{layer}-{head}": score for layer, row in enumerate(scores) for head, score in enumerate(row)}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError
 from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES
 from perturbkv.storage.files import written_whole
 from perturbkv.storage.merge import joint_sizes
@@ -64,6 +65,9 @@ def save(trace: Trace, path: Path) -> Path:
         for name in trace.sample_ids
         for sample in [trace.sample(name)]
     }
+    if path.is_dir():
+        msg = f"expected a file's path, got the folder {path}; name the file, such as {path / 'trace.h5'}"
+        raise TraceError(msg)
     own = ("format", "format_version")
     attrs = {name: value for name, value in trace.attrs.items() if name not in own}
     with written_whole(path) as beside:

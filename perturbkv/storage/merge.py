@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES, axis_lengths
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, SUMS, VARIABLES, axis_lengths
 from perturbkv.trace import SampleTrace
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -22,7 +22,6 @@ Shapes = dict[str, tuple[int, ...]]
 FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps_measured")
 """What tells one full-cache run from another: alike in all parts of a sample, or their numbers are not comparable."""
 
-_SUMS = ("cache_bytes", "cache_padding_bytes")
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
 
 
@@ -141,7 +140,7 @@ def _joined(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> N
         return np.asarray(np.concatenate(values)[order])
     if name in _FLOORS:
         return np.asarray(np.maximum.reduce(values))
-    if name in _SUMS:
+    if name in SUMS:
         return np.asarray(np.add.reduce(values))
     return np.asarray(values[0])
 

@@ -143,7 +143,7 @@ def _write_sample(file: h5py.File, place: int, sample: SampleTrace | FailedSampl
     return added
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: str | Path) -> Trace:
     """A finished trace. Raises TraceError for anything that is not one, and where its labels are not its run's.
 
     Kept positions and saved outputs, which may be larger than memory should hold, are read when they are asked for;

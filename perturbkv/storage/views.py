@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from perturbkv.schema import KEPT_AXIS, VARIABLES
-from perturbkv.storage.export import rows
+from perturbkv.storage.export import rows, schema
 from perturbkv.trace import Trace
 
 
@@ -16,12 +16,16 @@ def to_dataset(trace: Trace) -> Any:
     """An `xarray.Dataset` of every variable, named and with units as in a trace file."""
     import xarray as xr
 
-    coordinates = {"sample": list(trace.sample_ids), "config": trace.run.labels()}
-    variables = {
+    coordinates: dict[str, Any] = {"sample": list(trace.sample_ids), "config": trace.run.labels()}
+    variables: dict[str, Any] = {
         name: (_axes(name), np.asarray(array), {"units": VARIABLES[name].units, "long_name": VARIABLES[name].long_name})
         for name, array in trace.arrays.items()
     }
-    return xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
+    variables["complete"] = (("sample",), trace.ok.astype(np.uint8), {})
+    variables["failure"] = (("sample",), [trace.failures.get(name, "") for name in trace.sample_ids], {})
+    made = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
+    counted = {axis: np.arange(length) for axis, length in made.sizes.items() if axis not in (*coordinates, KEPT_AXIS)}
+    return made.assign_coords(counted)
 
 
 def _axes(name: str) -> tuple[str, ...]:
@@ -31,4 +35,5 @@ def _axes(name: str) -> tuple[str, ...]:
 
 def to_table(trace: Trace) -> Any:
     """A `pandas.DataFrame`, one row per sample × configuration × step × layer × head, as `export` writes it."""
-    return pa.Table.from_batches([rows(trace, int(place)) for place in np.flatnonzero(trace.ok)]).to_pandas()
+    batches = [rows(trace, int(place)) for place in np.flatnonzero(trace.ok)]
+    return pa.Table.from_batches(batches, schema=schema(trace)).to_pandas()

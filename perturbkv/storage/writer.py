@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import DIGESTS, RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.storage.existing import ExistingSample, ExistingTrace
 from perturbkv.storage.files import clear_leftovers, written_whole
@@ -218,5 +219,12 @@ def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
         "samples": held.samples <= run.samples,
         "configs": set(held.configs) <= set(run.configs),
         "head_scores": not held.head_scores,  # empty where no configuration needs them
+        "dataset_options": _grown(held.dataset_options, run.dataset_options),
     }
     return [name for name in run.differences(held) if not may_grow.get(name, False)]
+
+
+def _grown(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether options differ in prompts that were added alone."""
+    old, new = held.get(DIGESTS, {}), asked.get(DIGESTS, {})
+    return {**held, DIGESTS: None} == {**asked, DIGESTS: None} and old.items() <= new.items()
