@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Sequence
 
@@ -10,8 +9,6 @@ from perturbkv.configs.eviction import EvictionConfig
 
 SIDE = ("policy", "selection")
 """The choices that the sides of a comparison differ in."""
-_SYMBOLS = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
-"""How a name says its less usual choices, where not by the option's own name."""
 
 
 def counted(number: int, word: str, many: str = "") -> str:
@@ -19,22 +16,9 @@ def counted(number: int, word: str, many: str = "") -> str:
     return f"{number:,} {word if number == 1 else many or f'{word}s'}"
 
 
-def words(config: EvictionConfig) -> dict[str, str]:
-    """Choice -> how a name says it, policy and selection first; nothing of a less usual choice at its default."""
-    pool = "unpooled" if config.pool == "none" else f"{config.pool}{config.kernel}"
-    said = {name: getattr(config, name) for name in SIDE}
-    said |= {"budget": f"b={config.budget}", "alpha": f"a={config.alpha:g}", "window": f"w={config.window}"}
-    said |= {"pool": pool, "granularity": config.granularity}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in (*said, "kernel") and value != field.default:
-            said[field.name] = f"{_SYMBOLS.get(field.name, field.name.replace('_', '-'))}={value}"
-    return said
-
-
 def setting(config: EvictionConfig, *more: str) -> str:
     """What the sides of a comparison share: a configuration without policy and selection, and without `more`."""
-    return " ".join(word for choice, word in words(config).items() if choice not in (*SIDE, *more))
+    return " ".join(word for choice, word in config.words().items() if choice not in (*SIDE, *more))
 
 
 def common(configs: Sequence[EvictionConfig]) -> str:
@@ -43,9 +27,9 @@ def common(configs: Sequence[EvictionConfig]) -> str:
 
 
 def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
-    """Of each configuration the choices that not all share, as `words` says them; those of `without` left out."""
+    """Of each configuration the choices that not all share, those of `without` left out."""
     known = {*_shared(configs), *without}
-    return [{choice: word for choice, word in words(config).items() if choice not in known} for config in configs]
+    return [{choice: word for choice, word in config.words().items() if choice not in known} for config in configs]
 
 
 def short(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
@@ -69,7 +53,7 @@ def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]
 
 def _shared(configs: Sequence[EvictionConfig]) -> dict[str, str]:
     """The choices of which every configuration says the same, in the order of a name."""
-    first, *others = [words(config) for config in configs] or [{}]
+    first, *others = [config.words() for config in configs] or [{}]
     return {choice: word for choice, word in first.items() if all(one.get(choice) == word for one in others)}
 
 

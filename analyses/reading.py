@@ -48,8 +48,7 @@ def _of(trace: Trace, held: NDArray[np.bool_]) -> Trace:
     stays = ~trace.ok
     stays[trace.ok] = held
     arrays = {
-        name: array if VARIABLES[name].dims[:1] == ("kept_entry",) else array[stays]
-        for name, array in trace.arrays.items()
+        name: array[stays] if VARIABLES[name].axes[0] == "sample" else array for name, array in trace.arrays.items()
     }
     names = tuple(name for name, stay in zip(trace.sample_ids, stays, strict=True) if stay)
     return dataclasses.replace(trace, sample_ids=names, arrays=arrays)

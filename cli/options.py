@@ -208,11 +208,6 @@ class RunOptions:
         return Resources(self.chunk_mib * 2**20, bound, self.norm_kernel)
 
     @property
-    def sample_count(self) -> int:
-        """How many samples; 8 at most where the user did not say."""
-        return 8 if self.samples is None else self.samples
-
-    @property
     def step_count(self) -> int:
         """How many decode steps; 1 where the user did not say."""
         return 1 if self.steps is None else self.steps

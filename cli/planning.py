@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.cli.options import RunOptions
@@ -16,20 +15,12 @@ if TYPE_CHECKING:
 
 def encode_prompts(options: RunOptions, tokenizer: Any) -> Prompts:
     """Load the dataset and encode it. Raises DatasetError and ConfigError for all that is wrong with the data."""
-    from perturbkv.datasets import registry as datasets
-    from perturbkv.datasets.prompts import encode_all
+    from perturbkv.datasets.prompts import load
 
-    asked = datasets.DatasetOptions(
-        samples=options.sample_count, seed=options.seed, data_dir=options.data_dir, haystack=options.haystack,
-        at_most=options.samples is None,
-    )  # fmt: skip
-    if options.lengths:
-        asked = replace(asked, lengths=options.lengths)
-    if options.depths:
-        asked = replace(asked, depths=options.depths)
-    return encode_all(
-        options.dataset, datasets.load(options.dataset, asked, tokenizer), tokenizer,
-        chat_template=options.chat_template, max_tokens=options.max_tokens, seed=options.seed,
+    return load(
+        options.dataset, tokenizer, samples=options.samples, seed=options.seed, data_dir=options.data_dir,
+        lengths=options.lengths, depths=options.depths, haystack=options.haystack, max_tokens=options.max_tokens,
+        chat_template=options.chat_template,
     )  # fmt: skip
 
 

@@ -154,12 +154,14 @@ def _check_alone(entry: Entry) -> None:
 
 def _try_option(key: Key, value: Any) -> None:
     """Make everything that options become before a model is opened, of this one and the defaults."""
+    from perturbkv.datasets.prompts import DEFAULT_SAMPLES
     from perturbkv.datasets.registry import SHORTEST, DatasetOptions
 
     alone: dict[str, Any] = {key.field: [value] if key.many else value}
     run = RunOptions(**alone)
     lengths = run.lengths or (SHORTEST,)
-    DatasetOptions(run.sample_count, lengths=lengths, depths=run.depths, haystack=run.haystack)
+    samples = DEFAULT_SAMPLES if run.samples is None else run.samples
+    DatasetOptions(samples, lengths=lengths, depths=run.depths, haystack=run.haystack)
     steps, save = run.step_count, tuple(run.save or ())
     RunConfig("", "", (EvictionConfig(_WHOLE),), steps=steps, max_tokens=run.max_tokens, save=save)
     if run.device != "auto":

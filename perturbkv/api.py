@@ -14,9 +14,8 @@ import torch
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.datasets import registry as datasets
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.prompts import Prompts, encode_all, gathered
+from perturbkv.datasets.prompts import Prompts, gathered, load
 from perturbkv.engines.here import Here
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import given
@@ -98,12 +97,10 @@ def load_prompts(
 
     Raises UnknownNameError, DatasetError, ConfigError.
     """
-    asked: dict[str, Any] = {"samples": 8 if samples is None else samples, "at_most": samples is None}
-    asked |= {"lengths": tuple(lengths)} if lengths else {}
-    asked |= {"depths": tuple(depths)} if depths else {}
-    asked |= {"data_dir": Path(data_dir)} if data_dir is not None else {}
-    loaded = datasets.load(dataset, datasets.DatasetOptions(seed=seed, haystack=haystack, **asked), model.tokenizer)
-    return encode_all(dataset, loaded, model.tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=seed)
+    return load(
+        dataset, model.tokenizer, samples=samples, seed=seed, data_dir=None if data_dir is None else Path(data_dir),
+        lengths=lengths, depths=depths, haystack=haystack, max_tokens=max_tokens, chat_template=chat_template,
+    )  # fmt: skip
 
 
 def measure(

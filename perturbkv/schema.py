@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from perturbkv.errors import TraceError
 
+KEPT_AXIS, KEY_AXIS = "kept_entry", "key"
+"""Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -21,6 +24,11 @@ class Variable:
     long_name: str
     dtype: str = "float64"
     optional: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Its axes in a trace: kept entries of all samples are one row, everything else has `sample` first."""
+        return self.dims if self.dims[:1] == (KEPT_AXIS,) else ("sample", *self.dims)
 
     @property
     def raw(self) -> bool:
@@ -147,9 +155,6 @@ VARIABLES: dict[str, Variable] = {
 
 SUMS = ("cache_bytes", "cache_padding_bytes")
 """Variables of all configurations together: of some of them nothing is known."""
-
-KEPT_AXIS, KEY_AXIS = "kept_entry", "key"
-"""Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
 
 
 def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -109,7 +109,7 @@ class Trace:
             )
             raise TraceError(msg)
         array = self.arrays[name]
-        return array if VARIABLES[name].dims[:1] == ("kept_entry",) else array[self.ok]
+        return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array
 
     def kept(self, sample: int, config: int, layer: int, head: int) -> NDArray[np.int32]:
         """(kept_entry,) positions that stayed, ascending."""
@@ -227,10 +227,15 @@ class Trace:
         return Table(self._title(), ("variable", "axes behind sample", "#shape", "unit"), rows).as_html()
 
 
+def kept_range(offsets: NDArray[Any], counts: NDArray[Any]) -> tuple[int, int]:
+    """Where a sample's kept positions begin and end in the one row of all samples."""
+    return int(offsets.min()), int((offsets + counts).max())
+
+
 def _own_kept(arrays: Mapping[str, NDArray[Any]], kept: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """A sample's kept positions without those of others, and where each kept set begins in them."""
-    offset, count = arrays["kept_offset"], arrays["kept_count"]
-    begin, end = int(offset.min()), int((offset + count).max())
+    offset = arrays["kept_offset"]
+    begin, end = kept_range(offset, arrays["kept_count"])
     return {"kept_offset": offset - begin, "kept_position": kept[begin:end]}
 
 

@@ -35,7 +35,7 @@ _CHOICES = {
     "positions": ("kept", IN_CACHE),
 }
 _SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
-"""How a configuration's label names its less usual choices."""
+"""How a configuration's name says its less usual choices."""
 
 
 @dataclass(frozen=True)
@@ -179,42 +179,37 @@ class EvictionConfig:
 
     def label(self) -> str:
         """Unique, readable name: the `config` coordinate of a trace."""
-        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"a={self.alpha:g}", f"w={self.window}"]
-        parts.append("unpooled" if self.pool == "none" else f"{self.pool}{self.kernel}")
-        parts.append(self.granularity)
+        policy, selection, *others = self.words().values()
+        return " ".join([f"{policy}:{selection}", *others])
+
+    def words(self) -> dict[str, str]:
+        """Choice -> how a name says it, policy and selection first; nothing of a less usual choice at its default."""
+        said = {"policy": self.policy, "selection": self.selection}
+        said |= {"budget": f"b={self.budget}", "alpha": f"a={self.alpha:g}", "window": f"w={self.window}"}
+        said["pool"] = "unpooled" if self.pool == "none" else f"{self.pool}{self.kernel}"
+        said["granularity"] = self.granularity
         for field in dataclasses.fields(self):
-            shown = field.name in ("budget", "policy", "selection", "alpha", "window", "pool", "kernel", "granularity")
-            if not shown and getattr(self, field.name) != field.default:
-                name = _SHORT.get(field.name, field.name.replace("_", "-"))
-                parts.append(f"{name}={getattr(self, field.name)}")
-        return " ".join(parts)
+            value = getattr(self, field.name)
+            if field.name not in (*said, "kernel") and value != field.default:
+                said[field.name] = f"{_SHORT.get(field.name, field.name.replace('_', '-'))}={value}"
+        return said
 
 
+_RELEASED = {
+    "alpha": 0.5,
+    "split": "total",
+    "stage2_score": "pooled",
+    "epsilon": 1e-4,
+    "pool": "average",
+    "kernel": 5,
+    "granularity": "kv",
+    "safeguard": "guaranteed",
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "paper-v2": {"alpha": 0.5, "stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
-    "released-v2": {
-        "alpha": 0.5,
-        "split": "total",
-        "stage2_score": "pooled",
-        "epsilon": 1e-4,
-        "pool": "average",
-        "kernel": 5,
-        "granularity": "kv",
-        "safeguard": "guaranteed",
-    },
-    "kvpress": {
-        "alpha": 0.5,
-        "split": "total",
-        "stage2_score": "pooled",
-        "epsilon": 1e-4,
-        "pool": "average",
-        "kernel": 5,
-        "window": 64,
-        "granularity": "kv",
-        "safeguard": "guaranteed",
-        "pyramid_line": "total",
-    },
+    "released-v2": _RELEASED,
+    "kvpress": {**_RELEASED, "window": 64, "pyramid_line": "total"},
 }
 """METHOD's table of presets, as differences from `EvictionConfig`'s defaults, which are `paper`."""
 

@@ -6,13 +6,16 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, overload
 
 from perturbkv.configs.run import DIGESTS
+from perturbkv.datasets import registry
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
-from perturbkv.datasets.registry import GENERATION_LENGTH, LoadedDataset
+from perturbkv.datasets.registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset
 from perturbkv.errors import DatasetError
 
+DEFAULT_SAMPLES = 8
 OWN = "prompts"
 """The dataset's name of prompts that came from no dataset."""
 
@@ -93,6 +96,35 @@ def encode_all(
         encode(sample, tokenizer, chat_template=template, max_tokens=max_tokens) for sample in loaded.samples
     )
     return Prompts(prompts, name, loaded.options, template, max_tokens, loaded.generation_length, seed)
+
+
+def load(
+    name: str,
+    tokenizer: Tokenizer,
+    *,
+    samples: int | None = None,
+    lengths: Sequence[int] = (),
+    depths: Sequence[float] = (),
+    data_dir: Path | None = None,
+    chat_template: bool | None = None,
+    max_tokens: int | None = None,
+    **options: Any,
+) -> Prompts:
+    """The prompts of a dataset; `options` are further fields of `DatasetOptions`.
+
+    `samples` None: 8, or all where there are fewer; lengths, depths and data_dir that are empty: the dataset's own.
+
+    Raises UnknownNameError, DatasetError and ConfigError for all that is wrong with the data.
+    """
+    given: dict[str, Any] = {"lengths": tuple(lengths), "depths": tuple(depths), "data_dir": data_dir}
+    asked = DatasetOptions(
+        samples=DEFAULT_SAMPLES if samples is None else samples,
+        at_most=samples is None,
+        **{field: value for field, value in given.items() if value},
+        **options,
+    )
+    loaded = registry.load(name, asked, tokenizer)
+    return encode_all(name, loaded, tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=asked.seed)
 
 
 def gathered(prompts: Iterable[Prompt]) -> Prompts:

@@ -15,11 +15,6 @@ class Bar:
     def __init__(self, drawn: Progress, what: str, total: int | None, done: int) -> None:
         self._drawn, self._task = drawn, drawn.add_task(what, total=total, completed=done)
 
-    @property
-    def shown(self) -> bool:
-        """Whether anything is drawn."""
-        return not self._drawn.disable
-
     def one_more(self) -> None:
         """One more is done."""
         self._drawn.advance(self._task)

@@ -49,7 +49,7 @@ def run_to_file(
     writer = TraceWriter(path, planned.run, planned.prompts.ids, provenance(planned), overwrite=overwrite)
     missing = writer.missing()
     _say_what_is_there(planned, missing)
-    say_what_is_special(planned)
+    _say_what_is_special(planned)
     if not missing:
         return writer.finish()
     progress(total - len(missing), total)
@@ -86,7 +86,7 @@ def _check_place(path: Path) -> None:
 
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
     """Measure every sample and keep everything in memory. Raises PerturbkvErrors."""
-    say_what_is_special(planned)
+    _say_what_is_special(planned)
     measured: dict[str, SampleTrace | FailedSample] = {}
     total = len(planned.prompts)
     progress(0, total)
@@ -114,7 +114,7 @@ def _say_what_is_there(planned: Plan, missing: Missing) -> None:
         )  # fmt: skip
 
 
-def say_what_is_special(planned: Plan) -> None:
+def _say_what_is_special(planned: Plan) -> None:
     """Prompts that were cut, configurations that evict nothing, weights that mean nothing."""
     prompts, run = planned.prompts, planned.run
     if prompts.cut:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.merge import Shapes, kept_entries
 from perturbkv.storage.trace_file import describe_whole, opened
+from perturbkv.trace import kept_range
 
 
 class ExistingTrace:
@@ -65,6 +66,4 @@ class ExistingSample:
         return {**shapes, "kept_position": (kept_entries(kept["kept_offset"], kept["kept_count"]),)}
 
     def _kept(self, file: Any) -> tuple[int, int]:
-        """Where the sample's kept positions begin and end in the file's one row of all samples."""
-        offsets, counts = file["kept_offset"][self.place], file["kept_count"][self.place]
-        return int(offsets.min()), int((offsets + counts).max())
+        return kept_range(file["kept_offset"][self.place], file["kept_count"][self.place])

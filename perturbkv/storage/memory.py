@@ -10,9 +10,9 @@ import numpy as np
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES
+from perturbkv.schema import VARIABLES
 from perturbkv.storage.files import written_whole
-from perturbkv.storage.merge import joint_sizes
+from perturbkv.storage.layout import fill_of, place, whole_sizes
 from perturbkv.storage.trace_file import write_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -23,39 +23,19 @@ def in_memory(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], att
     failures = {sample.sample_id: sample.reason for sample in samples if isinstance(sample, FailedSample)}
     shapes = {sample.sample_id: {name: array.shape for name, array in sample.arrays.items()} for sample in whole}
     ids = tuple(sample.sample_id for sample in samples)
-    sizes, names = joint_sizes({name: shapes.get(name) for name in ids})
-    least = {"config": len(run.configs), "step": run.steps, "layer": 1, "head": 1}
-    sizes = least | sizes | {"sample": len(ids)}
+    sizes, names = whole_sizes(run, ids, {name: shapes.get(name) for name in ids})
     arrays = {name: _empty(name, sizes) for name in VARIABLES if name in names}
     kept = 0
-    for place, sample in enumerate(samples):
+    for where, sample in enumerate(samples):
         if isinstance(sample, SampleTrace):
-            kept += _place(arrays, place, sample, kept)
+            kept += place(arrays, where, sample, kept)
     return Trace(run, ids, arrays, failures, dict(attrs))
 
 
 def _empty(name: str, sizes: Mapping[str, int]) -> np.ndarray[Any, Any]:
-    """A variable of all samples with nothing in it: floats NaN, integers 0."""
+    """A variable of all samples with nothing in it."""
     variable = VARIABLES[name]
-    axes = (KEPT_AXIS,) if variable.dims[-1:] == (KEPT_AXIS,) else ("sample", *variable.dims)
-    fill = np.nan if np.issubdtype(np.dtype(variable.dtype), np.floating) else 0
-    return np.full([sizes[axis] for axis in axes], fill, dtype=variable.dtype)
-
-
-def _place(arrays: Mapping[str, np.ndarray[Any, Any]], place: int, sample: SampleTrace, kept: int) -> int:
-    """Put one sample where it belongs; returns how many kept entries it added behind `kept`."""
-    if "steps_measured" in arrays:
-        arrays["steps_measured"][place] = sample.sizes()["step"]  # of a version that measured them all
-    for name, array in sample.arrays.items():
-        if name == "kept_position":
-            arrays[name][kept : kept + len(array)] = array
-        elif name == "kept_offset":
-            arrays[name][place] = np.asarray(array) + kept
-        elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
-            arrays[name][place, ..., : array.shape[-1]] = array
-        else:
-            arrays[name][place] = array
-    return len(sample.arrays["kept_position"])
+    return np.full([sizes[axis] for axis in variable.axes], fill_of(variable.dtype), dtype=variable.dtype)
 
 
 def save(trace: Trace, path: Path) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, KEY_AXIS, SUMS, VARIABLES, axis_lengths
+from perturbkv.schema import SUMS, VARIABLES
 from perturbkv.trace import SampleTrace
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -55,26 +55,6 @@ def disjoint(parts: Sequence[AnyPart]) -> list[AnyPart]:
             chosen.append(part)
             held.update(part.labels)
     return [part for part in parts if part in chosen]
-
-
-def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], set[str]]:
-    """Axis lengths of a whole trace, and the variables that its samples hold; None stands for a failed sample.
-
-    Raises TraceError where the samples' axes do not fit together.
-    """
-    sizes: dict[str, int] = {KEPT_AXIS: 0}
-    names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
-    for sample_id, held in shapes.items():
-        names |= set(held or ())
-        for axis, length in axis_lengths(sample_id, held or {}).items():
-            if axis == KEPT_AXIS:
-                sizes[axis] += length
-            elif axis == KEY_AXIS:
-                sizes[axis] = max(length, sizes.get(axis, 0))
-            elif sizes.setdefault(axis, length) != length:
-                msg = f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}"
-                raise TraceError(msg)
-    return sizes, names
 
 
 def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace:

@@ -14,7 +14,7 @@ import numpy as np
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES
+from perturbkv.schema import KEPT_AXIS, VARIABLES
 from perturbkv.storage.coordinates import (
     check_configs,
     check_kept,
@@ -24,8 +24,9 @@ from perturbkv.storage.coordinates import (
     check_shapes,
 )
 from perturbkv.storage.journal import Journal, journal_path
+from perturbkv.storage.layout import fill_of, place, whole_sizes
 from perturbkv.storage.lazy import LazyArrays
-from perturbkv.storage.merge import Shapes, joint_sizes
+from perturbkv.storage.merge import Shapes
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 2
@@ -58,12 +59,12 @@ def write_trace(
     `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
     Raises TraceError where the samples' axes do not fit together.
     """
-    sizes, names = joint_sizes({name: shapes(name) for name in sample_ids})
+    sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
     with h5py.File(path, "w", track_order=True) as file:
         _write_header(file, run, attrs, sample_ids, sizes, names)
         kept = 0
-        for place, name in enumerate(sample_ids):
-            kept += _write_sample(file, place, sample(name), kept)
+        for where, name in enumerate(sample_ids):
+            kept += _write_sample(file, where, sample(name), kept)
 
 
 def _write_header(
@@ -78,13 +79,11 @@ def _write_header(
     file.attrs["run"] = run.to_json()
     for name, value in attrs.items():
         file.attrs[name] = str(value)
-    least = {"config": len(run.configs), "step": run.steps, "layer": 1, "head": 1}
-    sizes = least | dict(sizes) | {"sample": len(sample_ids)}
     _write_coordinates(file, sizes, sample_ids, run.labels())
     text = h5py.string_dtype()
     for name, variable in VARIABLES.items():
         if name in names:
-            _create(file, name, ("sample", *variable.dims), sizes, variable.dtype, variable.units, variable.long_name)
+            _create(file, name, variable.axes, sizes, variable.dtype, variable.units, variable.long_name)
     _create(file, "failure", ("sample",), sizes, text, "1", "why the sample failed; empty where it is complete")
     _create(file, "complete", ("sample",), sizes, "uint8", "1", "1 where every number of the sample is there")
 
@@ -106,40 +105,27 @@ def _create(
     file: h5py.File, name: str, axes: Sequence[str], sizes: Mapping[str, int], dtype: Any, units: str, long_name: str
 ) -> None:
     """An empty variable: floats NaN, integers 0; one sample per chunk."""
-    if axes[-1] == KEPT_AXIS:
-        axes = (KEPT_AXIS,)
     shape = tuple(sizes[axis] for axis in axes)
     options: dict[str, Any] = {}
     if len(shape) > 1 and min(shape) > 0:
         options = {"chunks": (1, *shape[1:]), "compression": "gzip", "compression_opts": 1, "shuffle": True}
     if isinstance(dtype, str):
-        options["fillvalue"] = np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
+        options["fillvalue"] = fill_of(dtype)
     if axes[-1] == KEPT_AXIS:
         options["fill_time"] = "never"  # every place is written once; filling first would write them twice
     variable = file.create_dataset(name, shape=shape, dtype=dtype, **options)
     variable.attrs["units"], variable.attrs["long_name"] = units, long_name
-    for place, axis in enumerate(axes):
-        variable.dims[place].attach_scale(file[axis])
+    for dimension, axis in zip(variable.dims, axes, strict=True):
+        dimension.attach_scale(file[axis])
 
 
-def _write_sample(file: h5py.File, place: int, sample: SampleTrace | FailedSample, kept: int) -> int:
+def _write_sample(file: h5py.File, where: int, sample: SampleTrace | FailedSample, kept: int) -> int:
     """Write one sample, its `complete` flag last; returns how many kept entries it added behind `kept`."""
     if isinstance(sample, FailedSample):
-        file["failure"][place] = sample.reason
+        file["failure"][where] = sample.reason
         return 0
-    added = len(sample.arrays["kept_position"])
-    if "steps_measured" in file:
-        file["steps_measured"][place] = sample.sizes()["step"]  # of a version that measured them all, unless it says
-    for name, array in sample.arrays.items():
-        if name == "kept_position":
-            file[name][kept : kept + added] = array
-        elif name == "kept_offset":
-            file[name][place] = np.asarray(array) + kept
-        elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
-            file[name][place, ..., : array.shape[-1]] = array
-        else:
-            file[name][place] = array
-    file["complete"][place] = 1
+    added = place(file, where, sample, kept)
+    file["complete"][where] = 1
     return added
 
 

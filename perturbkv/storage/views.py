@@ -18,7 +18,11 @@ def to_dataset(trace: Trace) -> Any:
 
     coordinates: dict[str, Any] = {"sample": list(trace.sample_ids), "config": trace.run.labels()}
     variables: dict[str, Any] = {
-        name: (_axes(name), np.asarray(array), {"units": VARIABLES[name].units, "long_name": VARIABLES[name].long_name})
+        name: (
+            VARIABLES[name].axes,
+            np.asarray(array),
+            {"units": VARIABLES[name].units, "long_name": VARIABLES[name].long_name},
+        )
         for name, array in trace.arrays.items()
     }
     variables["complete"] = (("sample",), trace.ok.astype(np.uint8), {})
@@ -26,11 +30,6 @@ def to_dataset(trace: Trace) -> Any:
     made = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
     counted = {axis: np.arange(length) for axis, length in made.sizes.items() if axis not in (*coordinates, KEPT_AXIS)}
     return made.assign_coords(counted)
-
-
-def _axes(name: str) -> tuple[str, ...]:
-    axes = VARIABLES[name].dims
-    return axes if axes[:1] == (KEPT_AXIS,) else ("sample", *axes)
 
 
 def to_table(trace: Trace) -> Any:

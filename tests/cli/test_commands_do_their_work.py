@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from perturbkv.cli import console
+from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.samples import trace as run_trace
 from perturbkv.storage.trace_file import read_trace
 from tests.support.asked import instead
@@ -160,8 +162,11 @@ def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:
 def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("trace", *tiny, "-o", "t.h5")
     assert "samples" not in ran.err
-    with console.progress("samples", 3) as bar:
-        assert not bar.shown
+    for terminal in (False, True):
+        screen = console.Console(file=io.StringIO(), force_terminal=terminal)
+        with bar("samples", 3, console=screen) as drawn:
+            drawn.one_more()
+        assert ("samples" in screen.file.getvalue()) == terminal
 
 
 def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""How a run's samples lie in the arrays of its trace, in a file as in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES, axis_lengths
+from perturbkv.storage.merge import Shapes
+from perturbkv.trace import SampleTrace
+
+
+class Arrays(Protocol):
+    """Arrays by name: a dictionary of NumPy's, or an HDF5 file."""
+
+    def __contains__(self, name: str, /) -> bool:
+        """Whether there is one of this name."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """The array, which takes assignments."""
+
+
+def whole_sizes(
+    run: RunConfig, sample_ids: Sequence[str], shapes: Mapping[str, Shapes | None]
+) -> tuple[dict[str, int], set[str]]:
+    """Axis lengths of a run's trace, and the variables that it holds; shapes are None of failed samples.
+
+    Raises TraceError where the samples' axes do not fit together.
+    """
+    sizes, names = joint_sizes(shapes)
+    least = {"config": len(run.configs), "step": run.steps, "layer": 1, "head": 1}
+    return least | sizes | {"sample": len(sample_ids)}, names
+
+
+def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], set[str]]:
+    """Axis lengths of a whole trace, and the variables that its samples hold; None stands for a failed sample.
+
+    Raises TraceError where the samples' axes do not fit together.
+    """
+    sizes: dict[str, int] = {KEPT_AXIS: 0}
+    names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
+    for sample_id, held in shapes.items():
+        names |= set(held or ())
+        for axis, length in axis_lengths(sample_id, held or {}).items():
+            if axis == KEPT_AXIS:
+                sizes[axis] += length
+            elif axis == KEY_AXIS:
+                sizes[axis] = max(length, sizes.get(axis, 0))
+            elif sizes.setdefault(axis, length) != length:
+                msg = f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}"
+                raise TraceError(msg)
+    return sizes, names
+
+
+def fill_of(dtype: str) -> float:
+    """What stands where nothing was measured: NaN in floats, 0 in integers."""
+    return np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
+
+
+def place(arrays: Arrays, where: int, sample: SampleTrace, kept: int) -> int:
+    """Put one sample at its place along `sample`; returns how many kept entries it added behind `kept`."""
+    added = len(sample.arrays["kept_position"])
+    if "steps_measured" in arrays:
+        arrays["steps_measured"][where] = sample.sizes()["step"]  # of a version that measured them all, unless it says
+    for name, array in sample.arrays.items():
+        if name == "kept_position":
+            arrays[name][kept : kept + added] = array
+        elif name == "kept_offset":
+            arrays[name][where] = np.asarray(array) + kept
+        elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
+            arrays[name][where, ..., : array.shape[-1]] = array
+        else:
+            arrays[name][where] = array
+    return added
