@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from perturbkv.cli import console, numbers
+from perturbkv.analyses import numbers
+from perturbkv.cli import console
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study

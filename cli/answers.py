@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perturbkv.analyses import numbers
 from perturbkv.analyses.naming import counted, short
-from perturbkv.cli import console, numbers
+from perturbkv.cli import console
 from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from perturbkv.cli import console, numbers
+from perturbkv.analyses import numbers
+from perturbkv.cli import console
 from perturbkv.cli.choices import parse_compare
 from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rich import box
-from rich.console import Console, JustifyMethod
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
+from perturbkv.display import Table, show
 from perturbkv.pipeline.progress import Bar, bar
 
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
@@ -24,22 +22,8 @@ err = Console(stderr=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; columns whose heading begins with '#' hold numbers and are set to the right.
-
-    Nothing in a cell is read as markup: a model's answer may hold "[/INST]".
-    """
-    drawn = Table(box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(columns):
-        justify: JustifyMethod = "right" if heading.startswith("#") else "left"
-        drawn.add_column(
-            heading.removeprefix("#"), justify=justify, overflow="fold", no_wrap=place == 0 and len(columns) > 2
-        )
-    for row in rows:
-        drawn.add_row(*map(Text, row))
-    if title:
-        say(title, bold=True)
-    out.print(drawn)
-    out.print()
+    """Print a table, as `perturbkv.display.Table` says."""
+    show(out, Table(title, columns, list(rows)))
 
 
 def say(text: str, bold: bool = False) -> None:

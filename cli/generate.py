@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from perturbkv.analyses import numbers
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.objects import provenance_object, run_object
-from perturbkv.cli import answers, console, effects, numbers
+from perturbkv.cli import answers, console, effects
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.spreading import with_options

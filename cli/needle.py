@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from perturbkv.cli import console, numbers
+from perturbkv.analyses import numbers
+from perturbkv.cli import console
 from perturbkv.cli.choices import apart
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options

@@ -1,10 +1,15 @@
-"""How objects show themselves in a notebook."""
+"""How objects show themselves in a notebook and in a terminal."""
 
 from __future__ import annotations
 
 import html
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, JustifyMethod, RenderableType
 
 
 @dataclass(frozen=True)
@@ -12,7 +17,7 @@ class Table:
     """A title and rows of text; columns whose heading begins with '#' hold numbers and are set to the right."""
 
     title: str
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def as_html(self) -> str:
@@ -23,6 +28,50 @@ class Table:
         title = html.escape(self.title)
         return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
+    def drawn(self) -> RenderableType:
+        """The table for a terminal, as rich draws it; nothing in it is read as markup."""
+        from rich import box
+        from rich.table import Table as Drawn
+        from rich.text import Text
+
+        heads = any(self.columns)
+        drawn = Drawn(box=box.SIMPLE_HEAD, show_header=heads, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for place, heading in enumerate(self.columns):
+            justify: JustifyMethod = "right" if heading.startswith("#") else "left"
+            whole = place == 0 and len(self.columns) > 2
+            drawn.add_column(heading.removeprefix("#"), justify=justify, overflow="fold", no_wrap=whole)
+        for row in self.rows:
+            drawn.add_row(*map(Text, row))
+        return drawn
+
+
+def as_text(parts: Sequence[Table | str], width: int = 80) -> str:
+    """Tables and lines of text as a terminal of this width shows them, without colours."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    for part in parts:
+        show(console, part)
+    console.file.seek(0)
+    return "\n".join(line.rstrip() for line in console.file.read().splitlines())
+
+
+def as_html(parts: Sequence[Table | str]) -> str:
+    """Tables and lines of text for a notebook."""
+    return "".join(part.as_html() if isinstance(part, Table) else f"<p>{html.escape(part)}</p>" for part in parts)
+
+
+def show(console: Console, part: Table | str) -> None:
+    """Print a table, or a line of text in which nothing is read as markup."""
+    if isinstance(part, str):
+        console.print(part, highlight=False, markup=False, emoji=False)
+        return
+    if part.title:
+        console.print(part.title, highlight=False, markup=False, emoji=False, style="bold")
+    console.print(part.drawn())
+    console.print()
+
 
 def _cell(tag: str, text: str, side: str) -> str:
-    return f'<{tag} style="text-align:{side}">{html.escape(text)}</{tag}>'
+    shown = html.escape(text).replace("\n", "<br>")
+    return f'<{tag} style="text-align:{side}">{shown}</{tag}>'

@@ -15,13 +15,14 @@ from perturbkv.analyses import (
     horizon,
     last_layer,
     layers,
+    numbers,
     rank_agreement,
     retrieval,
 )
 from perturbkv.analyses.sign_flips import decide
 from perturbkv.cli import ablation as ablation_command
 from perturbkv.cli import bound_tightness as bounds_command
-from perturbkv.cli import console, numbers
+from perturbkv.cli import console
 from perturbkv.cli import horizon as horizon_command
 from perturbkv.cli import layers as layers_command
 from perturbkv.cli import needle as needle_command

@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,7 +122,10 @@ def test_every_analysis_says_the_same_whatever_the_labels_are(
 def test_a_label_that_is_parsed_is_found(
     opaque: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(naming, "words", lambda config: dict(enumerate(config.label().split())))
+    def parsed(configs: Sequence[EvictionConfig], *without: str) -> list[dict[int, str]]:
+        return [dict(enumerate(config.label().split())) for config in configs]
+
+    monkeypatch.setattr(naming, "apart", parsed)
     usual = hidden(told("assumption", tmp_path / "usual"))
     opaque()
     assert told("assumption", tmp_path / "opaque") != usual
