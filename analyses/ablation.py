@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.naming import setting
 from perturbkv.analyses.objects import setting_object
-from perturbkv.analyses.pairing import Pair, order
-from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
+from perturbkv.analyses.pairing import Pair, order, settings
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -44,8 +44,10 @@ CONTROLS = (BASELINE, "random")
 """What every method of a setting is to be held against: they protect the same first and recent entries."""
 _Members = dict[tuple[str, float | None], EvictionConfig]
 """Ingredient and α (None without stages) -> configuration."""
-_APART = ("alpha", "group_product")
+_APART = ("alpha", "product")
 """What tells rows apart, beside their selection."""
+_FREE = ("selection", "selection_alpha", "granularity_product")
+"""The same, as a configuration holds it."""
 _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
 """Only these depend on α."""
 
@@ -98,7 +100,7 @@ class Ablation:
     @property
     def granularity(self) -> str:
         """What all rows keep a set for: query or kv."""
-        return self.baseline.granularity
+        return self.baseline.granularity.name
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
@@ -120,17 +122,10 @@ def summarise(trace: Trace, step: int = 0) -> tuple[Ablation, ...]:
 
     Raises TraceError where no setting holds the baseline and another row, and as `heads.summarise`.
     """
-    grouped: dict[EvictionConfig, _Members] = {}
-    for config in sorted(trace.run.configs, key=order):
-        key = (_ingredient(config), config.alpha if _ingredient(config) in _STAGED else None)
-        grouped.setdefault(_shared(config), {}).setdefault(key, config)
-    found = [
-        _ablation(trace, shared, members, step)
-        for shared, members in grouped.items()
-        if (BASELINE, None) in members and len(members) > 1
-    ]
+    grouped = [_members(trace.run.configs[place] for place in group) for group in settings(trace.run, *_FREE)]
+    found = [_ablation(trace, members, step) for members in grouped if (BASELINE, None) in members and len(members) > 1]
     if not found:
-        held = ", ".join(dict.fromkeys(config.selection for config in trace.run.configs))
+        held = ", ".join(dict.fromkeys(config.selection.name for config in trace.run.configs))
         msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {held}"
         raise TraceError(msg)
     return tuple(found)
@@ -138,22 +133,28 @@ def summarise(trace: Trace, step: int = 0) -> tuple[Ablation, ...]:
 
 def _ingredient(config: EvictionConfig) -> str:
     """The row that a configuration stands for."""
-    grouped = config.granularity == "kv" and config.group_product == MEAN_OF_PRODUCTS
-    return MEAN_OF_PRODUCTS if config.selection == "two-stage" and grouped else config.selection
+    grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
+    return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
 
 
-def _shared(config: EvictionConfig) -> EvictionConfig:
-    """The configuration without what tells rows apart."""
-    return dataclasses.replace(config, selection=next(iter(SELECTIONS)), group_product="product-of-means", alpha=0.0)
+def _members(configs: Iterable[EvictionConfig]) -> _Members:
+    """Each row's configuration; of those without stages that of the least α."""
+    found: _Members = {}
+    for config in sorted(configs, key=order):
+        ingredient = _ingredient(config)
+        found.setdefault((ingredient, config.selection["alpha"] if ingredient in _STAGED else None), config)
+    return found
 
 
-def _ablation(trace: Trace, shared: EvictionConfig, members: _Members, step: int) -> Ablation:
+def _ablation(trace: Trace, members: _Members, step: int) -> Ablation:
     def compare(without: EvictionConfig, added: EvictionConfig) -> HeadComparison:
         return heads.summarise(trace, without, added, step)
 
     places = {name: place for place, name in enumerate(INGREDIENTS)}
     rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: places[key[0]])
-    expected = [name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or shared.granularity == "kv"]
+    expected = [
+        name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or members[BASELINE, None].granularity.name == "kv"
+    ]
     return Ablation(
         baseline=members[BASELINE, None],
         rows=tuple(Row(*key, compare(members[BASELINE, None], members[key])) for key in rows),

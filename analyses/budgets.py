@@ -110,7 +110,7 @@ def summarise(trace: Trace, sides: list[str], distance: str = "l1", step: int = 
 def _names(trace: Trace, found: list[list[int]]) -> list[str]:
     """What tells the curves apart, the budget left out."""
     firsts = [trace.run.configs[places[0]] for places in found]
-    return [name or first.selection for name, first in zip(short(firsts, "budget"), firsts, strict=True)]
+    return [name or first.selection.name for name, first in zip(short(firsts, "budget"), firsts, strict=True)]
 
 
 def _curve(trace: Trace, name: str, places: list[int], measured: dict[str, Floats]) -> BudgetCurve:

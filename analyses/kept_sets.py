@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 Same = NDArray[np.bool_]
@@ -40,7 +41,12 @@ def _alike(trace: Trace, first: int, second: int) -> Same:
     """(sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
     same, (one, other) = trace.same_kept(first, second), (trace.run.configs[place] for place in (first, second))
     moved = trace.arrays["evicted"][trace.ok][:, first] != 0  # what keeps everything has the prompt's positions
-    return same if one.positions == other.positions else np.asarray(same & ~moved[:, None, None])
+    return same if _positions(one) == _positions(other) else np.asarray(same & ~moved[:, None, None])
+
+
+def _positions(config: EvictionConfig) -> str:
+    """Where decoding sees the kept keys: an option of the one policy that may move them."""
+    return str(config.policy.options.get("positions", "kept"))
 
 
 def _layers(same: Same) -> Same:

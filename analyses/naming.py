@@ -23,7 +23,10 @@ def setting(config: EvictionConfig, *more: str) -> str:
 
 def common(configs: Sequence[EvictionConfig]) -> str:
     """The choices that all configurations share."""
-    return " ".join(_shared(configs).values())
+    shared = _shared(configs)
+    return " ".join(
+        {choice: word for one in configs for choice, word in one.words().items() if choice in shared}.values()
+    )
 
 
 def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
@@ -51,10 +54,13 @@ def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]
     return [[str(config.budget), *told.values()] for config, told in zip(configs, others, strict=True)]
 
 
-def _shared(configs: Sequence[EvictionConfig]) -> dict[str, str]:
-    """The choices of which every configuration says the same, in the order of a name."""
-    first, *others = [config.words() for config in configs] or [{}]
-    return {choice: word for choice, word in first.items() if all(one.get(choice) == word for one in others)}
+def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
+    """The choices of which every configuration that has them says the same."""
+    said: dict[str, set[str]] = {}
+    for config in configs:
+        for choice, word in config.words(every=True).items():
+            said.setdefault(choice, set()).add(word)
+    return {choice for choice, words in said.items() if len(words) == 1}
 
 
 def folded(name: str, width: int = 16) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 
@@ -22,18 +20,17 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
 
 def config_object(config: EvictionConfig) -> dict[str, Any]:
     """The label, then every choice; a budget is a number: 128 are entries, 0.05 a share of the prompt."""
-    return {"label": config.label(), **_choices(config)}
+    return {"label": config.label(), **config.to_document()}
 
 
 def config_of(document: Mapping[str, Any]) -> EvictionConfig:
     """The configuration that `config_object` made this of."""
-    choices = {name: value for name, value in document.items() if name != "label"}
-    return EvictionConfig(**{**choices, "budget": Budget(choices["budget"])})
+    return EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
 
 
 def setting_object(configs: Iterable[EvictionConfig]) -> dict[str, Any]:
     """The choices that all of some configurations share."""
-    first, *others = map(_choices, configs)
+    first, *others = (config.to_document() for config in configs)
     return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
 
 
@@ -45,7 +42,3 @@ def run_object(run: RunConfig) -> dict[str, Any]:
 def provenance_object(attrs: Mapping[str, str]) -> dict[str, Any]:
     """Provenance, which a trace file holds as text, each entry as what it is."""
     return {name: _TYPES.get(name, str)(text) for name, text in attrs.items()}
-
-
-def _choices(config: EvictionConfig) -> dict[str, Any]:
-    return {**dataclasses.asdict(config), "budget": config.budget.value}

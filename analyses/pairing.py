@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
+from perturbkv.configs.choice import Choice, parse, split
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import TraceError
 
 Pair = tuple[EvictionConfig, EvictionConfig]
@@ -16,27 +20,43 @@ Pair = tuple[EvictionConfig, EvictionConfig]
 def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
     """Every two configurations, baseline and treatment, that differ in selection (and policy) alone.
 
-    A side is a selection (`two-stage`), a policy and a selection (`snapkv:two-stage`), or a policy. Two selections are
+    A side is a selection (`two-stage`, `two-stage(alpha=0.5)`), a policy and a selection (`snapkv:two-stage`), or a
+    policy. Two selections are
     compared within each policy; a selection against a policy is that of the run's first policy that has it. Raises
     TraceError where the run holds no such pair.
     """
-    within = baseline in SELECTIONS and treatment in SELECTIONS
+    within = _of_any_policy(baseline) and _of_any_policy(treatment)
+    firsts, seconds = (_side(run, side, every=within) for side in (baseline, treatment))
     found = [
         (first, second)
-        for first in _side(run, baseline, every=within)
-        for second in _side(run, treatment, every=within)
-        if first != second and _alike(first, second) and (not within or first.policy == second.policy)
+        for second in seconds
+        for first in _fitting([one for one in firsts if not within or one.policy.name == second.policy.name], second)
     ]
     if not found:
         msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_held(run)}"
         raise TraceError(msg)
-    return found
+    return sorted(found, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
+
+
+def _fitting(firsts: list[EvictionConfig], second: EvictionConfig) -> list[EvictionConfig]:
+    """Baselines of a treatment: of its stage 1 and group if there are any, else the first that is alike."""
+    alike = [first for first in firsts if first != second and _alike(first, second)]
+    same = [first for first in alike if _same_stage1(first, second)]
+    grouped = [first for first in same if first.granularity == second.granularity]
+    return grouped or same or alike[:1]
 
 
 def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
     """Configurations of one side; of a bare selection those of the first policy, unless `every` one's are wanted."""
     found = [config for config in run.configs if _matches(config, side)]
-    return found if every or side not in SELECTIONS else [one for one in found if one.policy == found[0].policy]
+    if every or not _of_any_policy(side):
+        return found
+    return [one for one in found if one.policy.name == found[0].policy.name]
+
+
+def _of_any_policy(side: str) -> bool:
+    """Whether a side is a selection alone."""
+    return len(split(side, ":")) == 1 and parse(side).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
@@ -48,18 +68,33 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
 
 
 def _held(run: RunConfig) -> str:
-    return ", ".join(dict.fromkeys(f"{config.policy}:{config.selection}" for config in run.configs))
+    return ", ".join(dict.fromkeys(f"{config.policy.name}:{config.selection.name}" for config in run.configs))
 
 
 def _matches(config: EvictionConfig, side: str) -> bool:
-    return side in (config.selection, config.policy, f"{config.policy}:{config.selection}")
+    """Whether a configuration is of a side: its names, and every option that the side gives."""
+    told = [parse(part) for part in split(side, ":")]
+    if len(told) == 1:
+        return _fits(told[0], config.selection) or _fits(told[0], config.policy)
+    return len(told) == 2 and _fits(told[0], config.policy) and _fits(told[1], config.selection)
+
+
+def _fits(told: Choice, held: Choice) -> bool:
+    return told.name == held.name and told.options.items() <= held.options.items()
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig) -> bool:
-    """Different systems may pool, look back and place keys differently: that is part of what they are."""
-    own = [] if first.policy == second.policy else ["pool", "window", "positions"]
-    free = ["policy", "selection", *own]
-    return dataclasses.replace(first, **{name: getattr(second, name) for name in free}) == second
+    """Whether all but the selection is alike: what both have, as an option that makes no difference is none.
+
+    Different systems have different options and look back differently: that is part of what they are.
+    """
+    systems = () if first.policy.name == second.policy.name else ("policy", "window")
+    free, one, other = ("selection", "granularity_product", *systems), first.flat(), second.flat()
+    return all(one[name] == other[name] for name in one.keys() & other.keys() if not name.startswith(free))
+
+
+def _same_stage1(first: EvictionConfig, second: EvictionConfig) -> bool:
+    return all(first.selection[name] == second.selection[name] for name in ("alpha", "split"))
 
 
 def of_selection(run: RunConfig, side: str) -> list[int]:
@@ -76,16 +111,32 @@ def of_selection(run: RunConfig, side: str) -> list[int]:
 
 def order(config: EvictionConfig) -> tuple[float, bool, float]:
     """Sorts configurations by α, then budget: fractions before tokens."""
-    return config.alpha, isinstance(config.budget.value, int), float(config.budget.value)
+    return config.selection["alpha"], isinstance(config.budget.value, int), float(config.budget.value)
 
 
 def by_selection(run: RunConfig) -> list[dict[str, int]]:
     """Configurations that differ in selection alone: selection -> place; one entry per policy, α, budget, …."""
-    found: dict[EvictionConfig, dict[str, int]] = {}
-    for place, config in enumerate(run.configs):
-        shared = dataclasses.replace(config, selection=next(iter(SELECTIONS)))
-        found.setdefault(shared, {})[config.selection] = place
-    return [found[shared] for shared in sorted(found, key=order)]
+    return [{run.configs[place].selection.name: place for place in group} for group in settings(run, "selection")]
+
+
+def settings(run: RunConfig, *free: str) -> list[list[int]]:
+    """Places of the configurations that differ in the `free` choices alone, as `EvictionConfig.flat` names them.
+
+    A configuration that lacks an option goes with every value of it.
+    """
+    flat = [{name: value for name, value in one.flat().items() if name not in free} for one in run.configs]
+    groups = [tuple(range(len(flat)))]
+    for name in dict.fromkeys(name for one in flat for name in one):
+        groups = list(dict.fromkeys(part for group in groups for part in _parted(group, flat, name)))
+    whole = [group for group in groups if not any(set(group) < set(other) for other in groups)]
+    return [list(group) for group in sorted(whole, key=lambda group: min(order(run.configs[place]) for place in group))]
+
+
+def _parted(group: tuple[int, ...], flat: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
+    """A group for each value of a choice, together with those that lack it."""
+    values = dict.fromkeys(flat[place][name] for place in group if name in flat[place])
+    parts = [tuple(place for place in group if flat[place].get(name, value) == value) for value in values]
+    return parts or [group]
 
 
 def sweeps(run: RunConfig, side: str) -> list[list[int]]:

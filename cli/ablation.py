@@ -10,6 +10,7 @@ from perturbkv.cli import console
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
+from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
@@ -43,14 +44,18 @@ def ablation(run: RunOptions, look: LookOptions) -> None:
 
 def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
     """The whole chain at every α; what has no stages once."""
+    from perturbkv.analyses.ablation import MEAN_OF_PRODUCTS
+
     alphas = run.alpha or list(_ALPHAS)
     made: list[EvictionConfig] = []
-    for granularity in run.granularity or ["query", "kv"]:
-        wanted = dataclasses.replace(run, granularity=[granularity], group_product="product-of-means")
+    for granularity in map(as_choice, run.granularity or ["query", "kv"]):
+        plain = granularity.without(["product"])
+        wanted = dataclasses.replace(run, granularity=[str(plain)])
         made += dataclasses.replace(wanted, alpha=alphas[:1]).configs(_UNSTAGED)
         made += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
-        if granularity == "kv":
-            grouped = dataclasses.replace(wanted, alpha=alphas, group_product="mean-of-products")
+        if granularity.name == "kv":
+            product = Choice(plain.name, {**plain.options, "product": MEAN_OF_PRODUCTS})
+            grouped = dataclasses.replace(wanted, alpha=alphas, granularity=[str(product)])
             made += grouped.configs(["two-stage"])
     return tuple(dict.fromkeys(made))
 
@@ -62,9 +67,8 @@ def _print(results: tuple[Ablation, ...]) -> None:
         console.say(f"\n{result.setting}: L1 over the baseline's", bold=True)
         console.table("", columns, [_baseline(result), *_rows(result.rows)])
         console.say(_half(result))
-        console.say(
-            f"controls, of the same budget and protection: {', '.join(config.selection for config in result.controls)}"
-        )
+        controls = ", ".join(config.selection.name for config in result.controls)
+        console.say(f"controls, of the same budget and protection: {controls}")
         if result.absent:
             console.say(f"not in this trace: {', '.join(result.absent)}")
         if result.brings:

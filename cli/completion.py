@@ -24,5 +24,5 @@ def _datasets() -> list[str]:
 
 models = _offering(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
 datasets = _offering(_datasets)
-policies = _offering(lambda: [info.name for info in _policies.known()])
+policies = _offering(_policies.names)
 presets = _offering(lambda: PRESETS)

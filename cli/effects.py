@@ -13,7 +13,9 @@ from typing import Any
 
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import STAGED
 from perturbkv.errors import ConfigError
+from perturbkv.selection import grid, spread
 
 
 @dataclass(frozen=True)
@@ -34,27 +36,13 @@ class Need:
         return not (matters and all(matters.values()))
 
 
-def _policy(name: str) -> Need:
-    return Need(lambda run, config: config.policy == name, f"--policy {name}")
-
-
 def _staged(run: RunOptions, config: EvictionConfig) -> bool:
-    return config.selection in ("two-stage", "two-stage-uniform")
-
-
-def _scored(run: RunOptions, config: EvictionConfig) -> bool:
-    """Whether the accumulated attention decides over what stays; AdaKV's budgets come from it too."""
-    return _staged(run, config) or config.selection in ("attention", "attention-unpooled") or config.policy == "adakv"
-
-
-def _pooled(run: RunOptions, config: EvictionConfig) -> bool:
-    """Whether it is looked at pooled."""
-    return _scored(run, config) and (config.selection != "attention-unpooled" or config.policy == "adakv")
+    return config.selection.name in STAGED
 
 
 def _random(run: RunOptions, config: EvictionConfig) -> bool:
     """Whether anything is drawn: needle's text, weights, kept entries."""
-    drawn = "random" in (config.selection, config.policy)
+    drawn = "random" in (config.selection.name, config.policy.name)
     return drawn or run.dataset == "needle" or run.model.startswith("random:")
 
 
@@ -77,40 +65,13 @@ NEEDS: Mapping[str, Need] = {
     "haystack": _NEEDLE,
     "data_dir": Need(_from_folder, "a LongBench name as --dataset"),
     "seed": Need(_random, "--dataset needle, a random: model, or a random selection or policy"),
-    "sinks": _policy("streaming-llm"),
-    "positions": _policy("streaming-llm"),
-    "pyramid_beta": _policy("pyramidkv"),
-    "pyramid_line": _policy("pyramidkv"),
-    "floor": _policy("adakv"),
-    "safeguard": _policy("adakv"),
-    "head_beta": _policy("headkv"),
-    "head_scores": _policy("headkv"),
-    "recent": _policy("h2o"),
-    "history": _policy("scissorhands"),
+    "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),
-    "pool": Need(_pooled, "a selection or policy that looks at pooled attention"),
-    "kernel": Need(
-        lambda run, config: _pooled(run, config) and config.pool != "none",
-        "a selection or policy that looks at pooled attention, and a --pool other than none",
-    ),
-    "stage2_score": Need(
-        lambda run, config: _staged(run, config) and config.pool != "none",
-        "a two-stage selection, and a --pool other than none",
-    ),
-    "epsilon": Need(lambda run, config: config.selection == "two-stage", "the selection two-stage"),
-    "group_score": Need(
-        lambda run, config: _scored(run, config) and config.granularity == "kv",
-        "--granularity kv and a selection that looks at attention",
-    ),
-    "group_product": Need(
-        lambda run, config: _staged(run, config) and config.granularity == "kv",
-        "--granularity kv and a two-stage selection",
-    ),
 }
-"""Option -> what it needs. α and its split are no matter of the selection: every one has a stage 1 for its bounds."""
+"""Option -> what it needs. Options of a policy, a selection or a granularity say themselves what they need."""
 
 _STAGES = Need(_staged, "a two-stage selection")
-_OWN: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": _STAGES, "split": _STAGES}}
+_OWN: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": _STAGES}}
 """Where a command asks for more: generation has no bounds."""
 
 UNUSED: Mapping[str, Mapping[str, str]] = {
@@ -118,7 +79,6 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "steps": "answers are as long as --max-new-tokens says",
         "save": "generate measures no outputs; perturbkv trace does",
     },
-    "ablation": {"group_product": "both products are measured where --granularity kv is"},
     "horizon": {"step": "it shows all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
 }
@@ -139,9 +99,13 @@ _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
 def idle(command: str, name: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> str:
     """Why an option makes no difference to any of these configurations, in words; empty where it makes one."""
     need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
-    if name in UNUSED.get(command, {}) or need is None or not need.idle(name, run, configs):
+    if name in UNUSED.get(command, {}):
         return _unused(command, name)
-    return f"has no effect here: it needs {need.words}; leave it out"
+    if need is None:
+        needs = grid.idle(name, configs) if name in spread.known() else ""
+    else:
+        needs = need.words if need.idle(name, run, configs) else ""
+    return f"has no effect here: it needs {needs}; leave it out" if needs else ""
 
 
 def check(command: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> None:

@@ -119,8 +119,8 @@ def _print_group(baseline: EvictionConfig, results: list[HeadComparison]) -> Non
 
 def _name(result: HeadComparison, colon: str = ":") -> str:
     """The treatment in as few words as tell it from its baseline."""
-    treatment, same = result.treatment, result.treatment.policy == result.baseline.policy
-    return treatment.selection if same else f"{treatment.policy}{colon}{treatment.selection}"
+    treatment, same = result.treatment, result.treatment.policy.name == result.baseline.policy.name
+    return treatment.selection.name if same else f"{treatment.policy.name}{colon}{treatment.selection.name}"
 
 
 def _treatment(result: HeadComparison) -> str:

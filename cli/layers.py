@@ -106,7 +106,7 @@ def _series(
     for number, together in enumerate(pairs):
         results = [compare(*pair) for pair in together]
         shown = identity(study.trace, [config for pair in together for config in pair], study.look.step)
-        name = stem if len(pairs) == 1 else f"{stem}-{number + 1}-{together[0][1].selection}"
+        name = stem if len(pairs) == 1 else f"{stem}-{number + 1}-{together[0][1].selection.name}"
         study.save(draw(results, shown, study.width_mm), shown, name)
         compared.append(results)
     return compared

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
 from perturbkv.cli import completion, console
 from perturbkv.cli.options import JsonOption
 from perturbkv.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from perturbkv.configs.option import Option
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -52,23 +56,23 @@ def policies(
 
 
 def _list_policies(as_json: bool) -> None:
-    from perturbkv.configs.eviction import SELECTIONS
+    from perturbkv.configs.selections import SELECTIONS
     from perturbkv.selection.policies.registry import known, pairs
 
     if as_json:
         console.print_json([{"name": row.name, "summary": row.summary, "paper": row.paper, "budgets": row.budgets,
-                             "selections": list(row.selections), "caches": list(row.caches),
-                             "defaults": dict(row.defaults)} for row in known()])  # fmt: skip
+                             "selections": list(row.selections), "caches": list(row.caches()),
+                             "options": _told(row.options())} for row in known()])  # fmt: skip
         return
     console.table(
         "policies",
-        ["policy", "what", "budgets", "instead of the preset's"],
+        ["policy", "what", "budgets", "its own options"],
         [
             (
                 row.name,
                 "\n".join(filter(None, (row.summary, row.paper.removeprefix("https://")))),
                 row.budgets,
-                ", ".join(f"{name} {value}" for name, value in row.defaults.items()) or "–",
+                ", ".join(row.options()) or "–",
             )
             for row in known()
         ],
@@ -78,25 +82,30 @@ def _list_policies(as_json: bool) -> None:
 
 
 def _describe(name: str, as_json: bool) -> None:
-    """A policy's or a selection's own parameters. Raises UnknownNameError."""
-    from perturbkv.configs.eviction import SELECTIONS
+    """The options of a policy, a selection or a granularity. Raises UnknownNameError."""
+    from perturbkv.configs.selections import GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
     from perturbkv.selection.policies import registry
-    from perturbkv.selection.policies.parameters import SELECTION_PARAMETERS
 
-    found = {info.name: info for info in registry.known()}
-    if name not in found and name not in SELECTIONS:
-        raise UnknownNameError(name, "policy or selection", [*found, *SELECTIONS])
-    parameters = found[name].parameters if name in found else SELECTION_PARAMETERS.get(name, {})
-    summary = found[name].summary if name in found else SELECTIONS[name]
+    others = {**SELECTIONS, **GRANULARITIES}
+    if name not in others and name not in registry.names():
+        raise UnknownNameError(name, "policy or selection", [*registry.names(), *others])
+    if name in others:
+        summary, options = others[name], {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[name]
+    else:
+        summary, options = registry.info(name).summary, registry.info(name).options()
     if as_json:
-        told = {option: {"default": one.default, "about": one.about} for option, one in parameters.items()}
-        console.print_json({"name": name, "summary": summary, "parameters": told})
+        console.print_json({"name": name, "summary": summary, "options": _told(options)})
         return
     console.say(f"{name}: {summary}")
-    rows = [(option, str(one.default), one.about) for option, one in parameters.items()]
-    if not rows:
-        console.say("It has no parameters of its own.")
+    if not options:
+        console.say("It has no options of its own.")
         return
-    console.table("", ["option", "default", "what"], rows)
-    option, default, _ = rows[0]
-    console.say(f"written '{name}({option}={default})'")
+    console.table(
+        "", ["option", "default", "what"], [(key, str(one.default), one.about) for key, one in options.items()]
+    )
+    option = next(iter(options))
+    console.say(f"written '{name}({option}={options[option].default})'")
+
+
+def _told(options: Mapping[str, Option]) -> dict[str, Any]:
+    return {name: {"default": one.default, "about": one.about} for name, one in options.items()}

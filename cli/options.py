@@ -18,7 +18,7 @@ from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.configs.run import CACHES, SCENARIOS
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
-from perturbkv.selection.grid import ORDER, grid, names_policy
+from perturbkv.selection.grid import FIELDS, every, names_policy
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
@@ -120,35 +120,9 @@ class RunOptions:
     ] = None
     alpha: Annotated[list[float] | None, _evict(help="Share of stage 1, 0 to 1; repeatable.")] = None
     window: Annotated[int | None, _evict(help="Last queries that vote and always stay.")] = None
-    pool: Annotated[str | None, _evict(help="max, average or none.")] = None
-    kernel: Annotated[int | None, _evict(help="Odd width of the pooling.")] = None
     granularity: Annotated[
         list[str] | None, _evict(help="One kept set per query head or per kv head: query, kv; repeatable.")
     ] = None
-    stage2_score: Annotated[str | None, _evict(help="accumulated (unpooled) or pooled.")] = None
-    epsilon: Annotated[float | None, _evict(help="Added to the score before it is multiplied by the norm.")] = None
-    split: Annotated[
-        str | None, _evict(help="What alpha is a share of: prefix (b − w), or total (b, the window in stage 1).")
-    ] = None
-    group_score: Annotated[str | None, _evict(help="kv: mean or max over the group.")] = None
-    group_product: Annotated[str | None, _evict(help="kv: product-of-means or mean-of-products.")] = None
-    sinks: Annotated[int | None, _evict(help="streaming-llm: first entries that stay.")] = None
-    positions: Annotated[
-        list[str] | None,
-        _evict(help="streaming-llm: kept keys at their positions of the prompt (kept) or at 0 … b − 1 (in-cache); "
-               "repeatable. Default: kept.", show_default=False),
-    ] = None  # fmt: skip
-    pyramid_beta: Annotated[float | None, _evict(help="pyramidkv: the last layer keeps (b − w) / beta.")] = None
-    pyramid_line: Annotated[
-        str | None, _evict(help="pyramidkv: prefix (b − w lies on the line) or total (b, equal below the window).")
-    ] = None
-    floor: Annotated[float | None, _evict(help="adakv: share of b − w, or of b, that every head keeps.")] = None
-    safeguard: Annotated[str | None, _evict(help="adakv: how: mixture, or guaranteed (of b, its own best first).")] = (
-        None
-    )
-    head_beta: Annotated[float | None, _evict(help="headkv: one beta-th of b − w is shared out by score.")] = None
-    recent: Annotated[float | None, _evict(help="h2o: share of b that is most recent entries.")] = None
-    history: Annotated[int | None, _evict(help="scissorhands: last queries that count.")] = None
     protect_first: Annotated[
         str | None, _evict(help="First entries that always stay: entries (4) or a share of b (0.1). Default: 0.")
     ] = None
@@ -235,16 +209,11 @@ class RunOptions:
 
         Raises BudgetError for text that is not a budget, ConfigError for one that is asked for twice.
         """
-        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in ORDER}
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in FIELDS}
         budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
         several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
-        return {
-            **asked,
-            **several,
-            "alpha": self.alpha or None,
-            "granularity": self.granularity or None,
-            "positions": self.positions or None,
-        }
+        beside = {"alpha": self.alpha or None, "seed": self.seed}
+        return {**asked, **several, **beside, "granularity": self.granularity or None}
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Every preset × budget × alpha × granularity × policy × selection, what policy and cache cannot do refused.
@@ -255,7 +224,7 @@ class RunOptions:
         if "policy" in self.typed and all(map(names_policy, selections)):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
             raise ConfigError(msg)
-        return grid(**self.choices(), selection=selections, cache=self.cache)
+        return every({**self.choices(), "selection": selections}, self.cache)
 
 
 @dataclass(frozen=True)

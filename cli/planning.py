@@ -46,7 +46,7 @@ def plan(
     value_norms.check_kernel(resources.norm_kernel, device)
     files = open_model(options.model, options.seed)
     positions.check(configs, files.config, files.name)
-    needed = [config.policy for config in configs if policies.info(config.policy).needs_scores]
+    needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
     scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, policies.works())
     settings = Settings(
         steps=options.step_count,

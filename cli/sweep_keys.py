@@ -15,7 +15,8 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.cli.spreading import options
 from perturbkv.configs.budget import Budget
 from perturbkv.errors import ConfigError
-from perturbkv.selection.grid import ORDER
+from perturbkv.selection import spread
+from perturbkv.selection.grid import FIELDS
 
 _TYPED_ALONE = ("overwrite", "dry_run", "as_json")
 """Options that say what to do this time, not what is measured: never in a file."""
@@ -48,7 +49,7 @@ class Key:
     @property
     def sweeps(self) -> bool:
         """Whether it is a choice of how to evict, which may differ between configurations."""
-        return self.field in ORDER
+        return self.field in FIELDS or self.field in spread.known()
 
     @property
     def of_run(self) -> bool:
@@ -87,6 +88,8 @@ def known() -> dict[str, Key]:
     """Every key by its spellings, words joined by '-'."""
     hints = get_type_hints(RunOptions)
     found = {"selection": Key("selection", str, many=True)}
+    for name, option in spread.known().items():
+        found[name.replace("_", "-")] = Key(name, type(option.default), many=True)
     for name, annotated in options(RunOptions).items():
         if name not in _TYPED_ALONE:
             found |= dict.fromkeys(_spellings(name, annotated), _key(name, hints[name]))

@@ -19,10 +19,12 @@ from perturbkv.cli.planning import plan
 from perturbkv.cli.sweep_file import Entries, Entry, SweepFile, read
 from perturbkv.cli.sweep_keys import Key
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import as_choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
-from perturbkv.selection.grid import ORDER, combinations, configuration, unique
+from perturbkv.selection import spread
+from perturbkv.selection.grid import FIELDS, combinations, configuration, unique
 from perturbkv.selection.policies import registry
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[E
     made = []
     for own in file.grids:
         entries = {**file.options, **own}
-        choices = {**given, **{name: entry.values for name, entry in entries.items() if name in ORDER}}
+        choices = {**given, **{name: entry.values for name, entry in entries.items() if entry.key.sweeps}}
         grid = [_made(combination, entries, run.cache) for combination in combinations(choices)]
         _check_used(own, run, grid)
         made += grid
@@ -101,14 +103,11 @@ def _made(combination: dict[str, Any], entries: Entries, cache: str) -> Eviction
     except BudgetError as error:  # each value alone is right: budget and window do not go together
         raise _blamed(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
-        registry.check_positions(config)
-    except ConfigError as error:
-        raise _blamed(("positions",), combination, entries, error, "") from None
-    try:
         registry.check(config, cache)
     except ConfigError as error:
-        fits = config.selection in registry.info(config.policy).selections
-        first = ("selection", "policy") if not fits or config.policy != combination["policy"] else ("policy",)
+        fits = config.selection.name in registry.info(config.policy.name).selections
+        own = config.policy.name == as_choice(combination["policy"]).name
+        first = ("policy",) if fits and own else ("selection", "policy")
         raise _blamed((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
     return config
 
@@ -146,7 +145,9 @@ def _check_alone(entry: Entry) -> None:
     """Raise ConfigError for each value that is refused whatever the other options are."""
     for value, place in zip(entry.values, entry.places, strict=True):
         with place.named():
-            if entry.key.sweeps:
+            if entry.key.sweeps and entry.key.field not in FIELDS:
+                spread.check(entry.key.field, value)
+            elif entry.key.sweeps:
                 configuration(**{entry.key.field: value, "budget": _WHOLE})  # a budget was checked as it was read
             else:
                 _try_option(entry.key, value)

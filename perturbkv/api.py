@@ -216,7 +216,7 @@ def _planned(
         raise ModelError(msg)
     for config in chosen:
         policies.check(config, settings.cache)
-    needed = any(policies.info(config.policy).needs_scores for config in chosen)
+    needed = any(policies.info(config.policy.name).needs_scores for config in chosen)
     scores = head_scores.checked(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)
     files = ModelFiles.of(model)

@@ -166,7 +166,8 @@ class Trace:
         Args:
             sample: ids.
             where: which configurations.
-            choices: fields that the configurations have: `policy="snapkv"`, `budget=128`, or a list of values.
+            choices: what the configurations have: `policy="snapkv"`, `budget=128`, `selection_alpha=0.5`, or a list of
+                values.
 
         Raises TraceError where nothing is left, or a sample or a field is unknown.
         """
@@ -174,8 +175,9 @@ class Trace:
         if len(set(ids)) < len(ids):
             msg = f"expected every sample once, got {', '.join(ids)}"
             raise TraceError(msg)
-        if strange := choices.keys() - vars(self.run.configs[0]).keys():
-            msg = f"expected fields of a configuration ({', '.join(vars(self.run.configs[0]))}), got '{strange.pop()}'"
+        known = dict.fromkeys(name for config in self.run.configs for name in config.flat())
+        if strange := choices.keys() - known:
+            msg = f"expected choices of a configuration ({', '.join(known)}), got '{strange.pop()}'"
             raise TraceError(msg)
         taken = [self.sample(name) for name in ids]
         places = [place for place, config in enumerate(self.run.configs) if where(config) and _has(config, choices)]
@@ -241,7 +243,8 @@ def _own_kept(arrays: Mapping[str, NDArray[Any]], kept: NDArray[Any]) -> dict[st
 
 def _has(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
     """Whether a configuration has these values, or one of the values of a list."""
-    return all(_plain(getattr(config, name)) in map(_plain, _listed(wanted)) for name, wanted in choices.items())
+    held = config.flat()
+    return all(name in held and held[name] in map(_plain, _listed(wanted)) for name, wanted in choices.items())
 
 
 def _listed(wanted: Any) -> Iterable[Any]:

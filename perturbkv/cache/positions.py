@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.gather import Kept
-from perturbkv.configs.eviction import IN_CACHE, EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ModelError
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
@@ -26,24 +26,19 @@ COMPOSING = ("default", "linear", "llama3", "yarn")
 
 
 def check(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError where a configuration moves keys and the model's rotations do not compose.
-
-    ConfigError where its policy does not take positions in the cache.
-    """
-    moving = [config for config in configs if config.positions == IN_CACHE]
-    for config in moving:
-        registry.check_positions(config)
+    """Raise ModelError where a configuration moves keys and the model's rotations do not compose."""
+    moving = [config for config in configs if registry.build(config.policy).in_cache]
     if moving and (kind := model_config.rope_parameters["rope_type"]) not in COMPOSING:
         msg = (
-            f"--positions in-cache expects rotary frequencies of the type {', '.join(COMPOSING)}, got '{kind}' of "
-            f"model '{name}', which change with the length of the text; use --positions kept"
+            f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING)}, got '{kind}' of "
+            f"model '{name}', which change with the length of the text; use positions=kept"
         )
         raise ModelError(msg)
 
 
 def behind(configs: Iterable[EvictionConfig], n: int) -> list[int]:
     """By how much each configuration's next position lies before n: n − min(b, n) in the cache, else 0."""
-    return [n - config.kept_entries(n) if config.positions == IN_CACHE else 0 for config in configs]
+    return [n - config.kept_entries(n) if registry.build(config.policy).in_cache else 0 for config in configs]
 
 
 def in_cache(kept: Kept, configs: Sequence[EvictionConfig], frequencies: Float[Tensor, " frequency"]) -> Kept:
@@ -55,7 +50,7 @@ def in_cache(kept: Kept, configs: Sequence[EvictionConfig], frequencies: Float[T
     moved = {
         place: move(kept.entries[place], position, frequencies)
         for place, position in zip(kept.order, pieces, strict=True)
-        if configs[place].positions == IN_CACHE
+        if registry.build(configs[place].policy).in_cache
     }
     return replace(kept, entries=kept.entries | moved)
 

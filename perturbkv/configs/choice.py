@@ -7,7 +7,7 @@ A value is a number, true, false, none, a name, quoted text, or a call again; th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -24,21 +24,44 @@ FIRST = ""
 
 @dataclass(frozen=True)
 class Choice:
-    """A name and its options, in the order in which they were given.
+    """A name and its options.
 
     Attributes:
         name: what is chosen.
         options: name -> number, truth, None, text or `Choice`; `FIRST` for the one without a name.
+        usual: of a resolved choice, which holds every option that makes a difference: those at their default, which are
+            left out where the choice is shown. None: of a choice that was not resolved yet.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    usual: frozenset[str] | None = field(default=None, compare=False)
+
+    def __getitem__(self, option: str) -> Any:
+        return self.options[option]
+
+    def __hash__(self) -> int:
+        return hash((self.name, frozenset(self.options.items())))
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The options that are shown."""
+        return {name: value for name, value in self.options.items() if name not in (self.usual or ())}
+
+    def without(self, names: Iterable[str]) -> Choice:
+        """The choice without these options."""
+        gone = set(names)
+        left = {name: value for name, value in self.options.items() if name not in gone}
+        return Choice(self.name, left, None if self.usual is None else self.usual & left.keys())
 
     def __str__(self) -> str:
-        if not self.options:
-            return self.name
-        shown = [f"{name}={_shown(value)}" if name else _shown(value) for name, value in self.options.items()]
-        return f"{self.name}({', '.join(shown)})"
+        shown = [f"{name}={_shown(value)}" if name else _shown(value) for name, value in self.told.items()]
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
+
+
+def as_choice(given: Choice | str) -> Choice:
+    """The choice itself, or the one that a text writes. Raises ConfigError that points at the character."""
+    return given if isinstance(given, Choice) else parse(given)
 
 
 def parse(text: str) -> Choice:

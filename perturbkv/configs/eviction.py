@@ -3,147 +3,80 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from perturbkv.configs.budget import Budget, entries
+from perturbkv.configs.budget import Budget, entries, parse_entries
+from perturbkv.configs.choice import Choice, as_choice
+from perturbkv.configs.option import completed
+from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
-SELECTIONS = {
-    "attention": "Top-k of the pooled window attention (the baseline)",
-    "attention-unpooled": "Top-k of the unpooled window attention (control)",
-    "two-stage": "⌊α(b−w)⌋ by attention, the rest by attention × projected value norm (the paper's)",
-    "two-stage-uniform": "two-stage with ν ≡ 1: what un-pooling the second stage alone brings (control)",
-    "value": "Top-k of the projected value norm alone (control)",
-    "random": "a seeded random set (control)",
-    "hindsight": "Top-k of the realised A·ν of the decoding query: what knowing the query would bring (control)",
-    "hindsight-attention": "Top-k of the realised A of the decoding query: without ν, the query known (control)",
-    "position": "by position, as the policy says (streaming-llm only)",
-}
-IN_CACHE = "in-cache"
-_CHOICES = {
-    "selection": tuple(SELECTIONS),
-    "split": ("prefix", "total"),
-    "stage2_score": ("accumulated", "pooled"),
-    "pool": ("max", "average", "none"),
-    "granularity": ("query", "kv"),
-    "group_score": ("mean", "max"),
-    "group_product": ("product-of-means", "mean-of-products"),
-    "pyramid_line": ("prefix", "total"),
-    "safeguard": ("mixture", "guaranteed"),
-    "positions": ("kept", IN_CACHE),
-}
-_SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
-"""How a configuration's name says its less usual choices."""
+CHOICES = ("policy", "selection", "granularity")
+"""What is written `name(option=value)`."""
+_PROTECTED = ("protect_first", "protect_recent")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class EvictionConfig:
-    """One way to evict: policy, selection, budget and every choice of METHOD that changes which entries stay.
+    """One way to evict: what every configuration has. Policy, selection and granularity bring their own options.
+
+    A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. A selection and a
+    granularity hold all of their options, a policy those that were given, until `registry.resolved` completes it and
+    leaves out what makes no difference.
 
     Raises ConfigError or BudgetError for a value outside its range, UnknownNameError for an unknown choice.
 
     Attributes:
+        budget: entries kept per head, window included: 128 are entries, 0.05 is a share of the prompt (METHOD: Budget).
         policy: eviction system, a name of `perturbkv.selection.policies.registry`.
         selection: how the kept entries are taken from scores, a key of `SELECTIONS`.
-        budget: entries kept per head, window included (METHOD: Budget).
         window: `w`, the last queries of the prompt, whose attention is accumulated and whose entries always stay
             (paper, Algorithm 2: n' = 32).
-        alpha: share of the prefix budget that stage 1 takes (paper, section 4.2: 0.25).
-        split: what α is a share of. `prefix`: stage 1 takes ⌊α(b−w)⌋ prefix entries. `total`: the window counts as
-            part of stage 1, which takes max(0, ⌊αb⌋−w) prefix entries (presets `released-v2` and `kvpress`). Where
-            αb < w kvpress lets those window entries that stage 1 has no room for compete by (1 + max Ā' + ε) ν and may
-            drop one whose ν is tiny; here the window always stays.
-        stage2_score: S₂ of METHOD. `accumulated`: unpooled Ā (paper, Algorithm 2, line 9); `pooled`: Ā'.
-        epsilon: added to S₂ before it is multiplied by ν (released code: 1e-4).
-        pool, kernel: pooling of Ā over positions and its odd width (paper: max, 7).
         granularity: one kept set per `query` head or per `kv` head.
-        group_score: how scores are reduced over a key/value head's group (`kv` only); Ā is reduced before pooling.
-        group_product: `kv` only: mean(Ā)·mean(ν), or the mean of Ā_h·ν_h.
-        sinks: first entries that streaming-llm keeps (StreamingLLM, section 3.2: 4).
-        seed: of the `random` selection and policy.
-        pyramid_beta: pyramidkv: the last layer gets (b − w) / β prefix entries (PyramidKV: 20).
-        pyramid_line: pyramidkv: what lies on the line between the first layer and the last. `prefix`: b − w, so that
-            every layer has the window beside its share. `total`: b, the window inside, each layer rounded by itself;
-            budgets are equal where the last layer would get fewer entries than the window (preset `kvpress`).
-        floor: adakv: share that every head keeps, of b − w or, where it is `guaranteed`, of b (AdaKV: 0.2).
-        safeguard: adakv: how. `mixture`: a head gets `floor` of the uniform share and 1 − `floor` of its count among
-            the layer's largest scores (FFY0/AdaKV). `guaranteed`: every head's own ⌊floor · b⌋ best, the window
-            inside, come first, then the layer's largest (presets `released-v2` and `kvpress`).
-        head_beta: headkv: one β-th of b − w goes into the pool that head scores share out (KVCache-Factory: 1.01).
-        recent: h2o: share of b that is most recent entries (H2O: half).
-        history: scissorhands: last queries whose votes count (Scissorhands, section 5: 400).
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
-        positions: where decoding sees the kept keys. `kept`: at their own positions of the prompt, the next token at n.
-            `in-cache`: at 0 … b − 1, the next token at b (streaming-llm only; StreamingLLM, section 3.2). It changes
-            what is propagated; isolated quantities and bounds are those of the kept set at the prompt's positions.
+
+    >>> from perturbkv import EvictionConfig
+    >>> EvictionConfig(128, "adakv(floor=0.1)").label()
+    'adakv(floor=0.1):two-stage b=128 w=32 query'
     """
 
     budget: Budget
-    policy: str = "snapkv"
-    selection: str = "two-stage"
-    window: int = 32
-    alpha: float = 0.25
-    split: str = "prefix"
-    stage2_score: str = "accumulated"
-    epsilon: float = 0.0
-    pool: str = "max"
-    kernel: int = 7
-    granularity: str = "query"
-    group_score: str = "mean"
-    group_product: str = "product-of-means"
-    sinks: int = 4
-    seed: int = 0
-    pyramid_beta: float = 20.0
-    pyramid_line: str = "prefix"
-    floor: float = 0.2
-    safeguard: str = "mixture"
-    head_beta: float = 1.01
-    recent: float = 0.5
-    history: int = 400
-    protect_first: int | float = 0
-    protect_recent: int | float = 0
-    positions: str = "kept"
+    policy: Choice
+    selection: Choice
+    window: int
+    granularity: Choice
+    protect_first: int | float
+    protect_recent: int | float
 
-    def __post_init__(self) -> None:
-        for field, known in _CHOICES.items():
-            if getattr(self, field) not in known:
-                raise UnknownNameError(getattr(self, field), field.replace("_", "-"), known)
-        self._check_ranges()
-        if isinstance(self.budget.value, int):
-            self.check_budget(self.budget.value, f"budget {self.budget}")
-
-    def _check_ranges(self) -> None:
+    def __init__(
+        self,
+        budget: Budget | float | str,
+        policy: Choice | str = "snapkv",
+        selection: Choice | str = "two-stage",
+        window: int = 32,
+        granularity: Choice | str = "query",
+        protect_first: float | str = 0,
+        protect_recent: float | str = 0,
+    ) -> None:
+        held = {
+            "budget": _budget(budget),
+            "policy": as_choice(policy),
+            "selection": _chosen("selection", selection, SELECTION_OPTIONS),
+            "window": window,
+            "granularity": _chosen("granularity", granularity, GRANULARITY_OPTIONS),
+            "protect_first": _protected("protect_first", protect_first),
+            "protect_recent": _protected("protect_recent", protect_recent),
+        }
+        for name, value in held.items():
+            object.__setattr__(self, name, value)
         if self.window < 1:
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
-        if not 0 <= self.alpha <= 1:
-            msg = f"alpha must lie in [0, 1], got {self.alpha}"
-            raise ConfigError(msg)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            msg = f"the pooling kernel must be odd and positive, got {self.kernel}; try {self.kernel + 1}"
-            raise ConfigError(msg)
-        if not 0 <= self.epsilon < math.inf:
-            msg = f"epsilon must be at least 0 and finite, got {self.epsilon}"
-            raise ConfigError(msg)
-        if self.sinks < 0:
-            msg = f"sinks must be at least 0, got {self.sinks}"
-            raise ConfigError(msg)
-        for name in ("floor", "recent"):
-            if not 0 <= getattr(self, name) <= 1:
-                msg = f"{name} must lie in [0, 1], got {getattr(self, name)}"
-                raise ConfigError(msg)
-        for name in ("protect_first", "protect_recent"):
-            value = getattr(self, name)
-            if not (0 <= value and (isinstance(value, int) or value < 1)):
-                msg = f"--{name.replace('_', '-')} is a number of entries (4) or a share of b below 1, got {value}"
-                raise BudgetError(msg)
-        for name in ("pyramid_beta", "head_beta", "history"):
-            if not 1 <= getattr(self, name) < math.inf:
-                msg = f"{name.replace('_', '-')} must be at least 1 and finite, got {getattr(self, name)}"
-                raise ConfigError(msg)
+        if isinstance(self.budget.value, int):
+            self.check_budget(self.budget.value, f"budget {self.budget}")
 
     def protected(self, kept: int) -> tuple[int, int]:
         """First and most recent entries that always stay of `kept` ones; the window counts as recent."""
@@ -179,26 +112,91 @@ class EvictionConfig:
 
     def label(self) -> str:
         """Unique, readable name: the `config` coordinate of a trace."""
-        policy, selection, *others = self.words().values()
-        return " ".join([f"{policy}:{selection}", *others])
+        protected = [f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED if getattr(self, name)]
+        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"w={self.window}", str(self.granularity)]
+        return " ".join([*parts, *protected])
 
-    def words(self) -> dict[str, str]:
-        """Choice -> how a name says it, policy and selection first; nothing of a less usual choice at its default."""
-        said = {"policy": self.policy, "selection": self.selection}
-        said |= {"budget": f"b={self.budget}", "alpha": f"a={self.alpha:g}", "window": f"w={self.window}"}
-        said["pool"] = "unpooled" if self.pool == "none" else f"{self.pool}{self.kernel}"
-        said["granularity"] = self.granularity
+    def words(self, every: bool = False) -> dict[str, str]:
+        """Choice -> how a name says it, policy and selection first.
+
+        Nothing of a less usual choice at its default, unless `every` option is wanted.
+        """
+        said = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
+        said |= {"alpha": f"a={self.selection['alpha']:g}", "window": f"w={self.window}"}
+        pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
+        said |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
+        said["granularity"] = self.granularity.name
+        for choice in (self.policy, self.selection, self.granularity):
+            for name, value in (choice.options if every else choice.told).items():
+                said |= {} if name in (*said, "kernel") else {name: f"{name}={value}"}
+        return said | {
+            name: f"{name.replace('_', '-')}={value}" for name in _PROTECTED if (value := getattr(self, name))
+        }
+
+    def flat(self) -> dict[str, Any]:
+        """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`."""
+        found: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in (*said, "kernel") and value != field.default:
-                said[field.name] = f"{_SHORT.get(field.name, field.name.replace('_', '-'))}={value}"
-        return said
+            found[field.name] = value.name if isinstance(value, Choice) else _plain(value)
+            if isinstance(value, Choice):
+                found |= {f"{field.name}_{name}": option for name, option in value.options.items()}
+        return found
+
+    def to_document(self) -> dict[str, Any]:
+        """As JSON holds it: each choice as it is written, and all of its options behind it."""
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            found[field.name] = str(value) if isinstance(value, Choice) else _plain(value)
+            if isinstance(value, Choice):
+                found[f"{field.name}_options"] = {
+                    name: str(one) if isinstance(one, Choice) else one for name, one in value.options.items()
+                }
+        return found
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """What `to_document` made this of. Raises KeyError or TypeError for another document, and as the class does."""
+        held = dict(document)
+        for name in CHOICES:
+            options, told = held.pop(f"{name}_options"), as_choice(held[name])
+            ordered = {option: options[option] for option in (*told.options, *options)}  # JSON sorts its keys
+            held[name] = Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
+        return cls(**held)
+
+
+def _budget(given: Budget | float | str) -> Budget:
+    if isinstance(given, Budget):
+        return given
+    return Budget.parse(given) if isinstance(given, str) else Budget(given)
+
+
+def _chosen(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
+    """The choice with all of its options. Raises UnknownNameError, ConfigError."""
+    choice = as_choice(given)
+    if choice.name not in known:
+        raise UnknownNameError(choice.name, what, known)
+    return completed(choice, f"{what} '{choice.name}'", known[choice.name])
+
+
+def _protected(name: str, given: float | str) -> int | float:
+    """Entries or a share of b. Raises BudgetError."""
+    value = parse_entries(name, given) if isinstance(given, str) else given
+    if not (0 <= value and (isinstance(value, int) or value < 1)):
+        msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"
+        raise BudgetError(msg)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Budget) else value
 
 
 _RELEASED = {
     "alpha": 0.5,
     "split": "total",
-    "stage2_score": "pooled",
+    "score": "pooled",
     "epsilon": 1e-4,
     "pool": "average",
     "kernel": 5,
@@ -207,16 +205,8 @@ _RELEASED = {
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "paper-v2": {"alpha": 0.5, "stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
+    "paper-v2": {"alpha": 0.5, "score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
     "released-v2": _RELEASED,
-    "kvpress": {**_RELEASED, "window": 64, "pyramid_line": "total"},
+    "kvpress": {**_RELEASED, "window": 64, "line": "total"},
 }
-"""METHOD's table of presets, as differences from `EvictionConfig`'s defaults, which are `paper`."""
-
-
-def from_preset(preset: str, budget: Budget, **overrides: Any) -> EvictionConfig:
-    """The preset's configuration at `budget`, each override that is not None replacing the preset's choice."""
-    if preset not in PRESETS:
-        raise UnknownNameError(preset, "preset", PRESETS)
-    chosen = {name: value for name, value in overrides.items() if value is not None}
-    return EvictionConfig(budget=budget, **{**PRESETS[preset], **chosen})
+"""METHOD's table of presets, as differences from the defaults, which are `paper`; each goes to whatever has it."""

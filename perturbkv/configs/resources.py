@@ -75,7 +75,7 @@ class Shape:
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total."""
-        sets = self.heads if config.granularity == "query" else self.kv_heads
+        sets = self.heads if config.granularity.name == "query" else self.kv_heads
         return self._entries_bytes(sets * config.kept_entries(tokens))
 
     def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int) -> int:

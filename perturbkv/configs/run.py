@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs.budget import Budget
+from perturbkv.configs import former
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
@@ -106,9 +106,8 @@ class RunConfig:
 
     def to_json(self) -> str:
         """The whole run as JSON, keys sorted."""
-        document = dataclasses.asdict(self)
-        for config, entry in zip(self.configs, document["configs"], strict=True):
-            entry["budget"] = config.budget.value
+        document = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        document["configs"] = [config.to_document() for config in self.configs]
         return json.dumps(document, sort_keys=True)
 
     @classmethod
@@ -116,10 +115,10 @@ class RunConfig:
         """The run that `to_json` wrote. Raises ConfigError where the text is not one."""
         try:
             document = json.loads(text)
-            configs = [{**entry, "budget": Budget(entry["budget"])} for entry in document.pop("configs")]
+            configs = _configs(document.pop("configs"))
             document["save"] = tuple(document["save"])
             document["head_scores"] = tuple(map(tuple, document.get("head_scores", ())))
-            return cls(configs=tuple(EvictionConfig(**entry) for entry in configs), **document)
+            return cls(configs=configs, **document)
         except (ValueError, KeyError, TypeError) as error:
             msg = f"expected a run configuration as JSON, got one that cannot be read: {error}"
             raise ConfigError(msg) from None
@@ -132,3 +131,10 @@ class RunConfig:
         """Names of the fields in which two runs differ."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return [name for name in mine if mine[name] != theirs[name]]
+
+
+def _configs(entries: list[dict[str, Any]]) -> tuple[EvictionConfig, ...]:
+    """Configurations as `to_document` or an older format wrote them."""
+    if any("policy_options" in entry for entry in entries):
+        return tuple(map(EvictionConfig.from_document, entries))
+    return former.configurations(entries)

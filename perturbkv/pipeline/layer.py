@@ -72,7 +72,9 @@ def measure_layer(
     parts = []
     for group, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
         masks = _per_query_head(group.kept_sets(rows), adapter.heads)
-        alphas = on_device([configs[place].alpha for place in group.places[rows]], keys.device, theory.WORK)
+        alphas = on_device(
+            [configs[place].selection["alpha"] for place in group.places[rows]], keys.device, theory.WORK
+        )
         parts.append([measure.isolated(step, masks, alphas) for step in steps])
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     return LayerResult(found, isolated, attention if keep_attention else [])

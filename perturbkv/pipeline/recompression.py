@@ -18,7 +18,7 @@ from perturbkv import theory
 from perturbkv.cache import positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
-from perturbkv.configs.eviction import IN_CACHE, EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.prefill import layer_norms
@@ -98,7 +98,7 @@ class Compressor:
             measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
             stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
             after = mean_entries(self.cache, row)
-            if config.positions == IN_CACHE:
+            if registry.build(config.policy).in_cache:
                 self.cache.behind[row] += round(before - after)  # its kept sets are equally long
             self.done.append(Compression(place, generated, before, after, *stacked))
 
@@ -108,14 +108,14 @@ class Compressor:
         """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
         held: CompactLayer = self.cache.layers[layer]
         sets = held.entries(row).sets()
-        if config.granularity == "query":
+        if config.granularity.name == "query":
             sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
         sample = f"{self.sample}/{generated}"
         view = _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
         places = view.places(kept)
         stays = view.take(places)
-        if config.positions == IN_CACHE:
+        if registry.build(config.policy).in_cache:
             stays = positions.move(stays, torch.cat(places), self.adapter.rotary.inv_freq)
         held.replace({row: stays})
         return view.perturbation(kept)

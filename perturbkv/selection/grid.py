@@ -1,4 +1,4 @@
-"""Many configurations at once: every combination of choices, in one order and each once. No torch here.
+"""Many configurations at once: every combination of choices, in one order and each once.
 
 `ORDER` is the order of a trace's `config` dimension wherever configurations come from a grid: on the command line, in
 a sweep file, in a script.
@@ -6,23 +6,24 @@ a sweep file, in a script.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from perturbkv.configs.budget import Budget, parse_entries
-from perturbkv.configs.choice import Choice, parse, split
-from perturbkv.configs.eviction import SELECTIONS, EvictionConfig
+from perturbkv.configs.choice import Choice, as_choice, parse, split
+from perturbkv.configs.eviction import CHOICES, PRESETS, EvictionConfig
+from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.selection import effects, spread
 from perturbkv.selection.policies import registry
 
-_OUTER, _INNER = ("preset", "budget", "alpha"), ("policy", "selection")
-_FIELDS = tuple(field.name for field in dataclasses.fields(EvictionConfig))
-ORDER = (*_OUTER, *(name for name in _FIELDS if name not in (*_OUTER, *_INNER)), *_INNER)
-"""Every choice of a grid, the outermost first: the selection varies fastest."""
-_ENTRIES = ("protect_first", "protect_recent")
-"""Choices that may be text: entries (4) or a share (0.1)."""
+FIELDS = ("preset", "budget", "window", "granularity", "protect_first", "protect_recent", "policy", "selection")
+"""What every configuration has; all else is an option of some policy, selection or granularity."""
+ORDER = (
+    "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "pool", "kernel", "granularity",
+    "group_score", "reduce", "group_product", "product", "protect_first", "protect_recent", "policy", "selection",
+)  # fmt: skip
+"""The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy."""
 
 
 def grid(
@@ -39,18 +40,32 @@ def grid(
     Args:
         budget: tokens (128), a fraction (0.05), either as text, or a `Budget`.
         preset: names of `perturbkv.configs.eviction.PRESETS`.
-        policy: names of `perturbkv.selection.policies.registry`, each with its own parameters if they are not to be
-            the defaults: `adakv(floor=0.1)`.
+        policy: names of policies, each with its own options if they are not to be the defaults: `adakv(floor=0.1)`.
         selection: names of `SELECTIONS`, likewise: `two-stage(alpha=0.5)`, or `policy:selection`. A policy's name alone
             stands for its first selection; `random` alone is the selection.
         cache: the layout that has to hold every combination.
-        choices: further fields of `EvictionConfig`; None is what preset and policy choose.
+        choices: further fields of `EvictionConfig`, and options by name, which go to each policy, selection and
+            granularity that has them; None is what preset and policy choose.
 
-    Raises ConfigError, BudgetError or UnknownNameError for a value out of its range, an empty list, and a combination
-    that policy or cache does not take.
+    Raises ConfigError, BudgetError or UnknownNameError for a value out of its range, an empty list, a combination that
+    policy or cache does not take, and an option that makes no difference to any of them.
+
+    >>> import perturbkv as pk
+    >>> [config.label() for config in pk.grid(128, policy=("snapkv", "adakv"), floor=(0.1, 0.2))]  # doctest: +ELLIPSIS
+    ['snapkv:two-stage b=128 ...', 'adakv(floor=0.1):two-stage b=128 ...', 'adakv:two-stage b=128 ...']
     """
     asked = {"budget": budget, "preset": preset, "policy": policy, "selection": selection, **choices}
-    made = [configuration(**combination) for combination in combinations(asked)]
+    made = every(asked, cache)
+    for name, value in choices.items():
+        if name not in FIELDS and value is not None and (needs := idle(name, made)):
+            msg = f"{name} has no effect here: it needs {needs}; leave it out"
+            raise ConfigError(msg)
+    return made
+
+
+def every(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[EvictionConfig, ...]:
+    """`grid`, whether or not every choice makes a difference."""
+    made = [configuration(**combination) for combination in combinations(choices)]
     for config in made:
         registry.check(config, cache)
     return unique(made)
@@ -60,12 +75,12 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The product of the choices, the last of `ORDER` fastest. Raises UnknownNameError, ConfigError."""
     listed = {name: _listed(value) for name, value in choices.items()}
     for name, values in listed.items():
-        if name not in ORDER:
-            raise UnknownNameError(name, "choice", ORDER)
+        if name not in FIELDS and name not in spread.known():
+            raise UnknownNameError(name, "choice", [*FIELDS, *spread.known()])
         if not values:
             msg = f"expected a value for {name} or a list of them, got an empty list"
             raise ConfigError(msg)
-    names = [name for name in ORDER if name in listed]
+    names = sorted(listed, key=_place)
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(listed[name] for name in names))]
 
 
@@ -76,25 +91,51 @@ def configuration(
 
     Raises ConfigError, BudgetError or UnknownNameError for a value out of its range.
     """
-    named, selected = _policy_and_selection(selection, policy)
-    own = registry.own_choices(named, selected)
-    if twice := [name for name in own if choices.get(name) is not None]:
-        msg = f"'{twice[0]}' is given beside {named}:{selected} and in it; give it once"
-        raise ConfigError(msg)
-    choices |= own
-    share = budget if isinstance(budget, Budget) else Budget.parse(str(budget))
-    for name in _ENTRIES:
-        if isinstance(choices.get(name), str):
-            choices[name] = parse_entries(f"--{name.replace('_', '-')}", choices[name])
-    return registry.configured(preset, share, named.name, selection=selected.name, **choices)
+    if preset not in PRESETS:
+        raise UnknownNameError(preset, "preset", PRESETS)
+    chosen = {name: value for name, value in choices.items() if value is not None}
+    granularity = as_choice(chosen.pop("granularity", PRESETS[preset].get("granularity", "query")))
+    named, selected = policy_and_selection(selection, policy)
+    owners = {"policy": named, "selection": selected, "granularity": granularity}
+    beside = {name: value for name, value in chosen.items() if name not in FIELDS}
+    _check_once(owners, beside)
+    own = registry.info(named.name)
+    window = own.own_window or PRESETS[preset].get("window", 32)
+    fields = {"window": window, **{name: value for name, value in chosen.items() if name in FIELDS}}
+    preset_options = {
+        name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *own.own_defaults)
+    }
+    return spread.configured(owners, {**preset_options, **beside}, budget=budget, **fields)
+
+
+def _check_once(owners: Mapping[str, Choice], beside: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that a choice says itself and that is given beside it too."""
+    for (owner, choice), name in itertools.product(owners.items(), beside):
+        if spread.takes(choice, owner, name) in choice.options:
+            msg = f"'{name}' is given beside {choice} and in it; give it once"
+            raise ConfigError(msg)
+
+
+def idle(name: str, configs: Iterable[EvictionConfig]) -> str:
+    """What an option beside the choices needs to make a difference to any of these; empty if it makes one."""
+    reasons: dict[str, None] = {}
+    for config in configs:
+        without = effects.idle(config, registry.build(config.policy))
+        taken = [(owner, spread.takes(getattr(config, owner), owner, name)) for owner in CHOICES]
+        for owned in ((owner, option) for owner, option in taken if option):
+            if owned not in without:
+                return ""
+            reasons[without[owned]] = None
+    return " or ".join(reasons or spread.owners(name))
 
 
 def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """The configurations in their order, the first of equal ones; without pooling its width makes no difference."""
-    found: dict[EvictionConfig, EvictionConfig] = {}
-    for config in configs:
-        found.setdefault(dataclasses.replace(config, kernel=1) if config.pool == "none" else config, config)
-    return tuple(found.values())
+    """The configurations in their order, each once."""
+    return tuple(dict.fromkeys(configs))
+
+
+def _place(name: str) -> int:
+    return ORDER.index(name if name in ORDER else "policy") * 2 - (name not in ORDER)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -103,14 +144,14 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 def names_policy(selection: str) -> bool:
     """Whether a selection, as `grid` takes it, says of which policy it is."""
-    return _policy_and_selection(selection, "-")[0].name != "-"
+    return policy_and_selection(selection, "-")[0].name != "-"
 
 
-def _policy_and_selection(text: str, policy: str) -> tuple[Choice, Choice]:
-    parts = split(text, ":")
-    if len(parts) > 1:
+def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
+    """What a selection, as `grid` takes it, and the policy beside it stand for."""
+    if isinstance(text, str) and len(parts := split(text, ":")) > 1:
         return parse(parts[0]), parse(":".join(parts[1:]))
-    chosen = parse(text)
-    if chosen.name not in SELECTIONS and chosen.name in {info.name for info in registry.known()}:
+    chosen = as_choice(text)
+    if chosen.name not in SELECTIONS and chosen.name in registry.names():
         return chosen, Choice(registry.info(chosen.name).selections[0])
-    return parse(policy), chosen
+    return as_choice(policy), chosen

@@ -221,7 +221,7 @@ def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
     """Entries before the window that stay because they are first, or recent; no more than the budget in all."""
     kept, window = config.kept_entries(prompt_tokens), min(config.window, prompt_tokens)
     first = min(config.protected(kept)[0], kept - window)
-    recent = min(registry.build(config.policy).recent(config, kept), kept - first)
+    recent = min(registry.build(config.policy).recent_entries(config, kept), kept - first)
     return first, max(0, recent - window)
 
 
@@ -235,8 +235,8 @@ def _stage1(
     configs: Sequence[EvictionConfig], free: Int[Tensor, "config kept_head"], always: Int[Tensor, "config kept_head"]
 ) -> Int[Tensor, "config kept_head"]:
     """Entries that stage 1 takes of `free` beside the `always` kept ones (METHOD: Select)."""
-    alpha = on_device([[config.alpha] for config in configs], free.device, WORK)
-    total = on_device([[config.split == "total"] for config in configs], free.device)
+    alpha = on_device([[config.selection["alpha"]] for config in configs], free.device, WORK)
+    total = on_device([[config.selection["split"] == "total"] for config in configs], free.device)
     of_prefix = whole_entries(alpha * free)
     of_total = (whole_entries(alpha * (free + always)) - always).clamp(min=0)
     return torch.where(total, of_total, of_prefix).to(torch.int64)

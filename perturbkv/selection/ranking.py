@@ -17,6 +17,7 @@ from torch import Tensor
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, reduce_group, seeded
+from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
@@ -107,17 +108,17 @@ class Scores:
 
     def kept_heads(self, config: EvictionConfig) -> int:
         """How many kept sets the configuration's granularity makes."""
-        return len(self.statistics.norms) if config.granularity == "query" else self.statistics.kv_heads
+        return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
 
     def first(self, config: EvictionConfig) -> Ranking:
         """Ranking of the whole set, or of stage 1 where there are two."""
-        return self.ranking(_FIRST[config.selection](self, config))
+        return self.ranking(_FIRST[config.selection.name](self, config))
 
     def second(self, config: EvictionConfig) -> Ranking | None:
         """Ranking of stage 2; None for a selection without stages."""
-        if config.selection not in _UNIFORM:
+        if config.selection.name not in _UNIFORM:
             return None
-        return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection]))
+        return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]))
 
     def ranking(self, score: Score) -> Ranking:
         """The order of a score of ours; places without an entry come last."""
@@ -144,15 +145,15 @@ class Scores:
 
     def attention(self, config: EvictionConfig, pooled: bool = True) -> Score:
         """Ā reduced over the group, then pooled: Ā'."""
-        kept, how = self.kept_heads(config), config.group_score
+        kept, how = self.kept_heads(config), config.granularity.options.get("reduce", "mean")
         kind, kernel = _pooling(config, pooled)
         reduced = self.once(("attention", kept, how), lambda: reduce_group(self.statistics.accumulated, kept, how))
         return self.once(("pooled", kept, how, kind, kernel), lambda: pool(reduced, kind, kernel))
 
     def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
         """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""
-        kept, pooled = self.kept_heads(config), config.stage2_score == "pooled"
-        key = ("stage 2", kept, config.group_score, config.group_product, _pooling(config, pooled), config.epsilon)
+        kept, pooled = self.kept_heads(config), config.selection.options.get("score") == "pooled"
+        key = ("stage 2", kept, config.granularity, _pooling(config, pooled), _epsilon(config))
         return self.once((*key, uniform), lambda: self._product(config, pooled, uniform))
 
     def _product(self, config: EvictionConfig, pooled: bool, uniform: bool) -> Score:
@@ -160,10 +161,10 @@ class Scores:
         norms = self.statistics.norms.to(WORK)
         if uniform:
             norms = torch.ones_like(norms)
-        if config.group_product == "product-of-means":
-            return (self.attention(config, pooled) + config.epsilon) * reduce_group(norms, kept)
-        per_head = pool(self.statistics.accumulated, *_pooling(config, pooled))
-        return reduce_group((per_head + config.epsilon) * norms, kept)
+        if config.granularity.options.get("product") == "mean-of-products":
+            per_head = pool(self.statistics.accumulated, *_pooling(config, pooled))
+            return reduce_group((per_head + _epsilon(config)) * norms, kept)
+        return (self.attention(config, pooled) + _epsilon(config)) * reduce_group(norms, kept)
 
     def value(self, config: EvictionConfig) -> Score:
         """ν alone."""
@@ -182,23 +183,23 @@ class Scores:
 
     def random(self, config: EvictionConfig) -> Score:
         """Uniform numbers that depend on seed, sample and layer alone, not on the device."""
-        kept, given = self.kept_heads(config), self.statistics
+        kept, given, seed = self.kept_heads(config), self.statistics, config.selection["seed"]
         return self.once(
-            ("random", kept, config.seed),
-            lambda: seeded(kept, given.prefix, config.seed, given.sample, given.layer).to(
+            ("random", kept, seed),
+            lambda: seeded(kept, given.prefix, seed, given.sample, given.layer).to(
                 given.norms.device, non_blocking=True
             ),
         )
 
     def position(self, config: EvictionConfig) -> Score:
-        """Sinks first, the earliest of them foremost, then the most recent entries."""
-        kept, prefix, sinks = self.kept_heads(config), self.statistics.prefix, config.sinks
+        """As the policy ranks places."""
+        kept, ranked = self.kept_heads(config), registry.build(config.policy).places()
 
         def make() -> Score:
-            place = torch.arange(prefix, device=self.statistics.norms.device)
-            return torch.where(place < sinks, 2 * prefix - place, place).to(WORK).expand(kept, -1)
+            place = torch.arange(self.statistics.prefix, device=self.statistics.norms.device)
+            return ranked(place).to(WORK).expand(kept, -1)
 
-        return self.once(("position", kept, sinks), make)
+        return self.once(("position", kept, ranked), make)
 
     def _valid(self, score: Score) -> Score:
         valid = self.statistics.valid
@@ -206,8 +207,12 @@ class Scores:
 
 
 def _pooling(config: EvictionConfig, pooled: bool) -> tuple[str, int]:
-    """Kind and kernel; a score that is not pooled is one whatever the kernel."""
-    return (config.pool, config.kernel) if pooled and config.pool != "none" else ("none", 1)
+    """Kind and kernel, as the policy pools."""
+    return registry.build(config.policy).pooling(pooled)
+
+
+def _epsilon(config: EvictionConfig) -> float:
+    return float(config.selection.options.get("epsilon", 0.0))
 
 
 _UNIFORM = {"two-stage": False, "two-stage-uniform": True}

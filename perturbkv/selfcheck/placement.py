@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import from_preset
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
@@ -35,7 +34,7 @@ def check(model: str, device: torch.device, tokens: int) -> list[Check]:
 def _measured(adapter: Adapter, tokens: int) -> SampleTrace:
     ids = np.random.default_rng(0).integers(0, 256, tokens).tolist()
     prompt = Prompt("selfcheck", tuple(ids), 0)
-    configs = tuple(from_preset("paper", Budget(tokens // 4), selection=name) for name in ("attention", "two-stage"))
+    configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
     return trace_sample(adapter, prompt, RunConfig(model=adapter.name, dataset="random tokens", configs=configs))
 
 

@@ -1,14 +1,14 @@
 """A trace as one tidy table, in CSV or Parquet: a row per sample × configuration × step × layer × head.
 
-Columns: the row's coordinates, every field of its configuration, then every variable that has no other axes, repeated
-along the axes that it lacks. Parquet carries each column's unit and meaning in its field's metadata, and the trace's
-provenance in the file's. Failed samples, and steps past the end of a sample's text, have no rows.
+Columns: the row's coordinates, every choice of its configuration (null where it has no such option), then every
+variable that has no other axes, repeated along the axes that it lacks. Parquet carries each column's unit and meaning
+in its field's metadata, and the trace's provenance in the file's. Failed samples, and steps past the end of a sample's
+text, have no rows.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from perturbkv.trace import Trace
 
 AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")
+_COUNTS = ("budget", "protect_first", "protect_recent")
+_TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
 
 def columns(trace: Trace) -> dict[str, Variable]:
@@ -39,8 +41,7 @@ def columns(trace: Trace) -> dict[str, Variable]:
 def schema(trace: Trace) -> pa.Schema:
     """Types, units and provenance of the table."""
     fields = [pa.field("sample", pa.string()), pa.field("config", pa.string())]
-    for field in dataclasses.fields(EvictionConfig):
-        fields.append(pa.field(field.name, _config_type(field.name)))
+    fields += [pa.field(name, kind) for name, (kind, _) in _choices(trace.run.configs).items()]
     fields += [pa.field(axis, pa.int32()) for axis in AXES[1:]]
     for name, variable in columns(trace).items():
         about = {"units": variable.units, "long_name": variable.long_name}
@@ -55,14 +56,12 @@ def rows(trace: Trace, place: int) -> pa.RecordBatch:
     every = np.indices(shape).reshape(len(shape), -1)
     held = trace.measured[place][every[AXES.index("step")]]
     index = every[:, held]
-    configs = trace.run.configs
     found: dict[str, Any] = {
         "sample": np.repeat(trace.sample_ids[place], index.shape[1]),
         "config": np.array(trace.run.labels())[index[0]],
     }
-    for field in dataclasses.fields(EvictionConfig):
-        values = [_config_value(config, field.name) for config in configs]
-        found[field.name] = np.array(values)[index[0]]
+    for name, (kind, values) in _choices(trace.run.configs).items():
+        found[name] = pa.array(values, kind).take(pa.array(index[0]))
     found |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
     for name, variable in columns(trace).items():
         found[name] = _spread(trace.arrays[name][place], variable.dims, shape)[held]
@@ -93,17 +92,20 @@ def check_suffix(path: Path) -> None:
         raise ConfigError(msg)
 
 
-def _config_value(config: EvictionConfig, name: str) -> Any:
-    value = getattr(config, name)
-    return str(value) if _config_type(name) == pa.string() else value
-
-
-def _config_type(name: str) -> pa.DataType:
-    """A budget is text, and so is what is protected of it: 128 are entries, 0.05 a fraction."""
-    text = dict.fromkeys(("str", "Budget", "int | float"), pa.string())
-    kinds = {**text, "int": pa.int64(), "float": pa.float64()}
-    annotation = next(field.type for field in dataclasses.fields(EvictionConfig) if field.name == name)
-    return kinds[str(annotation)]
+def _choices(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
+    """Column -> type and every configuration's value. A budget is text, and so is what is protected of it: 128 are
+    entries, 0.05 a fraction.
+    """
+    flat = [config.flat() for config in configs]
+    names = dict.fromkeys(name for one in flat for name in one)
+    found = {}
+    for name in names:
+        values = [one.get(name) for one in flat]
+        if name in _COUNTS:
+            values = list(map(str, values))
+        (kind,) = {_TYPES[type(value)] for value in values if value is not None}
+        found[name] = (kind, values)
+    return found
 
 
 def _spread(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -29,7 +29,7 @@ from perturbkv.storage.lazy import LazyArrays
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
-FORMAT, FORMAT_VERSION = "perturbkv-trace", 2
+FORMAT, FORMAT_VERSION = "perturbkv-trace", 3
 _COORDINATES = {
     "sample": "sample id",
     "config": "eviction configuration",

@@ -37,8 +37,10 @@ GRIDS = [
     {"policy": "streaming-llm", "selection": "position", "sinks": 2, "budget": 24},
     {"selection": "two-stage", "alpha": [0, 0.5, 1], "split": ["prefix", "total"], "stage2-score": "pooled",
      "epsilon": 0.001, "budget": 24},
-    {"selection": ["attention", "two-stage"], "granularity": "kv", "group-score": ["mean", "max"],
+    {"selection": "two-stage", "granularity": "kv", "group-score": ["mean", "max"],
      "group-product": ["product-of-means", "mean-of-products"], "pool": "average", "kernel": 5, "budget": 24},
+    {"selection": "attention", "granularity": "kv", "group-score": ["mean", "max"], "pool": "average", "kernel": 5,
+     "budget": 24},
     {"selection": ["random", "two-stage"], "protect-first": 4, "protect-recent": 0.5, "budget": 24},
 ]  # fmt: skip
 RUNS = [("llama", "regular"), ("llama", "context-only"), ("qwen3", "regular")]

@@ -15,6 +15,9 @@ every head and do not compete.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -22,23 +25,33 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.budget import entries
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.policies.base import LayerBudget, Policy, apportion
+from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion, option
 
 
-class AdaKV(Policy):
+@dataclass(frozen=True)
+class AdaKV(Pooled):
     """Window votes, budgets by head."""
+
+    name: ClassVar[str] = "adakv"
+    summary: ClassVar[str] = "snapkv's votes; a layer's heads compete for its budget"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2407.11550"
+    budgets: ClassVar[str] = "by head"
+    competes: ClassVar[bool] = True
+    floor: float = option(0.2, "share that every head keeps: of b − w, or of b where it is guaranteed", high=1)
+    safeguard: str = option("mixture", "mixture of uniform and competing budgets, or guaranteed: own best first",
+                            known=("mixture", "guaranteed"))  # fmt: skip
 
     def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
         """⌊floor · b⌋ less what always stays, with the safeguard of that name."""
-        return max(0, entries(float(config.floor), kept) - always) if config.safeguard == "guaranteed" else 0
+        return max(0, entries(self.floor, kept) - always) if self.safeguard == "guaranteed" else 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Each head's count among the layer's largest scores, safeguarded."""
         heads, mean, order = available.kept_heads, available.free, available.heads_in_order()
-        if config.safeguard == "guaranteed":
+        if self.safeguard == "guaranteed":
             return beyond(order, heads, mean, self.guaranteed(config, available.kept, available.always))
         counts = _count(order[: heads * mean], heads)
-        return apportion((1 - config.floor) * counts + config.floor * mean, heads * mean)
+        return apportion((1 - self.floor) * counts + self.floor * mean, heads * mean)
 
 
 def beyond(order: Int[Tensor, " entry"], heads: int, mean: int, least: int) -> Int[Tensor, " kept_head"]:

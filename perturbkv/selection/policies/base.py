@@ -1,14 +1,15 @@
 """What an eviction system decides: which attention votes, which recent entries always stay, and every head's budget.
 
-Which entries fill the budgets is the selection's part. A system is a subclass of `Policy` that replaces what differs
-from SnapKV.
+Which entries fill the budgets is the selection's part. A system is a subclass of `Policy` in a file of its own,
+named as the file is, that brings its options and replaces what differs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.option import Option
+from perturbkv.configs.selections import SELECTIONS
 from perturbkv.scoring.window_attention import window_attention
 
 
@@ -43,6 +46,23 @@ class Votes(Protocol):
 
     def __call__(self, seen: LayerAttention) -> Float[Tensor, "head prefix"]:
         """Ā for the entries before the window: (head, n − w)."""
+
+
+@runtime_checkable
+class Places(Protocol):
+    """A way to rank places whatever they hold; equal ones are ranked once, so they are hashable."""
+
+    def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
+        """A score for each place of the prefix, 0 to n − w − 1."""
+
+
+@dataclass(frozen=True)
+class LatestFirst:
+    """The most recent places first."""
+
+    def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
+        """The place itself."""
+        return place
 
 
 @dataclass(frozen=True)
@@ -91,14 +111,73 @@ class LayerBudget:
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
+BY_SCORE = tuple(name for name in SELECTIONS if name != "position")
+"""Selections that ask for scores: all but one."""
+
+
+def option(default: Any, about: str, **limits: Any) -> Any:
+    """A field of a policy that is an option of its own; `limits` are further fields of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(default, about, **limits)})
+
+
+@dataclass(frozen=True)
 class Policy:
-    """One eviction system; this one is SnapKV's."""
+    """One eviction system with its options, which are its fields; a subclass replaces what differs from equal budgets.
+
+    Attributes:
+        name, summary, paper: what it is and its source; empty where no paper is its source.
+        selections: the selections it takes.
+        budgets: what shares them out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
+        own_window: its window where nobody says otherwise; None: the preset's.
+        own_defaults: options whose default stands whatever the preset.
+        competes: whether budgets depend on the layer's pooled attention.
+        votes_alone: options that matter only where attention is looked at.
+        needs_scores: whether head scores have to be given.
+        carries_history: whether its score counts queries from before the last compression, which decoding forgets.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str] = ""
+    selections: ClassVar[tuple[str, ...]] = BY_SCORE
+    budgets: ClassVar[str] = "uniform"
+    own_window: ClassVar[int | None] = None
+    own_defaults: ClassVar[tuple[str, ...]] = ()
+    competes: ClassVar[bool] = False
+    votes_alone: ClassVar[tuple[str, ...]] = ()
+    needs_scores: ClassVar[bool] = False
+    carries_history: ClassVar[bool] = False
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Its own options by name, those of its own class first."""
+        own = cls.__dict__.get("__annotations__", {})
+        ordered = sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
+        return {field.name: field.metadata["option"] for field in ordered}
+
+    @classmethod
+    def caches(cls) -> tuple[str, ...]:
+        """Cache layouts that can hold its budgets."""
+        return ("ragged",) if cls.budgets == "by head" else ("ragged", "rectangular")
+
+    @property
+    def in_cache(self) -> bool:
+        """Whether decoding sees its kept keys at 0 … b − 1, for which all kept sets have to be equally long."""
+        return False
+
+    def pooling(self, pooled: bool) -> tuple[str, int]:
+        """Kind and width of the pooling over positions, of a score that is to be `pooled`."""
+        return "none", 1
+
+    def places(self) -> Places:
+        """What the selection `position` ranks by."""
+        return LatestFirst()
 
     def votes(self, config: EvictionConfig) -> Votes:
         """How attention is accumulated."""
         return WindowVotes(config.window)
 
-    def recent(self, config: EvictionConfig, kept: int) -> int:
+    def recent_entries(self, config: EvictionConfig, kept: int) -> int:
         """Most recent entries that always stay, at least the window, of `kept` in all."""
         return config.protected(kept)[1]
 
@@ -109,6 +188,29 @@ class Policy:
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Entries per kept set of one layer beside those that always stay; on the CPU where no score was looked at."""
         return available.uniform(available.free)
+
+
+@dataclass(frozen=True)
+class Pooled(Policy):
+    """A system whose votes are pooled over positions (paper, section 4.2: max, 7)."""
+
+    votes_alone: ClassVar[tuple[str, ...]] = ("pool", "kernel")
+    pool: str = option("max", "pooling of attention over positions: max, average or none",
+                       known=("max", "average", "none"))  # fmt: skip
+    kernel: int = option(7, "odd width of the pooling", low=1, odd=True)
+
+    def pooling(self, pooled: bool) -> tuple[str, int]:
+        """Its own; a score that is not pooled is one whatever the kernel."""
+        return (self.pool, self.kernel) if pooled and self.pool != "none" else ("none", 1)
+
+
+@dataclass(frozen=True)
+class Unpooled(Pooled):
+    """A system whose votes are not pooled unless somebody asks for it, whatever the preset."""
+
+    own_defaults: ClassVar[tuple[str, ...]] = ("pool",)
+    pool: str = option("none", "pooling of attention over positions: max, average or none",
+                       known=("max", "average", "none"))  # fmt: skip
 
 
 def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:

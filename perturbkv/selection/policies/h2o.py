@@ -11,6 +11,7 @@ The rows of the n × n attention are made in blocks and summed at once; none is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -19,7 +20,7 @@ from torch import Tensor
 from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.scoring.window_attention import causal_rows
-from perturbkv.selection.policies.base import LayerAttention, Policy, Votes
+from perturbkv.selection.policies.base import LayerAttention, Unpooled, Votes, option
 from perturbkv.theory import WORK
 
 _BLOCK_ENTRIES = 2**20
@@ -49,13 +50,20 @@ class AllVotes:
         return total.flatten(0, 1)[:, : max(0, keys - self.window)] / queries
 
 
-class H2O(Policy):
+@dataclass(frozen=True)
+class H2O(Unpooled):
     """All queries vote, uniform budgets, a share of them recent."""
+
+    name: ClassVar[str] = "h2o"
+    summary: ClassVar[str] = "all queries vote; half of the budget is recent entries"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
+    carries_history: ClassVar[bool] = True
+    recent: float = option(0.5, "share of b that is most recent entries", high=1)
 
     def votes(self, config: EvictionConfig) -> Votes:
         """Every query."""
         return AllVotes(config.window)
 
-    def recent(self, config: EvictionConfig, kept: int) -> int:
+    def recent_entries(self, config: EvictionConfig, kept: int) -> int:
         """⌊recent · b⌋ entries, at least the window and what is protected."""
-        return max(super().recent(config, kept), int(whole_entries(config.recent * kept)))
+        return max(super().recent_entries(config, kept), int(whole_entries(self.recent * kept)))

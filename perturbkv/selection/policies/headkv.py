@@ -1,7 +1,7 @@
 """HeadKV (Fu et al., 2024, https://arxiv.org/abs/2410.19258): given scores say how much each head of the model keeps.
 
 Every head keeps (b − w)(1 − 1/β) prefix entries; the rest of the model's entries form a pool that is shared out in
-proportion to the scores (their section 3.2). They try β from 1.005 to 10; `head_beta` = 1.01 is the default of
+proportion to the scores (their section 3.2). They try β from 1.005 to 10; `beta` = 1.01 is the default of
 KVCache-Factory's port. Scores come from a JSON file `{"layer-head": score}`, as their code reads it, or from
 `perturbkv head-scores`. A kept set of several query heads takes the mean of their scores.
 
@@ -11,23 +11,34 @@ keeps L · H · b entries, to the entry.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from jaxtyping import Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.selection.policies.base import LayerBudget, Policy, apportion
+from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion, option
 
 
-class HeadKV(Policy):
+@dataclass(frozen=True)
+class HeadKV(Pooled):
     """Window votes, budgets by given head scores."""
+
+    name: ClassVar[str] = "headkv"
+    summary: ClassVar[str] = "snapkv's votes; budgets by given head scores (--head-scores)"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2410.19258"
+    budgets: ClassVar[str] = "by head"
+    needs_scores: ClassVar[bool] = True
+    beta: float = option(1.01, "one beta-th of b − w is shared out by head scores", low=1)
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """The layer's row of the whole model's budgets."""
         if available.head_scores is None:
             msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv head-scores` writes"
             raise ConfigError(msg)
-        budgets = head_budgets(available.head_scores, available.free, available.prefix, config.head_beta)
+        budgets = head_budgets(available.head_scores, available.free, available.prefix, self.beta)
         return budgets[available.layer]
 
 

@@ -1,13 +1,13 @@
 """PyramidKV (Cai et al., 2024, https://arxiv.org/abs/2406.02069): lower layers keep more, upper layers less.
 
 With p = b − w prefix entries per head on the average, the last layer keeps p / β of them, the first 2p − p / β, and the
-layers between lie on a line (their section 4.2). `pyramid_beta` = 20 as in their released code. Where the prompt has
+layers between lie on a line (their section 4.2). `beta` = 20 as in their released code. Where the prompt has
 fewer entries than the first layer's share, that layer keeps all and the line is laid so that the mean stays p.
 
 The released code rounds the slope down and so spends other than L · p entries; here the shares are rounded by largest
 remainder and the total is the uniform one, to the entry.
 
-`pyramid_line` = `total` is kvpress' line, which differs in four ways: b itself lies on it, the window inside; the first
+`line` = `total` is kvpress' line, which differs in four ways: b itself lies on it, the window inside; the first
 layer keeps at most n − w; each layer is rounded by itself, halves to even, which adds up to L · b as the line is
 symmetric; and where the last layer would get fewer entries than the window, every layer keeps b. (With β = 20 and
 w = 64 that is wherever b < 1280, but for prompts so short that the first layer's bound lifts the last one's share.)
@@ -17,28 +17,39 @@ Protected entries stay in every layer: beside p on the paper's line, inside b, a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.policies.base import LayerBudget, Policy, apportion
+from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion, option
 
 
-class PyramidKV(Policy):
+@dataclass(frozen=True)
+class PyramidKV(Pooled):
     """Window votes, budgets by layer."""
+
+    name: ClassVar[str] = "pyramidkv"
+    summary: ClassVar[str] = "snapkv's votes; lower layers keep more than upper ones"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2406.02069"
+    budgets: ClassVar[str] = "by layer"
+    beta: float = option(20.0, "the last layer keeps (b − w) / beta entries of the prefix", low=1)
+    line: str = option("prefix", "what lies on the line between layers: prefix (b − w), or total (b, window inside)",
+                       known=("prefix", "total"))  # fmt: skip
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """The layer's place on the line, for every kept set."""
-        if config.pyramid_line == "total":
+        if self.line == "total":
             most = available.prefix + available.always - config.window
             budgets = (
-                whole_budgets(available.kept, most, available.always, available.layers, config.pyramid_beta)
-                - available.always
+                whole_budgets(available.kept, most, available.always, available.layers, self.beta) - available.always
             )
         else:
-            budgets = layer_budgets(available.free, available.prefix, available.layers, config.pyramid_beta)
+            budgets = layer_budgets(available.free, available.prefix, available.layers, self.beta)
         return budgets[available.layer].expand(available.kept_heads)
 
 

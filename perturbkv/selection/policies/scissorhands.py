@@ -9,6 +9,7 @@ pooled; the counts tie often, and ties go to the earlier position.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.scoring.window_attention import causal_rows
-from perturbkv.selection.policies.base import LayerAttention, Policy, Votes
+from perturbkv.selection.policies.base import LayerAttention, Unpooled, Votes, option
 from perturbkv.theory import WORK
 
 
@@ -42,9 +43,18 @@ class ImportanceVotes:
         return torch.cat(shares)
 
 
-class Scissorhands(Policy):
+@dataclass(frozen=True)
+class Scissorhands(Unpooled):
     """The history of the important votes, uniform budgets."""
+
+    name: ClassVar[str] = "scissorhands"
+    summary: ClassVar[str] = "how often the last queries gave an entry more than the average weight"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2305.17118"
+    own_window: ClassVar[int | None] = 10
+    carries_history: ClassVar[bool] = True
+    votes_alone: ClassVar[tuple[str, ...]] = ("history", *Unpooled.votes_alone)
+    history: int = option(400, "last queries whose votes count", low=1)
 
     def votes(self, config: EvictionConfig) -> Votes:
         """The last `history` queries."""
-        return ImportanceVotes(config.window, config.history)
+        return ImportanceVotes(config.window, self.history)

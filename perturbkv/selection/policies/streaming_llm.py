@@ -4,13 +4,52 @@
 always stay. No score is looked at: the only selection is `position`.
 
 The paper gives positions "within the cache" (section 3.2): kept keys are rotated as if they stood at 0 … b − 1, and the
-decoding query stands at b. `positions="in-cache"` decodes so; without it entries stay at their positions of the prompt.
+decoding query stands at b. `streaming-llm(positions=in-cache)` decodes so; without it entries stay at
+their positions of the prompt.
 """
 
 from __future__ import annotations
 
-from perturbkv.selection.policies.base import Policy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from perturbkv.selection.policies.base import Places, Policy, option
 
 
+@dataclass(frozen=True)
+class SinksFirst:
+    """Sinks first, the earliest of them foremost, then the most recent places."""
+
+    sinks: int
+
+    def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
+        """Above all places for a sink."""
+        return torch.where(place < self.sinks, 2 * len(place) - place, place)
+
+
+@dataclass(frozen=True)
 class StreamingLLM(Policy):
     """Uniform budgets, filled by position."""
+
+    name: ClassVar[str] = "streaming-llm"
+    summary: ClassVar[str] = "the first entries and the most recent ones, whatever they hold"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
+    selections: ClassVar[tuple[str, ...]] = ("position",)
+    sinks: int = option(4, "first entries that stay")
+    positions: str = option("kept", "kept: keys at their places of the prompt; in-cache: at 0 … b − 1",
+                            known=("kept", "in-cache"))  # fmt: skip
+
+    def places(self) -> Places:
+        """Sinks first."""
+        return SinksFirst(self.sinks)
+
+    @property
+    def in_cache(self) -> bool:
+        """Whether keys stand at 0 … b − 1. It changes what is propagated; isolated quantities and bounds are those of
+        the kept set at the prompt's positions.
+        """
+        return self.positions == "in-cache"

@@ -8,13 +8,14 @@ here, as for every policy, the whole prompt is read first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.scoring.window_attention import window_attention
-from perturbkv.selection.policies.base import LayerAttention, Policy, Votes
+from perturbkv.selection.policies.base import LayerAttention, Unpooled, Votes
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,14 @@ class LastVote:
         return mean[:, : max(0, seen.key.shape[1] - self.window)].expand(seen.query.shape[0], -1)
 
 
-class TOVA(Policy):
+@dataclass(frozen=True)
+class TOVA(Unpooled):
     """The last query votes for all heads."""
+
+    name: ClassVar[str] = "tova"
+    summary: ClassVar[str] = "the last query's attention, averaged over heads"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2401.06104"
+    own_window: ClassVar[int | None] = 1
 
     def votes(self, config: EvictionConfig) -> Votes:
         """The last query."""

@@ -7,13 +7,14 @@ any attention. Scores depend on `seed`, sample and layer, not on the device. Nei
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.scoring.window_attention import seeded
-from perturbkv.selection.policies.base import LayerAttention, Policy, Votes
+from perturbkv.selection.policies.base import LayerAttention, Unpooled, Votes, option
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,15 @@ class RandomVotes:
         )
 
 
-class Random(Policy):
+@dataclass(frozen=True)
+class Random(Unpooled):
     """Seeded votes."""
+
+    name: ClassVar[str] = "random"
+    summary: ClassVar[str] = "seeded random votes: what any method has to beat"
+    votes_alone: ClassVar[tuple[str, ...]] = ("seed", *Unpooled.votes_alone)
+    seed: int = option(0, "of the random numbers")
 
     def votes(self, config: EvictionConfig) -> Votes:
         """By seed, sample and layer."""
-        return RandomVotes(config.window, config.seed)
+        return RandomVotes(config.window, self.seed)

@@ -1,0 +1,96 @@
+"""Configurations as trace files of format 1 and 2 hold them: every option in one list, whether it mattered or not.
+
+This table is history: it never changes when a policy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.eviction import EvictionConfig
+
+_POOLED = {"pool": "max", "kernel": 7}
+_UNPOOLED = {"pool": "none", "kernel": 7}
+_POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "snapkv": _POOLED,
+    "pyramidkv": {"pyramid_beta": 20.0, "pyramid_line": "prefix", **_POOLED},
+    "adakv": {"floor": 0.2, "safeguard": "mixture", **_POOLED},
+    "headkv": {"head_beta": 1.01, **_POOLED},
+    "h2o": {"recent": 0.5, **_UNPOOLED},
+    "scissorhands": {"history": 400, **_UNPOOLED},
+    "tova": _UNPOOLED,
+    "random": {"seed": 0, **_UNPOOLED},
+    "streaming-llm": {"sinks": 4, "positions": "kept"},
+}
+"""Policy -> its options and their defaults, under the names that they had."""
+_STAGE1 = {"alpha": 0.25, "split": "prefix"}
+_SCORE = {"stage2_score": "accumulated"}
+_SELECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "two-stage": {**_SCORE, "epsilon": 0.0},
+    "two-stage-uniform": _SCORE,
+    "random": {"seed": 0},
+}
+_GROUP = {"group_score": "mean", "group_product": "product-of-means"}
+_NAMES = {
+    "pyramid_beta": "beta", "pyramid_line": "line", "head_beta": "beta", "stage2_score": "score",
+    "group_score": "reduce", "group_product": "product",
+}  # fmt: skip
+_KEPT = ("budget", "window", "protect_first", "protect_recent")
+_LATER = {"protect_first": 0, "protect_recent": 0}
+_VOTED = ("pool", "kernel", "history", "group_score")
+"""Options that mattered only where attention was looked at."""
+
+
+def configurations(entries: Sequence[Mapping[str, Any]]) -> tuple[EvictionConfig, ...]:
+    """The configurations of a run, each once more what it was: those that differ in an idle option alone stay apart.
+
+    Raises KeyError, TypeError, ConfigError for entries that are none.
+    """
+    made = [_configuration(entry, {}) for entry in entries]
+    twins = [[other for other, one in zip(entries, made, strict=True) if one == config] for config in made]
+    return tuple(_configuration(entry, _idle(entry, alike)) for entry, alike in zip(entries, twins, strict=True))
+
+
+def _configuration(entry: Mapping[str, Any], idle: Mapping[str, Any]) -> EvictionConfig:
+    """The configuration; options in `idle` are told with its policy."""
+    of_policy = _own(entry, "policy", _POLICIES[entry["policy"]])
+    of_selection = _own(entry, "selection", {**_STAGE1, **_SELECTIONS.get(entry["selection"], {})})
+    of_group = _own(entry, "granularity", _GROUP if entry["granularity"] == "kv" else {})
+    usual = of_policy.options.keys() - of_policy.told.keys() - idle.keys()
+    policy = Choice(entry["policy"], {**of_policy.options, **idle}, frozenset(usual))
+    selection = Choice(entry["selection"], of_selection.options, of_selection.usual)
+    granularity = Choice(entry["granularity"], of_group.options, of_group.usual)
+    return EvictionConfig(
+        policy=policy, selection=selection, granularity=granularity,
+        **{name: entry.get(name, _LATER.get(name)) for name in _KEPT},
+    )  # fmt: skip
+
+
+def _own(entry: Mapping[str, Any], owner: str, defaults: Mapping[str, Any]) -> Choice:
+    """Options of one owner under today's names, as far as they made a difference."""
+    without = _without_effect(entry, owner)
+    held = {name: entry.get(name, default) for name, default in defaults.items() if name not in without}
+    usual = frozenset(_NAMES.get(name, name) for name, value in held.items() if value == defaults[name])
+    return Choice("", {_NAMES.get(name, name): value for name, value in held.items()}, usual)
+
+
+def _without_effect(entry: Mapping[str, Any], owner: str) -> set[str]:
+    """Options of a policy, selection or granularity that made no difference to what the entry kept."""
+    staged, competes = entry["selection"] in ("two-stage", "two-stage-uniform"), entry["policy"] == "adakv"
+    scored = staged or competes or entry["selection"] in ("attention", "attention-unpooled")
+    pooled = scored and (competes or entry["selection"] != "attention-unpooled")
+    found = set() if staged else {"group_product"}
+    if not scored:
+        found |= {*_VOTED, "seed"} if owner == "policy" else set(_VOTED)
+    elif not pooled:
+        found |= {"pool", "kernel"}
+    elif entry["pool"] == "none":
+        found |= {"kernel", "stage2_score"}
+    return found
+
+
+def _idle(entry: Mapping[str, Any], twins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the entry says otherwise than one of its twins, which are the same configuration."""
+    return {_NAMES.get(name, name): value for name, value in entry.items() if any(one[name] != value for one in twins)}

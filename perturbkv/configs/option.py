@@ -1,0 +1,84 @@
+"""An option of a policy, a selection or a granularity: its default, what it means, and what it may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perturbkv.configs.choice import FIRST, Choice
+from perturbkv.errors import ConfigError, UnknownNameError
+
+_KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a name"),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        default: its value where nobody says otherwise; its type is the option's.
+        about: what it does, in a line.
+        known: what a name may be.
+        low, high: least and largest number, `high` itself allowed where it is finite.
+        odd: whether a number has to be odd.
+    """
+
+    default: int | float | str
+    about: str
+    known: tuple[str, ...] = ()
+    low: float = 0
+    high: float = math.inf
+    odd: bool = False
+
+    def checked(self, value: Any, name: str, of: str = "") -> Any:
+        """The value as its type; `name` is the option's, `of` its owner's, for messages.
+
+        Raises ConfigError for another kind or range, UnknownNameError for an unknown name.
+        """
+        kinds, words = _KINDS[type(self.default)]
+        what = f"{name} of {of}" if of else name
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            msg = f"{what} is {words}, got '{value}'"
+            raise ConfigError(msg)
+        if isinstance(value, str):
+            if value not in self.known:
+                raise UnknownNameError(value, name, self.known)
+            return value
+        self._check_number(value, what)
+        return kinds[-1](value)
+
+    def _check_number(self, value: Any, what: str) -> None:
+        if not (self.low <= value <= self.high and value < math.inf):
+            msg = f"{what} must {self._range()}, got {value}"
+            raise ConfigError(msg)
+        if self.odd and value % 2 == 0:
+            msg = f"{what} must be odd, got {value}; try {value + 1}"
+            raise ConfigError(msg)
+
+    def _range(self) -> str:
+        if self.high < math.inf:
+            return f"lie in [{self.low:g}, {self.high:g}]"
+        return f"be at least {self.low:g}" + (" and finite" if isinstance(self.default, float) else "")
+
+
+def completed(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
+    """The choice with all of its owner's options, each checked; a resolved one as it is.
+
+    `what` names the owner. Raises ConfigError for an option that it lacks, one without a name, or a wrong value.
+    """
+    if choice.usual is not None:
+        return choice
+    for name, value in choice.options.items():
+        if name == FIRST or name not in options:
+            msg = f"{what} has no option '{name or value}'; its options: {', '.join(options) or 'none'}"
+            raise ConfigError(msg)
+    held = {
+        name: option.checked(choice.options.get(name, option.default), name, what) for name, option in options.items()
+    }
+    return Choice(choice.name, held, frozenset(name for name, value in held.items() if value == options[name].default))

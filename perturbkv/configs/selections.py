@@ -1,0 +1,50 @@
+"""How the kept entries are taken from scores, for which heads together, and each way's options (METHOD: Select)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from perturbkv.configs.option import Option
+
+SELECTIONS = {
+    "attention": "Top-k of the pooled window attention (the baseline)",
+    "attention-unpooled": "Top-k of the unpooled window attention (control)",
+    "two-stage": "⌊α(b−w)⌋ by attention, the rest by attention × projected value norm (the paper's)",
+    "two-stage-uniform": "two-stage with ν ≡ 1: what un-pooling the second stage alone brings (control)",
+    "value": "Top-k of the projected value norm alone (control)",
+    "random": "a seeded random set (control)",
+    "hindsight": "Top-k of the realised A·ν of the decoding query: what knowing the query would bring (control)",
+    "hindsight-attention": "Top-k of the realised A of the decoding query: without ν, the query known (control)",
+    "position": "by position, as the policy says (streaming-llm only)",
+}
+_STAGE1 = {
+    "alpha": Option(0.25, "share of stage 1, 0 to 1; without stages: of its own ranking, for the bounds", high=1),
+    "split": Option("prefix", "what alpha is a share of: prefix (b − w), or total (b, the window in stage 1)",
+                    known=("prefix", "total")),
+}  # fmt: skip
+"""α (paper, section 4.2: 0.25). Where αb < w and `split` is total, kvpress lets the window entries that stage 1 has no
+room for compete by (1 + max Ā' + ε) ν and may drop one whose ν is tiny; here the window always stays."""
+_SCORE = {
+    "score": Option("accumulated", "S₂ of stage 2: accumulated (unpooled) or pooled", known=("accumulated", "pooled"))
+}
+"""`accumulated`: unpooled Ā (paper, Algorithm 2, line 9); `pooled`: Ā' (the authors' released code)."""
+_OWN: Mapping[str, Mapping[str, Option]] = {
+    "two-stage": {**_SCORE, "epsilon": Option(0.0, "added to the score before the norm multiplies it")},
+    "two-stage-uniform": _SCORE,
+    "random": {"seed": Option(0, "of the random numbers")},
+}
+STAGED = ("two-stage", "two-stage-uniform")
+"""Selections of two stages: what their second stage ranks is not what the first ranks."""
+SELECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {name: {**_STAGE1, **_OWN.get(name, {})} for name in SELECTIONS}
+GRANULARITIES = {"query": "one kept set per query head", "kv": "one kept set per key/value head"}
+GRANULARITY_OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    "query": {},
+    "kv": {
+        "reduce": Option("mean", "scores of a group, before pooling: mean or max", known=("mean", "max")),
+        "product": Option(
+            "product-of-means",
+            "stage 2 of a group: mean(Ā)·mean(ν), or the mean of Ā_h·ν_h",
+            known=("product-of-means", "mean-of-products"),
+        ),
+    },
+}

@@ -1,0 +1,40 @@
+"""Which options of a configuration make a difference to what it keeps; two that differ in none of these are one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS, STAGED
+
+if TYPE_CHECKING:
+    from perturbkv.selection.policies.base import Policy
+
+Owned = tuple[str, str]
+"""A field of `EvictionConfig` that is a choice, and the name of one of its options."""
+_LOOKS = "a selection or policy that looks at attention"
+_POOLED = "a selection or policy that looks at pooled attention"
+_POOLS = "a pool other than none"
+
+
+def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
+    """Options without effect, and what each needs to have one; `policy` is the configuration's."""
+    staged, unpooled = config.selection.name in STAGED, policy.pooling(pooled=True)[0] == "none"
+    scored = staged or config.selection.name in ("attention", "attention-unpooled") or policy.competes
+    pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
+    found: dict[Owned, str] = {}
+    if not scored:
+        found |= {("policy", name): _LOOKS for name in policy.votes_alone}
+        found["granularity", "reduce"] = _LOOKS
+    elif not pooled:
+        found |= {("policy", name): _POOLED for name in ("pool", "kernel")}
+    elif unpooled:
+        found |= {("policy", "kernel"): _POOLS, ("selection", "score"): _POOLS}
+    if not staged:
+        found["granularity", "product"] = "a two-stage selection"
+    known = {
+        "policy": policy.options(),
+        "selection": SELECTION_OPTIONS[config.selection.name],
+        "granularity": GRANULARITY_OPTIONS[config.granularity.name],
+    }
+    return {(owner, name): needs for (owner, name), needs in found.items() if name in known[owner]}

@@ -1,0 +1,103 @@
+"""Options that are given beside a configuration's policy, selection and granularity, and go to whichever has them.
+
+`alpha=(0.25, 0.5)` beside three policies and two selections goes into each selection, `floor=0.1` into AdaKV alone: a
+sweep names an option once. Presets are such options too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.option import Option
+from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.errors import UnknownNameError
+from perturbkv.selection import effects
+from perturbkv.selection.policies import registry
+
+_FORMER = {
+    "stage2_score": ("selection", "score", ""),
+    "group_score": ("granularity", "reduce", ""),
+    "group_product": ("granularity", "product", ""),
+    "pyramid_beta": ("policy", "beta", "pyramidkv"),
+    "pyramid_line": ("policy", "line", "pyramidkv"),
+    "head_beta": ("policy", "beta", "headkv"),
+}
+"""Names that sweep files gave to options, before options belonged to anybody: owner, option, and of which policy."""
+
+
+def known() -> dict[str, Option]:
+    """Every name that can be spread, with the first option of this name."""
+    found: dict[str, Option] = {}
+    for options in _owners().values():
+        found = {**options, **found}
+    former = {name: found[option] for name, (_, option, _) in _FORMER.items()}
+    return {**found, **former}
+
+
+def owners(name: str) -> list[str]:
+    """Policies, selections and granularities that have an option of this name."""
+    where, option, only = _FORMER.get(name, ("", name, ""))
+    found = [of for (owner, of), options in _owners().items() if option in options and where in ("", owner)]
+    return [only] if only else found
+
+
+def check(name: str, value: Any) -> None:
+    """Raise ConfigError or UnknownNameError for a value that no owner takes."""
+    known()[name].checked(value, name)
+
+
+def _owners() -> dict[tuple[str, str], Mapping[str, Option]]:
+    """Kind of owner and name -> its options."""
+    return {
+        **{("policy", one.name): one.options() for one in registry.known()},
+        **{("selection", name): options for name, options in SELECTION_OPTIONS.items()},
+        **{("granularity", name): options for name, options in GRANULARITY_OPTIONS.items()},
+    }
+
+
+def takes(choice: Choice, owner: str, name: str) -> str:
+    """The option of a policy, selection or granularity that a name means; empty if it has none."""
+    where, option, only = _FORMER.get(name, (owner, name, ""))
+    return option if where == owner and only in ("", choice.name) and option in _options(choice.name, owner) else ""
+
+
+def configured(chosen: Mapping[str, Choice], beside: Mapping[str, Any], **fields: Any) -> EvictionConfig:
+    """The configuration of a policy, a selection and a granularity, with what is given `beside` them.
+
+    An option goes wherever it belongs and makes a difference; what a choice says itself comes first.
+
+    Raises ConfigError or UnknownNameError for a value that the option's owner refuses, BudgetError for the budget.
+    """
+    held = {owner: _taken(choice, owner, beside) for owner, choice in chosen.items()}
+    whole = _made(chosen, held, fields)
+    for owner, option in effects.idle(whole, registry.build(whole.policy)):
+        held[owner].pop(option, None)
+    return registry.resolved(_made(chosen, held, fields))
+
+
+def _made(
+    chosen: Mapping[str, Choice], held: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]
+) -> EvictionConfig:
+    choices: dict[str, Any] = {
+        owner: Choice(choice.name, {**held[owner], **choice.options}) for owner, choice in chosen.items()
+    }
+    return EvictionConfig(**choices, **fields)
+
+
+def _taken(choice: Choice, owner: str, beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what is given beside the choices what this one takes and does not say itself."""
+    found = {takes(choice, owner, name): value for name, value in beside.items()}
+    return {option: value for option, value in found.items() if option and option not in choice.options}
+
+
+def _options(name: str, owner: str) -> Mapping[str, Option]:
+    """The options of an owner. Raises UnknownNameError."""
+    if owner == "policy":
+        return registry.info(name).options()
+    known = SELECTION_OPTIONS if owner == "selection" else GRANULARITY_OPTIONS
+    if name not in known:
+        raise UnknownNameError(name, owner, known)
+    return known[name]
