@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import perturbkv as pk
 from perturbkv.cli.main import app
+from perturbkv.configs.resources import Resources
 from perturbkv.display import Table
 from perturbkv.engines import here
 from perturbkv.errors import ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
@@ -276,6 +277,23 @@ def test_prompts_of_ones_own(model: Adapter) -> None:
     assert [len(one.evicted) for one in answers] == [2, 2]
 
 
+def test_one_configuration_and_one_prompt_are_answered_as_a_series_of_each(model: Adapter) -> None:
+    (one,) = pk.generate(model, prompt(model), CONFIGS[0], max_new_tokens=3, progress=False)
+    assert one == pk.generate(model, [prompt(model)], CONFIGS[:1], max_new_tokens=3, progress=False)[0]
+
+
+def test_answers_take_head_scores_as_they_were_checked(model: Adapter) -> None:
+    """A list of scores counts as its mean, and an array as its rows."""
+    rows = [[1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 1.0, 2.0]]
+    spread = [[[score - 0.5, score + 0.5] for score in row] for row in rows]
+    configs = pk.grid(24, policy="headkv", window=8)
+    plain, spread_out, array = (
+        pk.generate(model, prompt(model), configs, max_new_tokens=6, head_scores=given, progress=False)
+        for given in (rows, spread, np.array(rows))
+    )
+    assert plain == spread_out == array
+
+
 def test_a_script_says_nothing_of_its_own(folder: Path, data: Path) -> None:
     """Neither do the libraries that it stands on, whose bars pytest's own environment switches off."""
     script = f"""
@@ -327,6 +345,14 @@ def test_nothing_is_written_where_no_bar_is_wanted(
         (lambda model: pk.load_model("random:smollm2-135m", tokenizer=model.tokenizer), ConfigError, "tokenizer"),
         (lambda model: pk.generate(model, [prompt(model)], pk.grid(24, selection="hindsight", window=8)), ConfigError,
          "next query"),
+        (lambda model: pk.generate(model, prompt(model), CONFIGS[0], max_new_tokens=0), ConfigError,
+         "max_new_tokens .* at least 1, got 0"),
+        (lambda model: pk.generate(model, prompt(model), CONFIGS[0], compress_every=24), ConfigError,
+         "24 needs a budget in tokens below it, got budget 24"),
+        (lambda model: pk.generate(model, prompt(model), pk.grid(0.5, window=8), compress_every=90), ConfigError,
+         "90 needs a budget in tokens below it, got budget 0.5"),
+        (lambda model: pk.generate(model, prompt(model), CONFIGS, resources=Resources(max_bytes=100 * 2**10)),
+         ConfigError, "holds those of 1 of 2 configurations"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(model: Adapter, call: Any, error: type[Exception], said: str) -> None:
