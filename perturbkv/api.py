@@ -136,7 +136,7 @@ def measure(
         cache: layout of evicted caches, `ragged` or `rectangular`.
         generate: tokens generated from every cache and scored.
         head_scores: one row per layer, for the policy `headkv`.
-        overwrite: replace a trace of another run at `path`.
+        overwrite: replace a trace of another run at `path`, which stays until the new one is whole.
         resources: memory and kernels.
         progress: whether a bar is shown.
 

@@ -22,7 +22,7 @@ from perturbkv.cli.main import app
 from perturbkv.configs.resources import Resources
 from perturbkv.display import Table
 from perturbkv.engines import here
-from perturbkv.errors import ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
+from perturbkv.errors import ActivationError, ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.given import fingerprint
 from perturbkv.storage.memory import in_memory
@@ -113,6 +113,28 @@ def test_a_run_with_a_path_measures_what_is_missing(
     )
     assert pk.measure(model, prompts, CONFIGS, path=path, progress=False).run == grown.run
     assert len(asked) == 3, "nothing was missing"
+
+
+def test_a_run_that_fails_midway_has_not_touched_the_trace_that_it_was_to_replace(
+    model: Adapter, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, path = pk.load_prompts(str(data), model, samples=3), tmp_path / "t.h5"
+    pk.measure(model, prompts, CONFIGS, path=path, progress=False)
+    content, original = path.read_bytes(), here.Here.measure
+
+    def failing(self: Any, planned: Any, missing: Any, finished: Any) -> None:
+        def first_alone(sample: Any) -> None:
+            finished(sample)
+            where = "the logits"
+            raise ActivationError(where, "p0")
+
+        original(self, planned, missing, first_alone)
+
+    with monkeypatch.context() as patched, pytest.raises(ActivationError, match="the logits"):
+        patched.setattr(here.Here, "measure", failing)
+        pk.measure(model, prompts, CONFIGS, steps=2, path=path, overwrite=True, progress=False)
+    assert path.read_bytes() == content
+    assert pk.measure(model, prompts, CONFIGS, steps=2, path=path, overwrite=True, progress=False).run.steps == 2
 
 
 @pytest.fixture(scope="module")
