@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import hashlib
 import importlib
 import json
 import os
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import perturbkv as pk
 from perturbkv.cli.main import app
 from perturbkv.configs.resources import Resources
+from perturbkv.datasets.prompts import gathered
 from perturbkv.display import Table
 from perturbkv.engines import here
 from perturbkv.errors import ActivationError, ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
@@ -202,6 +204,26 @@ def test_a_trace_shows_itself(held: Trace) -> None:
     page = held._repr_html_()
     assert page.count("<tr>") == 1 + len([name for name in held.arrays if name != "kept_position"]) - 5
     assert "perturbation_isolated" in page
+
+
+def test_a_prompt_and_a_model_show_themselves_in_one_line(folder: Path, model: Adapter) -> None:
+    text = "The quick brown fox jumps over\nthe lazy dog. " * 3
+    cut = pk.Prompt.from_text(text, model, "Who was it?", id="p7", max_tokens=100)
+    said = "Prompt 'p7': 100 tokens (48 cut): The quick brown fox jumps over … over the lazy dog. Who was it?"
+    assert repr(cut) == said
+    assert repr(pk.Prompt.from_text("What is it?", model)) == "Prompt '0': 11 tokens: What is it?"
+    assert repr(pk.Prompt.from_text("語" * 70, model)).endswith(f": {'語' * 30} … {'語' * 30}")
+    assert repr(pk.Prompt("s", (1, 2), 0)) == "Prompt 's': 2 tokens: (text not known)"
+    assert repr(model) == f"{folder}: 2 layers × 4 heads, float32 on cpu"
+
+
+def test_what_a_prompt_shows_is_nothing_that_a_number_depends_on() -> None:
+    """Traces of before there was an excerpt are gone on with."""
+    prompt = pk.Prompt("a", (1, 2, 3), 4, 1, ("x",), "task", ("c",), 5, excerpt="first … last")
+    assert prompt == pk.Prompt("a", (1, 2, 3), 4, 1, ("x",), "task", ("c",), 5)
+    before = "('a', (1, 2, 3), 4, 1, ('x',), 'task', ('c',), 5)"
+    digest = hashlib.sha256(before.encode()).hexdigest()[:16]
+    assert gathered([prompt]).options["prompt_digests"] == {"a": digest}
 
 
 def test_a_table_reads_nothing_as_markup() -> None:
