@@ -72,7 +72,7 @@ Run = Callable[..., Any]
         (["--dtype", "int8"], ["unknown dtype 'int8'"]),
         (["--device", "cuda:7"], ["cuda:7", "--device cpu"]),
         (["--device", "tpu9"], ["got 'tpu9'"]),
-        (["--save", "everything"], ["unknown --save 'everything'"]),
+        (["--save", "everything"], ["unknown save 'everything'"]),
         (["--chat-template"], ["chat template"]),
         (["--step", "3"], ["a step from 0 to 0, got 3"]),
         (["--format", "gif"], ["unknown format 'gif'"]),
