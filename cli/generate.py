@@ -22,6 +22,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.storage.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
+    from perturbkv.configs.eviction import EvictionConfig
     from perturbkv.datasets.metrics import Metric
     from perturbkv.pipeline.plan import Plan
 
@@ -62,18 +63,29 @@ def generate(
 
         dry_run.show(planned, run.as_json)
         return
-    from perturbkv.pipeline.provenance import provenance
-
     metrics = answers.metrics_of(planned.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
-    done = _open(path, header, provenance_object(provenance(planned)), run.overwrite)
-    rows = [*done, *_generate(planned, path, done, compress_every, metrics)]
+    rows = _answered(planned, path, header, metrics, run.overwrite)
     if run.as_json:
         console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
-        return
+    else:
+        _show(rows, planned.run.configs, path)
+
+
+def _answered(
+    planned: Plan, path: Path, header: dict[str, Any], metrics: dict[str, Metric], overwrite: bool
+) -> list[dict[str, Any]]:
+    """Every sample's answers, those of an earlier run of the same kind first."""
+    from perturbkv.pipeline.provenance import provenance
+
+    done = _open(path, header, provenance_object(provenance(planned)), overwrite)
+    return [*done, *_generate(planned, path, done, header["compress_every"], metrics)]
+
+
+def _show(rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], path: Path) -> None:
     for row in rows:
-        answers.show(row, planned.run.configs)
+        answers.show(row, configs)
     console.say(numbers.ABOUT_HELD)
     console.say(f"written to {path}, every answer whole")
 
