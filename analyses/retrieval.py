@@ -22,6 +22,7 @@ from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
@@ -130,6 +131,7 @@ class Retrieval:
 def summarise(trace: Trace) -> Retrieval:
     """Correlations over a run that generated answers. Raises TraceError where it lacks them."""
     at_step(trace, ANALYSIS, 0)
+    _check_scored(trace)
     answered = values(trace, "score_full", ANALYSIS) == 1
     outcomes = {name: values(trace, name, ANALYSIS)[answered] for name in OUTCOMES}
     measured = {name: array[answered] for name, array in measures(trace).items()}
@@ -146,6 +148,17 @@ def summarise(trace: Trace) -> Retrieval:
         too_few=tuple(name for name, places in budgets.items() if len(places) < LEAST_CONFIGS),
         identity=identity(trace, trace.run.configs),
     )
+
+
+def _check_scored(trace: Trace) -> None:
+    """Raise TraceError where an answer that was expected is no number: nothing says how right what came is."""
+    unscored = np.isnan(np.asarray(trace.get("score_full", ANALYSIS), dtype=np.float64))
+    if unscored.any():
+        msg = (
+            f"{ANALYSIS} needs answers that are numbers, got others or none in {unscored.sum()} of {len(unscored)} "
+            f"samples of {trace.source or 'this trace'}; give prompts whose accepted answers are numbers"
+        )
+        raise TraceError(msg)
 
 
 def _budgets(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:

@@ -17,12 +17,12 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import run_folder
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
 from perturbkv.storage.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
+    from perturbkv.configs.eviction import EvictionConfig
     from perturbkv.datasets.metrics import Metric
     from perturbkv.pipeline.plan import Plan
 
@@ -51,52 +51,43 @@ def generate(
     every answer, how many entries each evicted cache held when it began, as a share of the full cache's, and with
     --compress-every the perturbation that each compression caused. A killed run goes on with the next sample.
     """
+    from perturbkv.pipeline.generation import check_asked, check_memory
+
     configs = run.configs(selection or ["attention", "two-stage"])
     effects.check("generate", run, configs)
-    _check(configs, max_new_tokens, compress_every)
+    check_asked(configs, max_new_tokens, compress_every)
     planned = plan(run, configs, generate=max_new_tokens)
-    if run.max_memory is not None and len(planned.batches.places) > 1:
-        msg = (
-            f"generate answers from all caches at once, and --max-memory {run.max_memory} holds those of "
-            f"{planned.batches.rows - 1} of {len(configs)} configurations; raise it or ask for fewer"
-        )
-        raise ConfigError(msg)
+    check_memory(planned)
     if run.dry_run:
         from perturbkv.cli import dry_run
 
         dry_run.show(planned, run.as_json)
         return
-    from perturbkv.pipeline.provenance import provenance
-
     metrics = answers.metrics_of(planned.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
-    done = _open(path, header, provenance_object(provenance(planned)), run.overwrite)
-    rows = [*done, *_generate(planned, path, done, compress_every, metrics)]
+    rows = _answered(planned, path, header, metrics, run.overwrite)
     if run.as_json:
         console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
-        return
+    else:
+        _show(rows, planned.run.configs, path)
+
+
+def _answered(
+    planned: Plan, path: Path, header: dict[str, Any], metrics: dict[str, Metric], overwrite: bool
+) -> list[dict[str, Any]]:
+    """Every sample's answers, those of an earlier run of the same kind first."""
+    from perturbkv.pipeline.provenance import provenance
+
+    done = _open(path, header, provenance_object(provenance(planned)), overwrite)
+    return [*done, *_generate(planned, path, done, header["compress_every"], metrics)]
+
+
+def _show(rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], path: Path) -> None:
     for row in rows:
-        answers.show(row, planned.run.configs)
+        answers.show(row, configs)
     console.say(numbers.ABOUT_HELD)
     console.say(f"written to {path}, every answer whole")
-
-
-def _check(configs: tuple[EvictionConfig, ...], max_new_tokens: int | None, compress_every: int | None) -> None:
-    from perturbkv.selection.policies import registry
-
-    if max_new_tokens is not None and max_new_tokens < 1:
-        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
-        raise ConfigError(msg)
-    for config in configs:
-        registry.check_generating(config)
-        if compress_every is None:
-            continue
-        registry.check_compressible(config)
-        budget = config.budget.value
-        if not isinstance(budget, int) or budget >= compress_every:
-            msg = f"--compress-every {compress_every} needs a budget in tokens below it, got --budget {config.budget}"
-            raise ConfigError(msg)
 
 
 def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:

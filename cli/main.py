@@ -26,7 +26,7 @@ from perturbkv.cli.info import info
 from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
-from perturbkv.cli.once import OnceCommand, OnceGroup
+from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
 from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
@@ -64,22 +64,23 @@ def main() -> None:
     """Run the command line; every error that we know of is one line on stderr, with --json a document on stdout too."""
     _quiet_libraries()
     console.show_log()
+    asked = Asked()
     try:
-        sys.exit(app(prog_name="perturbkv", standalone_mode=False))
+        sys.exit(app(prog_name="perturbkv", standalone_mode=False, obj=asked))
     except _UsageError as error:
         if said := error.format_message():  # nothing is left to say where the help was printed instead
-            _refuse(error, _about_usage(said, error.ctx), error.exit_code)
+            _refuse(error, _about_usage(said, error.ctx), error.exit_code, asked)
         sys.exit(error.exit_code)
     except PerturbkvError as error:
-        _refuse(error, " ".join(str(error).split()), error.exit_code)
+        _refuse(error, " ".join(str(error).split()), error.exit_code, asked)
     except OSError as error:
-        _refuse(error, _about_file(error), 2)
+        _refuse(error, _about_file(error), 2, asked)
 
 
-def _refuse(error: Exception, said: str, code: int) -> NoReturn:
+def _refuse(error: Exception, said: str, code: int, asked: Asked) -> NoReturn:
     """Say what was wrong and leave."""
     console.note(f"error: {said}")
-    if "--json" in sys.argv[1:]:
+    if asked.as_json:
         console.print_json({"error": {"type": type(error).__name__, "message": said, "exit_code": code}})
     sys.exit(code)
 

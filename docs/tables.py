@@ -127,18 +127,29 @@ def layers(found: dict[str, Any]) -> None:
     heads = ["treatment, budget", *(f"after layer {layer}" for layer in (0, last // 2, last))]
     table("layers", [*heads, "samples better"] if samples[0] else heads, rows)
     if "budgets" in found:
-        curves = found["budgets"]["curves"]
-        rows = []
-        for place, size in enumerate(curves[0]["budgets"]):
-            cells = [str(size)]
-            for curve in curves:
-                ends, agreed = (at(curve["intervals"][name], place) for name in ("kl", "top1"))
-                cells += [number(curve["held"][place]), f"{curve['medians']['drift'][place]:,.0f}",
-                          number(curve["medians"]["kl"][place], ends, 4),
-                          percent(curve["medians"]["top1"][place], agreed)]  # fmt: skip
-            rows.append(cells)
-        names = [f"{curve['name']}: {what}" for curve in curves for what in ("held", "drift", "KL, nat", "same token")]
-        table("budgets", ["budget", *names], rows)
+        budgets(found["budgets"]["curves"])
+
+
+def budgets(curves: list[dict[str, Any]]) -> None:
+    """Every curve's numbers per budget, the smallest first; a dash where a curve has none of that budget."""
+    kept = {size: share for curve in curves for size, share in zip(curve["budgets"], curve["kept"], strict=True)}
+    rows = []
+    for size in sorted(kept, key=lambda size: kept[size]):
+        each = [_budget(curve, curve["budgets"].index(size)) if size in curve["budgets"] else ["–"] * 4
+                for curve in curves]  # fmt: skip
+        rows.append([str(size), *(cell for cells in each for cell in cells)])
+    names = [f"{curve['name']}: {what}" for curve in curves for what in ("held", "drift", "KL, nat", "same token")]
+    table("budgets", ["budget", *names], rows)
+
+
+def _budget(curve: dict[str, Any], place: int) -> list[str]:
+    medians, intervals = curve["medians"], curve["intervals"]
+    return [
+        number(curve["held"][place]),
+        f"{medians['drift'][place]:,.0f}",
+        number(medians["kl"][place], at(intervals["kl"], place), 4),
+        percent(medians["top1"][place], at(intervals["top1"], place)),
+    ]
 
 
 def ablation(found: dict[str, Any]) -> None:

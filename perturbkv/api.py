@@ -22,7 +22,7 @@ from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles
 from perturbkv.models.loading import load_model as load_by_name
-from perturbkv.pipeline.generation import Answers, answer
+from perturbkv.pipeline.generation import Answers, answer, check_asked, check_memory
 from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
@@ -32,6 +32,7 @@ from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 ENGINES = ("here",)
+_CONFIGS = "configurations, as pk.grid makes them"
 _Kind = TypeVar("_Kind")
 _DEFAULT = Resources()
 
@@ -135,7 +136,7 @@ def measure(
         cache: layout of evicted caches, `ragged` or `rectangular`.
         generate: tokens generated from every cache and scored.
         head_scores: one row per layer, for the policy `headkv`.
-        overwrite: replace a trace of another run at `path`.
+        overwrite: replace a trace of another run at `path`, which stays until the new one is whole.
         resources: memory and kernels.
         progress: whether a bar is shown.
 
@@ -169,30 +170,30 @@ def generate(
         model: from `load_model`.
         prompts: what is answered.
         configs: from `grid`.
-        max_new_tokens: tokens of an answer at most; None: as many as the dataset says.
+        max_new_tokens: tokens of an answer at most, at least 1; None: as many as the dataset says.
         scenario: as in `measure`.
         cache: as in `measure`.
-        compress_every: compress to the budget again whenever a cache holds more entries than this.
+        compress_every: compress to the budget, a number of tokens below this one, again whenever a cache holds more
+            entries than this.
         head_scores: as in `measure`.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
-    Raises what `measure` raises, and ConfigError for a configuration that would have to know the next query.
+    Raises what `measure` raises, and ConfigError for a configuration that would have to know the next query or cannot
+    be compressed again, and where `resources` do not hold all caches at once.
     """
-    chosen = tuple(configs)
-    for config in chosen:
-        policies.check_generating(config)
-        if compress_every is not None:
-            policies.check_compressible(config)
+    chosen = _all_of(EvictionConfig, configs, _CONFIGS)
+    check_asked(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores)
     planned, found = _planned(model, prompts, chosen, settings, resources), []
+    check_memory(planned)
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         for done, prompt in enumerate(planned.prompts):
             drawn.at(done, len(planned.prompts))
             found.append(
                 answer(
                     model, prompt, planned.run.configs, planned.run.generate, scenario=scenario, layout=cache,
-                    head_scores=settings.head_scores, compress_every=compress_every, resources=resources,
+                    head_scores=planned.run.head_scores, compress_every=compress_every, resources=resources,
                 )
             )  # fmt: skip
     return found
@@ -207,7 +208,7 @@ def _planned(
     kept: bool = False,
 ) -> Plan:
     """The plan; with `kept` a given model's weights are told apart from all others: its trace may be gone on with."""
-    chosen = _all_of(EvictionConfig, configs, "configurations, as pk.grid makes them")
+    chosen = _all_of(EvictionConfig, configs, _CONFIGS)
     held = gathered(
         prompts if isinstance(prompts, Prompts) else _all_of(Prompt, prompts, "prompts: pk.Prompt.from_text")
     )

@@ -75,3 +75,12 @@ def show(console: Console, part: Table | str) -> None:
 def _cell(tag: str, text: str, side: str) -> str:
     shown = html.escape(text).replace("\n", "<br>")
     return f'<{tag} style="text-align:{side}">{shown}</{tag}>'
+
+
+def ends(text: str, width: int = 30) -> str:
+    """The text's first and last whole words, at most `width` characters each, in one line."""
+    line = " ".join(text.split())
+    if len(line) <= 2 * width:
+        return line
+    first, last = line[: width + 1].rpartition(" ")[0], line[-width - 1 :].partition(" ")[2]
+    return f"{first or line[:width]} … {last or line[-width:]}"

@@ -120,8 +120,8 @@ def plan_batches(
     if max(sizes) > bound:
         label = configs[sizes.index(max(sizes))].label()
         msg = (
-            f"--max-memory allows {_said(bound)}, less than the {_said(max(sizes))} that '{label}' takes at "
-            f"{tokens} tokens; raise it or lower the budget"
+            f"max_bytes (--max-memory) allows {_said(bound)}, less than the {_said(max(sizes))} that '{label}' takes "
+            f"at {tokens} tokens; raise it or lower the budget"
         )
         raise ConfigError(msg)
     count = math.ceil(sum(sizes) / bound)

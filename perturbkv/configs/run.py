@@ -80,7 +80,7 @@ class RunConfig:
             msg = f"a run needs at least 1 decode step, got {self.steps}"
             raise ConfigError(msg)
         if self.max_tokens is not None and self.max_tokens < 2:
-            msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
+            msg = f"max_tokens must be at least 2, got {self.max_tokens}"
             raise ConfigError(msg)
         if self.generate < 0:
             msg = f"a run generates at least 0 tokens, got {self.generate}"
@@ -90,7 +90,7 @@ class RunConfig:
                 raise UnknownNameError(getattr(self, field), field, known)
         for name in self.save:
             if name not in SAVES:
-                raise UnknownNameError(name, "--save", SAVES)
+                raise UnknownNameError(name, "save", SAVES)
         if not self.configs:
             msg = "a run needs at least one eviction configuration, got none"
             raise ConfigError(msg)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from perturbkv.datasets.sample import Sample
+from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError
 
 _MARK = "\ue000prompt\ue000"
@@ -23,7 +24,7 @@ class Tokenizer(Protocol):
         """Token ids under `input_ids`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prompt:
     """A prompt as the model gets it.
 
@@ -36,6 +37,7 @@ class Prompt:
         task: whose metric scores an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
         control_tokens: of the sample's own text, before any cut: a typed `<|im_end|>` is no text to the model.
+        excerpt: the first and last words of the sample's own text, for people: no number depends on it.
     """
 
     sample_id: str
@@ -46,11 +48,16 @@ class Prompt:
     task: str = ""
     classes: tuple[str, ...] = ()
     control_tokens: int = 0
+    excerpt: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             msg = f"sample '{self.sample_id}' has no tokens; give it a prompt"
             raise DatasetError(msg)
+
+    def __repr__(self) -> str:
+        cut = f" ({self.cut_tokens:,} cut)" if self.cut_tokens else ""
+        return f"Prompt '{self.sample_id}': {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}"
 
     @classmethod
     def from_text(
@@ -129,7 +136,10 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
         _check_question(sample.id, question, len(kept), len(ids))
     around = tokenizer(_turn(_MARK, tokenizer) if chat_template else "", **more)["input_ids"]
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
-    return Prompt(sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control)
+    return Prompt(
+        sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
+        ends(sample.prompt),
+    )  # fmt: skip
 
 
 def _control_tokens(ids: Sequence[int], tokenizer: Any) -> int:

@@ -137,4 +137,5 @@ def gathered(prompts: Iterable[Prompt]) -> Prompts:
 
 def _digest(prompt: Prompt) -> str:
     """Of everything that a number depends on."""
-    return hashlib.sha256(repr(dataclasses.astuple(prompt)).encode()).hexdigest()[:16]
+    counted = tuple(getattr(prompt, one.name) for one in dataclasses.fields(prompt) if one.compare)
+    return hashlib.sha256(repr(counted).encode()).hexdigest()[:16]

@@ -24,7 +24,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 _SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Adapter:
     """A loaded model with the shapes and modules that measurements need.
 
@@ -45,6 +45,10 @@ class Adapter:
 
     def __post_init__(self) -> None:
         check_family(self.model.config, self.name)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}: {len(self.layers)} layers × {self.heads} heads, {dtype} on {self.device}"
 
     @property
     def weights(self) -> str:

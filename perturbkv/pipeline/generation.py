@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -16,14 +17,52 @@ from perturbkv.cache.gather import keep, lengths
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
 from perturbkv.selection.kept_sets import ranking_groups
+from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerAttention
 
+if TYPE_CHECKING:
+    from perturbkv.pipeline.plan import Plan
+
 _DEFAULT = Resources()
+
+
+def check_asked(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
+    """Raise ConfigError where answers cannot be generated as asked: `most` tokens each, None: as the dataset says."""
+    if most is not None and most < 1:
+        msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
+        raise ConfigError(msg)
+    for config in configs:
+        registry.check_generating(config)
+        if compress_every is not None:
+            _check_compressing(config, compress_every)
+
+
+def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
+    registry.check_compressible(config)
+    budget = config.budget.value
+    if not isinstance(budget, int) or budget >= compress_every:
+        msg = (
+            f"compress_every (--compress-every) {compress_every} needs a budget in tokens below it, got "
+            f"budget {config.budget}"
+        )
+        raise ConfigError(msg)
+
+
+def check_memory(planned: Plan) -> None:
+    """Raise ConfigError where the bound on memory would divide configurations that answer in one batch."""
+    bound, configs = planned.resources.max_bytes, len(planned.run.configs)
+    if bound is not None and len(planned.batches.places) > 1:
+        msg = (
+            f"generate answers from all caches at once, and max_bytes (--max-memory) of {bound:,} bytes holds those of "
+            f"{planned.batches.rows - 1} of {configs} configurations; raise it or ask for fewer"
+        )
+        raise ConfigError(msg)
 
 
 @dataclass(frozen=True)

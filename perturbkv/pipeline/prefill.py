@@ -136,36 +136,47 @@ def prefill(
     With `taken`, which gets each layer's statistics, attention and values (kv_head, key, d_head) as they are there, no
     full cache is kept: a layer's keys and values are let go when the layer is done.
     """
-    cache, check = DynamicCache(), FiniteCheck()
     found = Statistics(
         sample, len(token_ids), adapter.kv_heads, len(adapter.layers), {vote: [] for vote in votes(configs)}, [],
         head_scores,
     )  # fmt: skip
+    reading = _Reading(adapter, found, resources, taken)
+    ids = torch.tensor([list(token_ids)], device=adapter.device)
+    with phase("prefill"), capture(adapter, reading.observer()):
+        logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
+    reading.finite.look(LOGITS, logits)
+    return Prefill(reading.cache, logits[0, -1], found, reading.finite)
 
-    def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        seen = LayerAttention(query[0], key[0], adapter.scale(layer), layer, sample)
+
+class _Reading:
+    """Fills the statistics while a prompt runs through the model, layer by layer; its full cache, or nothing of it."""
+
+    def __init__(self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None) -> None:
+        self.adapter, self.found, self.resources, self.taken = adapter, found, resources, taken
+        self.cache, self.finite = DynamicCache(), FiniteCheck()
+
+    def observer(self) -> Observer:
+        """What the model calls."""
+        return Observer(attention=self._attention, hidden=self._hidden, final=self._final)
+
+    def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        seen = LayerAttention(query[0], key[0], self.adapter.scale(layer), layer, self.found.sample)
         with phase("votes"):
-            for vote, layers in found.accumulated.items():
+            for vote, layers in self.found.accumulated.items():
                 layers.append(vote(seen))
         with phase("norms"):
-            found.norms.append(layer_norms(value[0], adapter.output_projection(layer), resources))
-        if taken is not None:
-            taken(layer, found, seen, value[0])
+            self.found.norms.append(layer_norms(value[0], self.adapter.output_projection(layer), self.resources))
+        if self.taken is not None:
+            self.taken(layer, self.found, seen, value[0])
 
-    def done(layer: int, hidden: Tensor) -> None:
-        check(layer, hidden)
-        if taken is not None:
-            held = cache.layers[layer]
+    def _hidden(self, layer: int, hidden: Tensor) -> None:
+        self.finite(layer, hidden)
+        if self.taken is not None:
+            held = self.cache.layers[layer]
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
-    def final(output: Tensor) -> None:
-        check.look(FINAL_NORM, output)
-
-    ids = torch.tensor([list(token_ids)], device=adapter.device)
-    with phase("prefill"), capture(adapter, Observer(attention=observe, hidden=done, final=final)):
-        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    check.look(LOGITS, logits)
-    return Prefill(cache, logits[0, -1], found, check)
+    def _final(self, output: Tensor) -> None:
+        self.finite.look(FINAL_NORM, output)
 
 
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:

@@ -66,7 +66,7 @@ def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[
     if not found:
         msg = (
             f"expected a right answer to one of {prompts} prompts at least, got none, and head scores count right "
-            "answers alone; use a shorter --length, more --samples or a model that finds the needle"
+            "answers alone; use shorter prompts (--length), more of them (--samples) or a model that finds the needle"
         )
         raise DatasetError(msg)
     return Measured(torch.stack(found).mean(dim=0), len(found))

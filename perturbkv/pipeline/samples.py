@@ -78,35 +78,62 @@ def trace_sample(adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Re
     what `positions.check` raises.
     """
     positions.check(run.configs, adapter.config, adapter.name)
-    sample = prompt.sample_id
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     planned = plan_batches(run.configs, adapter.shape, len(context), decoded, resources.max_bytes)
-    before = prefill(adapter, context, run.configs, resources, sample, run.head_scores)
+    before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores)
+    full, tokens = _reference(adapter, before, question, run.steps, planned.rows)
+    layers, kept = _selected(adapter, before, full, run, resources)
+    before.finite.raise_if_not(prompt.sample_id)
+    decode = _Decoding(adapter, run, before, full, tokens, question, layers, kept, planned.rows)
+    batches = [decode.batch(places) for places in planned.places]
+    arrays = _arrays(adapter, prompt, run, tokens, batches, layers, kept)
+    decode.finite.raise_if_not(prompt.sample_id)
+    return SampleTrace(prompt.sample_id, with_all_steps(arrays, run.steps))
+
+
+def _reference(
+    adapter: Adapter, before: Prefill, question: Sequence[int], steps: int, rows: int
+) -> tuple[list[StepRecord], Tensor]:
+    """The full run's steps as far as its text goes, and their tokens."""
     with phase("reference"):
-        full, tokens = decode_full(adapter, before, question, run.steps, planned.rows)
+        full, tokens = decode_full(adapter, before, question, steps, rows)
         measured = steps_of_text(tokens, end_tokens(adapter))
-        full, tokens = full[:measured], tokens[:measured]
+        return full[:measured], tokens[:measured]
+
+
+def _selected(
+    adapter: Adapter, before: Prefill, full: Sequence[StepRecord], run: RunConfig, resources: Resources
+) -> tuple[list[LayerResult], list[Lengths]]:
+    """Every layer's kept sets with what they alone change, and how long they are, per layer and configuration."""
     with phase("layers"):
         saves = "outputs" in run.save
         layers = [
             measure_layer(adapter, before, full, run.configs, layer, resources, saves)
             for layer in range(len(adapter.layers))
         ]
-        kept = lengths([layer.groups for layer in layers], len(run.configs), adapter.device)
-    before.finite.raise_if_not(sample)
-    decode = _Decoding(adapter, run, before, full, tokens, question, layers, kept, planned.rows)
-    batches = [decode.batch(places) for places in planned.places]
+        return layers, lengths([layer.groups for layer in layers], len(run.configs), adapter.device)
+
+
+def _arrays(
+    adapter: Adapter,
+    prompt: Prompt,
+    run: RunConfig,
+    tokens: Tensor,
+    batches: Sequence[BatchResult],
+    layers: Sequence[LayerResult],
+    kept: Sequence[Lengths],
+) -> measure.Arrays:
+    """Everything that a trace holds of the sample, at the steps that were measured."""
     with phase("assembly"):
         arrays = sample_arrays(prompt, run, tokens, batches) | isolated_arrays(layers, adapter.device)
-        arrays |= {"held_share": held_share(kept, adapter.kv_heads, len(context))}
+        arrays |= {"held_share": held_share(kept, adapter.kv_heads, int(arrays["prompt_tokens"]))}
         arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
         if run.generate:
             arrays |= answer_arrays(adapter, prompt, batches, run.generate)
-        if saves:
+        if "outputs" in run.save:
             arrays |= attention_array(layers)
-    decode.finite.raise_if_not(sample)
-    return SampleTrace(sample, with_all_steps(arrays, run.steps))
+        return arrays
 
 
 class _Decoding:

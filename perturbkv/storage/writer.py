@@ -29,7 +29,10 @@ class TraceWriter:
             fewer samples or with some of its eviction configurations, extended.
         sample_ids: every sample of the run, in the order of the file.
         attrs: provenance, stored as root attributes.
-        overwrite: replace a trace or journal of another run.
+        overwrite: replace a trace or journal of another run. A file of another run, or one that is no whole trace,
+            stays as it is until this run's is whole and takes its place; a journal of another run, which is no trace
+            yet, is removed at once. A run that was killed before that goes on with `overwrite` alone: without it the
+            other run's file is refused as ever.
 
     Raises TraceError where a file or journal of another run is there and `overwrite` is False.
     """
@@ -47,9 +50,9 @@ class TraceWriter:
         self._check_ids()
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
         self._journal = Journal(journal_path(path))
-        if overwrite:
-            self._drop_other_runs()
-        self._old = self._finished_trace()
+        if overwrite and not self._extends(self._journal.run()):
+            self._journal.discard()
+        self._old = self._finished_trace(overwrite)
         self._entries = self._journal_entries()
         self._begun = False
         self._failed: set[str] = set()
@@ -134,25 +137,20 @@ class TraceWriter:
             raise TraceError(msg)
         check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
 
-    def _drop_other_runs(self) -> None:
-        if self._journal.folder.exists() and not self._extends(self._journal.run()):
-            self._journal.discard()
-        if self.path.exists():
-            try:
-                same = self._extends(read_run(self.path))
-                describe_whole(self.path)
-            except TraceError:
-                same = False
-            if not same:
-                self.path.unlink()
-
-    def _finished_trace(self) -> ExistingTrace | None:
-        """The trace that is there; None where there is none."""
+    def _finished_trace(self, overwrite: bool) -> ExistingTrace | None:
+        """The trace that is there; None where there is none, or with `overwrite` one that is not gone on with."""
         clear_leftovers(self.path)
-        if not self.path.exists():
+        if not self.path.exists() or (overwrite and not self._goes_on_from_file()):
             return None
         self._check_extends(read_run(self.path), self.path)
         return ExistingTrace(self.path)
+
+    def _goes_on_from_file(self) -> bool:
+        """Whether the file that is there is a whole trace of this run or of a part of it."""
+        try:
+            return self._extends(describe_whole(self.path).run)
+        except TraceError:
+            return False
 
     def _journal_entries(self) -> dict[str, list[Entry]]:
         """Sample -> what the journal holds of this run, older parts before newer ones."""

@@ -139,6 +139,12 @@ def test_ranks_are_within_a_prompt_that_the_full_cache_answers_and_whose_methods
     assert document["score"] == SCORES[:3]
 
 
+def test_answers_that_are_no_numbers_are_refused_in_words() -> None:
+    told = "needs answers that are numbers, got others or none in 2 of 4 samples of made.h5; give prompts"
+    with pytest.raises(TraceError, match=told):
+        retrieval.summarise(ranked([[np.nan] * 3, *SCORES[1:3], [np.nan] * 3], [np.nan, 1, 1, np.nan], MOVED))
+
+
 def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> None:
     against = [[row[place] for place in (0, 1, 2)] for row in SCORES]  # later steps move as the score does
     (link,) = retrieval.summarise(ranked(SCORES, [1] * 4, MOVED, [[9 * x for x in row] for row in against])).budgets

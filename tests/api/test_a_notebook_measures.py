@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import hashlib
 import importlib
 import json
 import os
@@ -19,9 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import perturbkv as pk
 from perturbkv.cli.main import app
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.prompts import gathered
 from perturbkv.display import Table
 from perturbkv.engines import here
-from perturbkv.errors import ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
+from perturbkv.errors import ActivationError, ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.given import fingerprint
 from perturbkv.storage.memory import in_memory
@@ -114,6 +117,28 @@ def test_a_run_with_a_path_measures_what_is_missing(
     assert len(asked) == 3, "nothing was missing"
 
 
+def test_a_run_that_fails_midway_has_not_touched_the_trace_that_it_was_to_replace(
+    model: Adapter, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, path = pk.load_prompts(str(data), model, samples=3), tmp_path / "t.h5"
+    pk.measure(model, prompts, CONFIGS, path=path, progress=False)
+    content, original = path.read_bytes(), here.Here.measure
+
+    def failing(self: Any, planned: Any, missing: Any, finished: Any) -> None:
+        def first_alone(sample: Any) -> None:
+            finished(sample)
+            where = "the logits"
+            raise ActivationError(where, "p0")
+
+        original(self, planned, missing, first_alone)
+
+    with monkeypatch.context() as patched, pytest.raises(ActivationError, match="the logits"):
+        patched.setattr(here.Here, "measure", failing)
+        pk.measure(model, prompts, CONFIGS, steps=2, path=path, overwrite=True, progress=False)
+    assert path.read_bytes() == content
+    assert pk.measure(model, prompts, CONFIGS, steps=2, path=path, overwrite=True, progress=False).run.steps == 2
+
+
 @pytest.fixture(scope="module")
 def held(model: Adapter) -> Trace:
     text = "The quick brown fox jumps over the lazy dog. "
@@ -179,6 +204,26 @@ def test_a_trace_shows_itself(held: Trace) -> None:
     page = held._repr_html_()
     assert page.count("<tr>") == 1 + len([name for name in held.arrays if name != "kept_position"]) - 5
     assert "perturbation_isolated" in page
+
+
+def test_a_prompt_and_a_model_show_themselves_in_one_line(folder: Path, model: Adapter) -> None:
+    text = "The quick brown fox jumps over\nthe lazy dog. " * 3
+    cut = pk.Prompt.from_text(text, model, "Who was it?", id="p7", max_tokens=100)
+    said = "Prompt 'p7': 100 tokens (48 cut): The quick brown fox jumps over … over the lazy dog. Who was it?"
+    assert repr(cut) == said
+    assert repr(pk.Prompt.from_text("What is it?", model)) == "Prompt '0': 11 tokens: What is it?"
+    assert repr(pk.Prompt.from_text("語" * 70, model)).endswith(f": {'語' * 30} … {'語' * 30}")
+    assert repr(pk.Prompt("s", (1, 2), 0)) == "Prompt 's': 2 tokens: (text not known)"
+    assert repr(model) == f"{folder}: 2 layers × 4 heads, float32 on cpu"
+
+
+def test_what_a_prompt_shows_is_nothing_that_a_number_depends_on() -> None:
+    """Traces of before there was an excerpt are gone on with."""
+    prompt = pk.Prompt("a", (1, 2, 3), 4, 1, ("x",), "task", ("c",), 5, excerpt="first … last")
+    assert prompt == pk.Prompt("a", (1, 2, 3), 4, 1, ("x",), "task", ("c",), 5)
+    before = "('a', (1, 2, 3), 4, 1, ('x',), 'task', ('c',), 5)"
+    digest = hashlib.sha256(before.encode()).hexdigest()[:16]
+    assert gathered([prompt]).options["prompt_digests"] == {"a": digest}
 
 
 def test_a_table_reads_nothing_as_markup() -> None:
@@ -276,6 +321,23 @@ def test_prompts_of_ones_own(model: Adapter) -> None:
     assert [len(one.evicted) for one in answers] == [2, 2]
 
 
+def test_one_configuration_and_one_prompt_are_answered_as_a_series_of_each(model: Adapter) -> None:
+    (one,) = pk.generate(model, prompt(model), CONFIGS[0], max_new_tokens=3, progress=False)
+    assert one == pk.generate(model, [prompt(model)], CONFIGS[:1], max_new_tokens=3, progress=False)[0]
+
+
+def test_answers_take_head_scores_as_they_were_checked(model: Adapter) -> None:
+    """A list of scores counts as its mean, and an array as its rows."""
+    rows = [[1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 1.0, 2.0]]
+    spread = [[[score - 0.5, score + 0.5] for score in row] for row in rows]
+    configs = pk.grid(24, policy="headkv", window=8)
+    plain, spread_out, array = (
+        pk.generate(model, prompt(model), configs, max_new_tokens=6, head_scores=given, progress=False)
+        for given in (rows, spread, np.array(rows))
+    )
+    assert plain == spread_out == array
+
+
 def test_a_script_says_nothing_of_its_own(folder: Path, data: Path) -> None:
     """Neither do the libraries that it stands on, whose bars pytest's own environment switches off."""
     script = f"""
@@ -322,11 +384,23 @@ def test_nothing_is_written_where_no_bar_is_wanted(
         (lambda model: pk.measure(model, [prompt(model)], pk.grid(24, policy="headkv", window=8),
                                   head_scores=[[1.0]]), ConfigError, "2 layers × 4 heads, got 1 × 1"),
         (lambda model: pk.Prompt.from_text("a b c", model, max_tokens=-4), ConfigError, "at least 2"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, resources=Resources(max_bytes=1024)), ConfigError,
+         r"^max_bytes \(--max-memory\) allows 1 KiB"),
+        (lambda model: run_config(max_tokens=1), ConfigError, "^max_tokens must be at least 2, got 1"),
+        (lambda model: run_config(save=("all",)), UnknownNameError, "^unknown save 'all'; known: outputs"),
         (lambda model: pk.grid(24, selection="a(" * 99), ConfigError, "inside each other"),
         (lambda model: pk.load_model(model.model, tokenizer=model.tokenizer, dtype="float16"), ConfigError, "dtype"),
         (lambda model: pk.load_model("random:smollm2-135m", tokenizer=model.tokenizer), ConfigError, "tokenizer"),
         (lambda model: pk.generate(model, [prompt(model)], pk.grid(24, selection="hindsight", window=8)), ConfigError,
          "next query"),
+        (lambda model: pk.generate(model, prompt(model), CONFIGS[0], max_new_tokens=0), ConfigError,
+         "max_new_tokens .* at least 1, got 0"),
+        (lambda model: pk.generate(model, prompt(model), CONFIGS[0], compress_every=24), ConfigError,
+         "24 needs a budget in tokens below it, got budget 24"),
+        (lambda model: pk.generate(model, prompt(model), pk.grid(0.5, window=8), compress_every=90), ConfigError,
+         "90 needs a budget in tokens below it, got budget 0.5"),
+        (lambda model: pk.generate(model, prompt(model), CONFIGS, resources=Resources(max_bytes=100 * 2**10)),
+         ConfigError, "holds those of 1 of 2 configurations"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(model: Adapter, call: Any, error: type[Exception], said: str) -> None:

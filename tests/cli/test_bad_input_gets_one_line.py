@@ -72,7 +72,7 @@ Run = Callable[..., Any]
         (["--dtype", "int8"], ["unknown dtype 'int8'"]),
         (["--device", "cuda:7"], ["cuda:7", "--device cpu"]),
         (["--device", "tpu9"], ["got 'tpu9'"]),
-        (["--save", "everything"], ["unknown --save 'everything'"]),
+        (["--save", "everything"], ["unknown save 'everything'"]),
         (["--chat-template"], ["chat template"]),
         (["--step", "3"], ["a step from 0 to 0, got 3"]),
         (["--format", "gif"], ["unknown format 'gif'"]),
@@ -214,9 +214,9 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["generate", "--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]),
+        (["generate", "--max-new-tokens", "0"], ["(--max-new-tokens) must be at least 1, got 0"]),
         (["generate", "--selection", "hindsight"], ["'hindsight' looks at the next query"]),
-        (["generate", "--compress-every", "24"], ["--compress-every 24 needs a budget in tokens below it"]),
+        (["generate", "--compress-every", "24"], ["(--compress-every) 24 needs a budget in tokens below it"]),
         (["generate", "--compress-every", "90", "--budget", "0.5"], ["needs a budget in tokens", "0.5"]),
         (["generate", "--compress-every", "90", "--policy", "h2o"], ["'h2o'", "works with snapkv"]),
         (["needle"], ["leave --dataset out"]),

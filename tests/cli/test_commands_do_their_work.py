@@ -281,7 +281,10 @@ def test_how_the_machine_is_used_changes_no_number(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-memory", "20KiB"], "--max-memory allows 20 KiB, less than the 23 KiB that 'snapkv:attention b=24"),
+        (
+            ["--max-memory", "20KiB"],
+            "max_bytes (--max-memory) allows 20 KiB, less than the 23 KiB that 'snapkv:attention b=24",
+        ),
         (["--max-memory", "lots"], "--max-memory takes a size such as 512MiB or 2GiB, got 'lots'"),
         (["--norm-kernel", "fast"], "unknown norm kernel 'fast'; known: auto, triton, chunked"),
         (["--device-map", "all"], "unknown device map 'all'; known: none, auto"),

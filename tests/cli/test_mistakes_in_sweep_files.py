@@ -68,7 +68,7 @@ BAD = {
     "an unknown cache": ("cache: padded", 1, "cache", ["unknown cache 'padded'"]),
     "an unknown scenario": ("scenario: context", 1, "scenario", ["known: context-only"]),
     "an unknown haystack": ("haystack: hay", 1, "haystack", ["unknown haystack"]),
-    "something else to save": ("save:\n- outputs\n- all", 3, "save", ["unknown --save 'all'"]),
+    "something else to save": ("save:\n- outputs\n- all", 3, "save", ["unknown save 'all'"]),
     "no sample": ("steps: 1\nsamples: 0", 2, "samples", ["at least 1 sample, got 0"]),
     "no step": ("steps: 0", 1, "steps", ["at least 1 decode step, got 0"]),
     "too few tokens": ("max-tokens: 1", 1, "max-tokens", ["at least 2, got 1"]),

@@ -20,6 +20,7 @@ from perturbkv.cli.sweeping import resolve
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.storage.trace_file import read_trace
+from tests.support import golden_sweep
 
 Run = Callable[..., Any]
 BOTH = ["attention", "two-stage"]
@@ -30,6 +31,12 @@ def resolved(tmp_path: Path, text: str) -> sweeping.Sweep:
     path = tmp_path / "sweep.yaml"
     path.write_text(dedent(text))
     return resolve(path, RunOptions(), BOTH, frozenset())
+
+
+def test_the_sweep_that_holds_versions_side_by_side_still_asks_for_all_that_it_asked_for(tmp_path: Path) -> None:
+    path = golden_sweep.write_sweep(tmp_path / "sweep.yaml", {"model": "m", "dataset": "d"})
+    configs = resolve(path, RunOptions(), BOTH, frozenset()).configs
+    assert len(configs) == len({config.label() for config in configs}) == 307
 
 
 @pytest.fixture

@@ -39,6 +39,39 @@ def test_an_error_is_a_document_too_where_json_is_asked_for(perturbkv: Run) -> N
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["heads", "--json", "--polciy", "snapkv"],
+        ["heads", "--json", "--budget"],
+        ["heads", "--json", "--json"],
+        ["haeds", "nothere.h5", "--json"],
+        ["bench", "compare", "nothere.json", "other.json", "--json"],
+        ["bench", "compere", "--json"],
+    ],
+)
+def test_a_line_that_cannot_be_read_whole_has_asked_for_json_all_the_same(perturbkv: Run, words: list[str]) -> None:
+    ran = perturbkv(*words)
+    assert (ran.code, ran.json()["error"]["exit_code"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "nothere.h5", "-o", "--json"],
+        ["trace", "--dataset", "--json"],
+        ["heads", "--", "--json"],
+        ["info", "--", "--json"],
+        ["haeds", "--", "--json"],
+    ],
+)
+def test_what_only_looks_like_json_asked_for_is_not(perturbkv: Run, words: list[str]) -> None:
+    """The value of another option, or what stands behind `--`."""
+    ran = perturbkv(*words)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
     ("typed", "offered"),
     [
         ("perturbkv he", ["heads", "head-scores"]),

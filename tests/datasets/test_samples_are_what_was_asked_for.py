@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -245,14 +246,18 @@ def test_a_prompt_longer_than_the_model_is_refused() -> None:
         ("none at all", ("1234567",), 0, 0),
         ("7 or 1234567", ("1234567",), 0, 0),
         (" 42", ("7", "42"), 1, 1),
-        (" 42", (), 0, 0),
+        (" 1000 or so", ("1,000",), 1, 1),
+        ("four", ("four", "4"), 0, 0),
+        (" 42", (), math.nan, math.nan),
+        ("Paris", ("Paris",), math.nan, math.nan),
+        ("in 1889", ("in 1889", "the year 1889"), math.nan, math.nan),
     ],
 )
-def test_answers_are_scored_by_their_first_number(
+def test_answers_that_are_numbers_are_scored_by_their_first_number_and_others_not_at_all(
     text: str, answers: tuple[str, ...], exact: float, digits: float
 ) -> None:
-    assert scoring.exact_number(text, answers) == exact
-    assert scoring.leading_digits(text, answers) == digits
+    assert scoring.exact_number(text, answers) == pytest.approx(exact, nan_ok=True)
+    assert scoring.leading_digits(text, answers) == pytest.approx(digits, nan_ok=True)
 
 
 def test_a_question_is_told_apart_from_its_context_on_the_prompts_own_tokens() -> None:

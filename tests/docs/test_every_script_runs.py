@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -104,6 +105,26 @@ def test_tables_shows_every_analysis(folder: Path) -> None:
     )
     for title in (*analyses, "horizon, "):
         assert f"\n{title}" in said
+
+
+def test_tables_of_curves_that_lack_a_budget_leave_its_cells_out(tmp_path: Path) -> None:
+    def curve(name: str, sizes: list[float]) -> dict[str, Any]:
+        numbers = {what: [100 * size for size in sizes] for what in ("drift", "kl", "top1")}
+        none = dict.fromkeys(numbers)
+        return {"name": name, "budgets": sizes, "kept": sizes, "held": sizes, "medians": numbers, "intervals": none}
+
+    drift = {
+        "treatment": {"selection": "two-stage"}, "baseline": {"budget": 64}, "ratio": [1.0], "ratio_interval": None,
+        "baseline_median_drift": [1.0], "treatment_median_drift": [1.0],
+    }  # fmt: skip
+    curves = [curve("a", [0.1, 0.4]), curve("b", [0.2, 0.4, 0.8])]
+    (tmp_path / "s.json").write_text(json.dumps({"analyses": {"layers": {"drifts": [drift],
+                                                                         "budgets": {"curves": curves}}}}))  # fmt: skip
+    lines = script("tables", tmp_path / "s.json").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| 0.")]
+    assert [row[0] for row in rows] == ["0.1", "0.2", "0.4", "0.8"]
+    assert [(row[1], row[5]) for row in rows] == [("0.10", "–"), ("–", "0.20"), ("0.40", "0.40"), ("–", "0.80")]
+    assert {len(row) for row in rows} == {9}
 
 
 def test_readings_shows_every_part_and_reads_the_prompts_again(folder: Path, longbench: Path) -> None:

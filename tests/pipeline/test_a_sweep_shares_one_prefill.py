@@ -262,7 +262,7 @@ def test_batches_hold_every_configuration_once_inside_the_bound(budgets: list[in
 def test_a_bound_that_one_configuration_exceeds_is_refused_with_what_it_takes() -> None:
     configs = [EvictionConfig(Budget(100), window=6)]
     with pytest.raises(
-        ConfigError, match=r"--max-memory allows 1 KiB, less than the 89 KiB that 'snapkv:two-stage b=100"
+        ConfigError, match=r"max_bytes \(--max-memory\) allows 1 KiB, less than the 89 KiB that 'snapkv:two-stage b=100"
     ):
         plan_batches(configs, SHAPE, 500, 1, max_bytes=1000)
     assert plan_batches(configs, SHAPE, 500, 1, None).rows == 2

@@ -187,6 +187,14 @@ def test_a_trace_stores_the_answers_and_their_scores(monkeypatch: pytest.MonkeyP
     assert arrays["score_full"] == 1
 
 
+@pytest.mark.parametrize("answers", [("Paris",), ()])
+def test_answers_that_are_no_numbers_have_no_score(answers: tuple[str, ...]) -> None:
+    run = RunConfig("m", "d", (config("snapkv"), config("adakv")), generate=2)
+    arrays = trace_sample(tiny_adapter(), replace(PROMPT, answers=answers), run).arrays
+    for name in ("score", "score_full", "digits", "digits_full"):
+        assert np.isnan(arrays[name]).all(), name
+
+
 def test_a_prompt_without_a_question_of_its_own_is_refused() -> None:
     with pytest.raises(DatasetError, match="no question of its own"):
         replace(PROMPT, question_tokens=0).parts("context-only")

@@ -107,6 +107,31 @@ def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
     assert_same_file(path, expected)
 
 
+def test_killed_at_any_operation_overwriting_leaves_one_whole_trace_and_goes_on(tmp_path: Path) -> None:
+    former = fill(opened(tmp_path / "former.h5", OLD)).read_bytes()
+    expected = fill(opened(tmp_path / "at-once.h5", NEW[:2]))
+    number = 0
+    while True:
+        path, safe = tmp_path / str(number) / "t.h5", list[str]()
+        path.parent.mkdir()
+        path.write_bytes(former)
+        with killed_at(number):
+            try:
+                fill(opened(path, NEW[:2], overwrite=True), safe.append)
+                break
+            except KilledError:
+                pass
+        number += 1
+        if path.read_bytes() != former:
+            assert_same_file(path, expected)
+        again = opened(path, NEW[:2], overwrite=True)
+        assert again.missing().keys().isdisjoint(safe)
+        assert_same_file(fill(again), expected)
+        assert [file.name for file in path.parent.iterdir()] == ["t.h5"]
+        shutil.rmtree(path.parent)
+    assert number > 20
+
+
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path

@@ -173,6 +173,30 @@ def test_another_runs_journal_is_not_touched(tmp_path: Path) -> None:
     assert opened(path, overwrite=True, model="other").done() == set()
 
 
+def test_another_runs_trace_stays_until_the_one_that_replaces_it_is_whole(tmp_path: Path) -> None:
+    path = fill(opened(tmp_path / "t.h5"))
+    content = path.read_bytes()
+    opened(path, overwrite=True, seed=1).append(made("s0"))  # and no more: killed
+    assert path.read_bytes() == content
+    for seed in (0, 1):  # a file of one run and a journal of the other: neither goes on unasked
+        with pytest.raises(TraceError, match="differs in seed; use another --output, or --overwrite"):
+            opened(path, seed=seed)
+    again = opened(path, overwrite=True, seed=1)
+    assert again.done() == {"s0"}
+    fill(again)
+    assert read_trace(path).run.seed == 1
+    assert not journal_path(path).exists()
+
+
+def test_a_run_that_is_not_replaced_in_the_end_has_lost_nothing(tmp_path: Path) -> None:
+    path = fill(opened(tmp_path / "t.h5", samples=2))
+    opened(path, overwrite=True, seed=1).append(made("s2"))
+    writer = opened(path, overwrite=True)
+    assert writer.done() == {"s0", "s1"}, "of the trace, and nothing of the other run's journal"
+    fill(writer)
+    assert (read_trace(path).run.seed, len(read_trace(path).sample_ids)) == (0, 4)
+
+
 def test_overwrite_keeps_what_is_of_the_same_run(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     opened(path).append(made("s0"))
@@ -185,7 +209,9 @@ def test_a_file_that_is_no_trace_is_replaced_only_when_asked(tmp_path: Path) -> 
     with pytest.raises(TraceError, match="no HDF5"):
         opened(path)
     assert path.read_text() == "precious notes"
-    fill(opened(path, overwrite=True))
+    writer = opened(path, overwrite=True)
+    assert path.read_text() == "precious notes"
+    fill(writer)
     assert read_trace(path).sample_ids == tuple(NAMES)
 
 

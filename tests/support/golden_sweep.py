@@ -56,6 +56,12 @@ def rows() -> str:
     return "\n".join(map(json.dumps, made))
 
 
+def write_sweep(path: Path, run: dict[str, str]) -> Path:
+    """The file of a sweep over all grids, of a model and prompts that `run` names."""
+    path.write_text(yaml.safe_dump({**run, "window": 8, "steps": 2, "save": "outputs", "grids": GRIDS}))
+    return path
+
+
 def measure(folder: Path, command: str, family: str, scenario: str) -> dict[str, str]:
     """Digests of the trace that the command makes."""
     model, data, scores = folder / family, folder / "prompts.jsonl", folder / "scores.json"
@@ -63,8 +69,7 @@ def measure(folder: Path, command: str, family: str, scenario: str) -> dict[str,
     data.write_text(rows())
     scores.write_text(json.dumps({f"{layer}-{head}": layer + head / 4 for layer in range(2) for head in range(4)}))
     run = {"model": str(model), "dataset": str(data), "scenario": scenario, "head-scores": str(scores)}
-    sweep = {**run, "window": 8, "steps": 2, "save": "outputs", "grids": GRIDS}
-    (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    write_sweep(folder / "sweep.yaml", run)
     out = folder / f"{family}-{scenario}"
     subprocess.run([command, "trace", "--config", folder / "sweep.yaml", "-o", out], check=True)
     return digests(next(out.glob("**/*.h5")))
