@@ -21,6 +21,7 @@ from perturbkv.analyses.intervals import CORRELATION, Scalar
 from perturbkv.analyses.needle import OUTCOMES
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -171,8 +172,8 @@ def _budgets(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
     return found
 
 
-def _word(name: str, value: str | float) -> str:
-    return value if isinstance(value, str) else f"{name.replace('_', '-')}={value:g}"
+def _word(name: str, value: Choice | float) -> str:
+    return value.name if isinstance(value, Choice) else f"{name.replace('_', '-')}={value:g}"
 
 
 def measures(trace: Trace) -> dict[str, Floats]:

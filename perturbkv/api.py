@@ -27,6 +27,7 @@ from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
 from perturbkv.scoring import head_scores, value_norms
+from perturbkv.selection.grid import unique
 from perturbkv.selection.policies import registry as policies
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
@@ -208,7 +209,7 @@ def _planned(
     kept: bool = False,
 ) -> Plan:
     """The plan; with `kept` a given model's weights are told apart from all others: its trace may be gone on with."""
-    chosen = _all_of(EvictionConfig, configs, _CONFIGS)
+    chosen = unique(map(policies.resolved, _all_of(EvictionConfig, configs, _CONFIGS)))
     held = gathered(
         prompts if isinstance(prompts, Prompts) else _all_of(Prompt, prompts, "prompts: pk.Prompt.from_text")
     )

@@ -55,7 +55,9 @@ class Choice:
         return Choice(self.name, left, None if self.usual is None else self.usual & left.keys())
 
     def __str__(self) -> str:
-        shown = [f"{name}={_shown(value)}" if name else _shown(value) for name, value in self.told.items()]
+        names = self.usual is not None  # an owner of its options takes `none` for the name that it is
+        told = {name: value if names and value == "none" else _shown(value) for name, value in self.told.items()}
+        shown = [f"{name}={value}" if name else value for name, value in told.items()]
         return f"{self.name}({', '.join(shown)})" if shown else self.name
 
 

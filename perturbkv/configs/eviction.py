@@ -18,7 +18,7 @@ CHOICES = ("policy", "selection", "granularity")
 _PROTECTED = ("protect_first", "protect_recent")
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class EvictionConfig:
     """One way to evict: what every configuration has. Policy, selection and granularity bring their own options.
 
@@ -115,6 +115,9 @@ class EvictionConfig:
         protected = [f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED if getattr(self, name)]
         parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"w={self.window}", str(self.granularity)]
         return " ".join([*parts, *protected])
+
+    def __repr__(self) -> str:
+        return f"<EvictionConfig {self.label()}>"
 
     def words(self, every: bool = False) -> dict[str, str]:
         """Choice -> how a name says it, policy and selection first.

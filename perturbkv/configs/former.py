@@ -39,6 +39,15 @@ _NAMES = {
 }  # fmt: skip
 _KEPT = ("budget", "window", "protect_first", "protect_recent")
 _LATER = {"protect_first": 0, "protect_recent": 0}
+_LISTED: Mapping[str, Any] = {
+    "policy": "snapkv", "selection": "two-stage", "window": 32, "alpha": 0.25, "split": "prefix",
+    "stage2_score": "accumulated", "epsilon": 0.0, "pool": "max", "kernel": 7, "granularity": "query",
+    "group_score": "mean", "group_product": "product-of-means", "sinks": 4, "seed": 0, "pyramid_beta": 20.0,
+    "pyramid_line": "prefix", "floor": 0.2, "safeguard": "mixture", "head_beta": 1.01, "recent": 0.5, "history": 400,
+    "protect_first": 0, "protect_recent": 0, "positions": "kept",
+}  # fmt: skip
+"""Every choice of format 2 in the order of its labels, and what its labels did not say."""
+_SHORT = {"stage2_score": "s2", "epsilon": "eps", "group_score": "group", "group_product": "product"}
 _VOTED = ("pool", "kernel", "history", "group_score")
 """Options that mattered only where attention was looked at."""
 
@@ -51,6 +60,19 @@ def configurations(entries: Sequence[Mapping[str, Any]]) -> tuple[EvictionConfig
     made = [_configuration(entry, {}) for entry in entries]
     twins = [[other for other, one in zip(entries, made, strict=True) if one == config] for config in made]
     return tuple(_configuration(entry, _idle(entry, alike)) for entry, alike in zip(entries, twins, strict=True))
+
+
+def label(entry: Mapping[str, Any]) -> str:
+    """How format 2 named a configuration."""
+    said = {"policy": f"{entry['policy']}:{entry['selection']}", "budget": f"b={entry['budget']}"}
+    said |= {"alpha": f"a={entry['alpha']:g}", "window": f"w={entry['window']}"}
+    said["pool"] = "unpooled" if entry["pool"] == "none" else f"{entry['pool']}{entry['kernel']}"
+    said["granularity"] = entry["granularity"]
+    unsaid = [name for name in _LISTED if name not in (*said, "selection", "kernel")]
+    others = [(name, entry[name]) for name in unsaid if name in entry and entry[name] != _LISTED[name]]
+    return " ".join(
+        [*said.values(), *(f"{_SHORT.get(name, name.replace('_', '-'))}={value}" for name, value in others)]
+    )
 
 
 def _configuration(entry: Mapping[str, Any], idle: Mapping[str, Any]) -> EvictionConfig:

@@ -42,6 +42,7 @@ class Option:
         Raises ConfigError for another kind or range, UnknownNameError for an unknown name.
         """
         kinds, words = _KINDS[type(self.default)]
+        value = "none" if value is None and "none" in self.known else value
         what = f"{name} of {of}" if of else name
         if isinstance(value, bool) or not isinstance(value, kinds):
             msg = f"{what} is {words}, got '{value}'"

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 
@@ -22,20 +21,19 @@ Shape = tuple[int, ...]
 Counts = NDArray[np.int64]
 
 
-def check_configs(path: Path, run: RunConfig, held: Sequence[str], own_wording: bool) -> None:
-    """Raise TraceError unless the coordinate `config` names the run's configurations in their order.
+def check_configs(path: Path, labels: Sequence[str], held: Sequence[str], known_wording: bool) -> None:
+    """Raise TraceError unless the coordinate `config` holds the labels of the run's configurations in their order.
 
-    Without `own_wording`, that is in a file of an older format, a label that this version has for no configuration is
-    taken to be an older wording of the one at its place.
+    Without `known_wording`, that is in a file of format 1, a label that no configuration has is taken to be an older
+    wording of the one at its place.
     """
-    labels = run.labels()
     if len(held) != len(labels):
         msg = (
             f"expected the {len(labels)} configurations of the run along 'config' in {path}, got {len(held)}; {_AGAIN}"
         )
         raise TraceError(msg)
     for place, (expected, got) in enumerate(zip(labels, held, strict=True)):
-        if expected != got and (own_wording or got in labels):
+        if expected != got and (known_wording or got in labels):
             where = f"at place {place} along 'config' in {path}"
             msg = f"expected '{expected}', as the run says, {where}, got '{got}'; {_AGAIN}"
             raise TraceError(msg)

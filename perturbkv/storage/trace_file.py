@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from perturbkv.configs import former
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import KEPT_AXIS, VARIABLES
@@ -262,7 +264,9 @@ def _run_of(file: h5py.File, path: Path) -> RunConfig:
 def _check_axes(file: h5py.File, run: RunConfig, path: Path) -> None:
     """Raise TraceError unless the coordinates are the run's and the variables', and counts stay within their axes."""
     axes = [axis for axis in _COORDINATES if axis in file]
-    check_configs(path, run, _names(file, "config"), own_wording=int(file.attrs["format_version"]) == FORMAT_VERSION)
+    version = int(file.attrs["format_version"])
+    labels = run.labels() if version > 2 else list(map(former.label, json.loads(file.attrs["run"])["configs"]))
+    check_configs(path, labels, _names(file, "config"), known_wording=version > 1)
     check_samples(path, _names(file, "sample"))
     for axis in axes:
         if axis not in ("sample", "config", KEPT_AXIS):

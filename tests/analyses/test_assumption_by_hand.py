@@ -50,7 +50,7 @@ def test_three_readings_stand_side_by_side_under_their_names() -> None:
 
 def test_configurations_come_by_alpha_then_budget() -> None:
     result = summarise(made())
-    assert [(one.config.alpha, one.config.budget.value) for one in result.configs] == [
+    assert [(one.config.selection["alpha"], one.config.budget.value) for one in result.configs] == [
         (0.25, 64),
         (0.25, 128),
         (0.5, 64),

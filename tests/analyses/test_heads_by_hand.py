@@ -16,10 +16,12 @@ from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.reading import held_shares, values
 from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
+from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.measured import hand_made as hand_measured
@@ -123,7 +125,7 @@ def test_equal_sets_at_other_positions_are_no_propagated_tie(moved: int) -> None
     """Isolated quantities speak of the same keys; what is decoded differs, but where everything stays."""
     kept = EvictionConfig(Budget(16), "streaming-llm", "position", 4)
     configs = [kept, kept]
-    configs[moved] = dataclasses.replace(kept, positions="in-cache")
+    configs[moved] = dataclasses.replace(kept, policy=parse("streaming-llm(positions=in-cache)"))
     samples = hand_made(3)
     for sample, evicted in zip(samples, (1, 0, 1), strict=True):
         sample.arrays["kept_position"][:] = np.tile(np.arange(3), 8)
@@ -134,7 +136,7 @@ def test_equal_sets_at_other_positions_are_no_propagated_tie(moved: int) -> None
     assert not kept_sets.propagated(made, 0, 1)[::2].any()
     assert kept_sets.layers(made, 0, 1).all(axis=1).tolist() == [False, True, False]
     assert kept_sets.whole(made, 0, 1).tolist() == [False, True, False]
-    alike = trace(*samples, configs=(kept, dataclasses.replace(kept, sinks=2)))
+    alike = trace(*samples, configs=(kept, dataclasses.replace(kept, policy=parse("streaming-llm(sinks=2)"))))
     assert kept_sets.propagated(alike, 0, 1).all()
 
 
@@ -257,7 +259,7 @@ def test_pairs_differ_in_selection_alone() -> None:
     configs = run.configs
     assert pairs(run, "attention", "value") == [(configs[0], configs[1]), (configs[2], configs[3])]
     assert pairs(run, "streaming-llm", "snapkv:value") == [(configs[4], configs[1])]
-    inside = dataclasses.replace(stream, positions="in-cache")
+    inside = dataclasses.replace(stream, policy=parse("streaming-llm(positions=in-cache)"))
     both = dataclasses.replace(run, configs=(*run.configs, inside))
     assert pairs(both, "snapkv:value", "streaming-llm") == [(configs[1], configs[4]), (configs[1], inside)]
     assert pairs(both, "streaming-llm", "snapkv:value") == [(configs[4], configs[1]), (inside, configs[1])]
@@ -268,10 +270,7 @@ def test_pairs_differ_in_selection_alone() -> None:
 def test_bare_selections_are_compared_within_each_policy() -> None:
     sides = [("snapkv", "attention"), ("snapkv", "two-stage"), ("adakv", "attention"), ("adakv", "two-stage"),
              ("h2o", "attention")]  # fmt: skip
-    configs = tuple(
-        EvictionConfig(Budget(64), policy, selection, pool="none" if policy == "h2o" else "max")
-        for policy, selection in sides
-    )
+    configs = tuple(configuration(64, policy=policy, selection=selection) for policy, selection in sides)
     run = RunConfig("m", "d", configs)
     configs = run.configs
     assert pairs(run, "attention", "two-stage") == [(configs[0], configs[1]), (configs[2], configs[3])]

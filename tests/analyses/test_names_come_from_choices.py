@@ -10,27 +10,28 @@ from perturbkv.analyses.identity import MOST_NAMED, identity
 from perturbkv.analyses.naming import apart, budgets, common, setting, short, sides
 from perturbkv.analyses.objects import config_object, config_of, run_object, setting_object
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import EvictionConfig, from_preset
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+from perturbkv.selection.grid import configuration
 from tests.support.measured import config
 from tests.support.traces import run_config, sample_trace, trace
 
-ODD = EvictionConfig(Budget(0.05), "adakv", "two-stage", pool="none", floor=0.3, protect_first=0.1, seed=3)
+ODD = configuration(0.05, policy="adakv(pool=none, floor=0.3)", protect_first=0.1)
 
 
 def test_a_name_says_what_differs_and_a_setting_what_is_shared() -> None:
-    configs = [config("attention"), config("two-stage"), config("two-stage", alpha=0.5, stage2_score="pooled")]
-    assert short(configs) == ["attention a=0.25", "two-stage a=0.25", "two-stage a=0.5 s2=pooled"]
-    assert short(configs, "selection") == ["a=0.25", "a=0.25", "a=0.5 s2=pooled"]
+    configs = [config("attention"), config("two-stage"), config("two-stage", alpha=0.5, score="pooled")]
+    assert short(configs) == ["attention a=0.25", "two-stage a=0.25", "two-stage a=0.5 score=pooled"]
+    assert short(configs, "selection") == ["a=0.25", "a=0.25", "a=0.5 score=pooled"]
     assert common(configs) == "snapkv b=64 w=32 max7 query"
-    assert apart(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "stage2_score": "s2=pooled"}
-    assert setting(configs[2], "budget") == "a=0.5 w=32 max7 query s2=pooled"
+    assert apart(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "score": "score=pooled"}
+    assert setting(configs[2], "budget") == "a=0.5 w=32 max7 query score=pooled"
     assert short(configs[:1]) == [""]
     assert (short([]), common([])) == ([], "")
 
 
 def test_a_selection_and_a_policy_of_one_name_are_told_apart() -> None:
-    configs = [EvictionConfig(Budget(64), policy, "random") for policy in ("snapkv", "random")]
+    configs = [configuration(64, policy=policy, selection="random") for policy in ("snapkv", "random")]
     assert short(configs) == ["snapkv", "random"]
     assert common(configs).startswith("random ")
 
@@ -40,12 +41,12 @@ def test_sides_are_told_by_what_they_differ_in() -> None:
     assert sides(baseline, treatment) == ("attention", "two-stage")
     assert sides(treatment, other) == ("snapkv", "adakv")
     assert sides(baseline, other) == ("snapkv attention", "adakv two-stage")
-    inside = EvictionConfig(Budget(64), "streaming-llm", "position", positions="in-cache")
+    inside = configuration(64, policy="streaming-llm(positions=in-cache)", selection="position")
     assert sides(treatment, inside) == ("snapkv two-stage", "streaming-llm position")
 
 
 def test_budgets_of_two_policies_have_two_names() -> None:
-    configs = [EvictionConfig(Budget(budget), policy) for budget in (64, 0.1) for policy in ("snapkv", "adakv")]
+    configs = [configuration(budget, policy=policy) for budget in (64, 0.1) for policy in ("snapkv", "adakv")]
     assert budgets(configs) == [["64", "snapkv"], ["64", "adakv"], ["0.1", "snapkv"], ["0.1", "adakv"]]
     assert budgets(configs, "policy") == [["64"], ["64"], ["0.1"], ["0.1"]]
     assert [one.budget.unit for one in configs[1:3]] == ["entries", "share of the prompt"]
@@ -53,30 +54,31 @@ def test_budgets_of_two_policies_have_two_names() -> None:
 
 
 def test_an_unpooled_configuration_says_nothing_of_a_width() -> None:
-    assert setting(ODD) == "b=0.05 a=0.25 w=32 unpooled query seed=3 floor=0.3 protect-first=0.1"
-    assert short([ODD, EvictionConfig(Budget(0.05), "adakv")]) == [
-        "unpooled seed=3 floor=0.3 protect-first=0.1",
+    assert setting(ODD) == "b=0.05 a=0.25 w=32 unpooled query floor=0.3 protect-first=0.1"
+    assert short([ODD, configuration(0.05, policy="adakv")]) == [
+        "unpooled floor=0.3",
         "max7",
     ]
 
 
-@pytest.mark.parametrize("made", [ODD, config("attention"), from_preset("kvpress", Budget(128), policy="h2o")], ids=str)
+@pytest.mark.parametrize(
+    "made", [ODD, config("attention"), configuration(128, preset="kvpress", policy="h2o")], ids=str
+)
 def test_a_configuration_is_the_one_that_its_object_says(made: EvictionConfig) -> None:
     document = json.loads(json.dumps(config_object(made)))
     assert config_of(document) == made
     assert document["label"] == made.label()
-    for name in ("seed", "window", "kernel"):
-        assert type(document[name]) is int
-    for name in ("alpha", "epsilon", "floor"):
-        assert type(document[name]) is float
+    assert type(document["window"]) is int
+    assert type(document["selection_options"]["alpha"]) is float
+    assert document["policy_options"] == dict(made.policy.options)
     assert type(document["budget"]) is type(made.budget.value)
     assert type(document["protect_first"]) is type(made.protect_first)
 
 
 def test_a_setting_is_what_all_share() -> None:
     shared = setting_object([config("attention"), config("two-stage", alpha=0.5)])
-    assert {"label", "selection", "alpha"}.isdisjoint(shared)
-    assert (shared["budget"], shared["policy"], shared["seed"]) == (64, "snapkv", 0)
+    assert {"label", "selection", "selection_options"}.isdisjoint(shared)
+    assert (shared["budget"], shared["policy"], shared["policy_options"]["kernel"]) == (64, "snapkv", 7)
 
 
 def test_a_run_is_the_stored_one_with_labels() -> None:

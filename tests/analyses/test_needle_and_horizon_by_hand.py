@@ -310,9 +310,6 @@ def test_the_run_config_keeps_what_is_new_and_reads_what_is_old() -> None:
     old = json.loads(RunConfig("m", "d", CONFIGS).to_json())
     for name in ("scenario", "cache", "head_scores", "generate"):
         del old[name]
-    for entry in old["configs"]:
-        for name in ("pyramid_beta", "floor", "head_beta", "recent", "history"):
-            del entry[name]
     assert RunConfig.from_json(json.dumps(old)) == RunConfig("m", "d", CONFIGS)
     with pytest.raises(ConfigError, match="at least 0 tokens"):
         RunConfig("m", "d", CONFIGS, generate=-1)

@@ -33,8 +33,8 @@ def test_sweeps_hold_as_many_configurations_as_they_are_called_after(count: int)
     configs = work.configurations(count)
     assert len({config.label() for config in configs}) == count
     if count == 24:
-        assert {config.policy for config in configs} == {"snapkv", "pyramidkv", "adakv"}
-        assert {config.selection for config in configs} == {"attention", "two-stage"}
+        assert {config.policy.name for config in configs} == {"snapkv", "pyramidkv", "adakv"}
+        assert {config.selection.name for config in configs} == {"attention", "two-stage"}
         assert {config.budget.value for config in configs} == {128, 256, 512, 1024}
 
 

@@ -12,7 +12,7 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BudgetError, ConfigError, PerturbkvError
-from perturbkv.selection.grid import ORDER, grid
+from perturbkv.selection.grid import FIELDS, ORDER, configuration, grid
 
 V2 = {"stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"}
 
@@ -29,21 +29,30 @@ def test_the_order_is_preset_budget_alpha_the_other_choices_policy_selection() -
                 for policy in ("snapkv", "adakv"):
                     for selection in ("attention", "two-stage"):
                         expected.append(
-                            EvictionConfig(budget, policy, selection, window, alpha, kernel=kernel, **preset)  # type: ignore[arg-type]
+                            configuration(
+                                budget,
+                                policy=policy,
+                                selection=selection,
+                                window=window,
+                                alpha=alpha,
+                                kernel=kernel,
+                                **preset,
+                            )  # fmt: skip
                         )
     assert found == tuple(expected)
     assert len(found) == 2**7
 
 
 def test_every_choice_of_a_configuration_is_one_of_the_grid() -> None:
-    assert sorted(ORDER) == sorted(["preset", *(field.name for field in dataclasses.fields(EvictionConfig))])
+    assert sorted(FIELDS) == sorted(["preset", *(field.name for field in dataclasses.fields(EvictionConfig))])
+    assert set(FIELDS) <= set(ORDER)
 
 
 def test_the_command_line_nests_preset_budget_alpha_selection() -> None:
     asked = RunOptions(preset=["paper", "paper-v2"], budget=["0.5", "64"], alpha=[0.5, 0.25], window=8, seed=3)
     found = asked.configs(["two-stage", "streaming-llm", "h2o:attention"])
     expected = [
-        EvictionConfig(Budget(budget), policy, selection, 8, alpha, seed=3, **{**preset, **own})  # type: ignore[arg-type]
+        configuration(budget, policy=policy, selection=selection, window=8, alpha=alpha, **{**preset, **own})
         for preset in ({}, V2)
         for budget in (0.5, 64)
         for alpha in (0.5, 0.25)
@@ -58,12 +67,12 @@ def test_the_command_line_nests_preset_budget_alpha_selection() -> None:
 
 @pytest.mark.parametrize("budget", [128, "128", Budget(128), [128], ("128",), range(128, 129)])
 def test_a_budget_is_a_number_or_text_alone_or_in_any_series(budget: Any) -> None:
-    assert grid(budget) == (EvictionConfig(Budget(128)),)
+    assert grid(budget) == (configuration(128),)
 
 
 def test_none_is_what_preset_and_policy_choose() -> None:
     found = grid(64, policy=["snapkv", "tova"], window=[None, 4], selection="attention")
-    assert [(config.policy, config.window, config.pool) for config in found] == [
+    assert [(config.policy.name, config.window, config.policy["pool"]) for config in found] == [
         ("snapkv", 32, "max"),
         ("tova", 1, "none"),
         ("snapkv", 4, "max"),
@@ -73,7 +82,7 @@ def test_none_is_what_preset_and_policy_choose() -> None:
 
 def test_equal_configurations_stand_once_where_the_first_stood() -> None:
     found = grid([64, 128, "64"], policy=["snapkv", "adakv"], selection=["value", "snapkv:value"])
-    assert [(config.budget.value, config.policy) for config in found] == [
+    assert [(config.budget.value, config.policy.name) for config in found] == [
         (64, "snapkv"),
         (64, "adakv"),
         (128, "snapkv"),
@@ -83,12 +92,39 @@ def test_equal_configurations_stand_once_where_the_first_stood() -> None:
 
 def test_the_width_of_a_pooling_that_is_not_done_makes_no_second_configuration() -> None:
     found = grid(64, pool=["max", "none"], kernel=[5, 7])
-    assert [(config.kernel, config.pool) for config in found] == [(5, "max"), (7, "max"), (5, "none")]
+    assert [str(config.policy) for config in found] == ["snapkv(kernel=5)", "snapkv", "snapkv(pool=none)"]
+    assert grid(64, policy="snapkv(pool=none)") == grid(64, policy='snapkv(pool="none")') == found[2:]
+
+
+def test_an_option_goes_to_those_who_have_it_and_makes_no_second_configuration_of_the_others() -> None:
+    found = grid(128, policy=("snapkv", "adakv"), floor=(0.1, 0.2), selection=("two-stage", "random"))
+    assert [f"{config.policy}:{config.selection}" for config in found] == [
+        "snapkv:two-stage", "snapkv:random", "adakv(floor=0.1):two-stage", "adakv(floor=0.1):random",
+        "adakv:two-stage", "adakv:random",
+    ]  # fmt: skip
+    assert len(grid(64, preset=("paper", "released-v2"), selection="random", granularity="kv", alpha=0.25)) == 2
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"floor": 0.1}, "floor has no effect here: it needs adakv; leave it out"),
+        ({"selection": "value", "kernel": 5}, "kernel has no effect here: it needs a selection or policy that looks"),
+        ({"pool": "none", "kernel": 5}, "kernel has no effect here: it needs a pool other than none"),
+        ({"group_score": "max"}, "group_score has no effect here: it needs kv"),
+        ({"selection": "attention", "granularity": "kv(product=mean-of-products)"}, "product of granularity 'kv'"),
+        ({"policy": "snapkv(pool=average)", "selection": "random"}, "pool of policy 'snapkv' has no effect here"),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused(choices: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        grid(128, **choices)
+    assert words in str(refused.value)
 
 
 def test_random_alone_is_the_selection_and_a_policy_alone_its_first_selection() -> None:
     found = grid(64, selection=["random", "streaming-llm", "adakv", "random:value"])
-    assert [(config.policy, config.selection) for config in found] == [
+    assert [(config.policy.name, config.selection.name) for config in found] == [
         ("snapkv", "random"),
         ("streaming-llm", "position"),
         ("adakv", "attention"),
@@ -118,17 +154,25 @@ def test_protection_that_leaves_nothing_of_a_share_is_found_with_the_prompt() ->
     [
         ({"widnow": 8}, PerturbkvError, "unknown choice 'widnow'; known: window"),
         ({"alpha": []}, ConfigError, "alpha or a list of them, got an empty list"),
-        ({"alpha": [0.25, 2]}, ConfigError, "alpha must lie in"),
+        ({"alpha": [0.25, 2]}, ConfigError, "alpha of selection 'two-stage' must lie in"),
         ({"budget": "many"}, BudgetError, "got 'many'"),
         ({"budget": 128.0}, BudgetError, "at most 1, got 128.0"),
         ({"budget": [64, 32]}, BudgetError, "no more than the window of 32"),
-        ({"protect_first": "4x"}, BudgetError, "--protect-first is tokens .* got '4x'"),
-        ({"protect_first": -1}, BudgetError, "--protect-first is a number of entries .* got -1"),
-        ({"protect_recent": 1.0}, BudgetError, "--protect-recent is a number of entries .* got 1.0"),
+        ({"protect_first": "4x"}, BudgetError, "protect_first is tokens .* got '4x'"),
+        ({"protect_first": -1}, BudgetError, "protect_first is a number of entries .* got -1"),
+        ({"protect_recent": 1.0}, BudgetError, "protect_recent is a number of entries .* got 1.0"),
         ({"protect_first": 32}, BudgetError, "no more than the 64 that always stay: the first 32 and the last 32"),
         ({"protect_first": "0.5", "protect_recent": "0.5"}, BudgetError, "the first 32 and the last 32; raise the bud"),
-        ({"safeguard": "none"}, PerturbkvError, "unknown safeguard 'none'; known: mixture, guaranteed"),
-        ({"pyramid_line": "straight"}, PerturbkvError, "unknown pyramid-line 'straight'; known: prefix, total"),
+        (
+            {"safeguard": "none", "policy": "adakv"},
+            PerturbkvError,
+            "unknown safeguard 'none'; known: mixture",
+        ),
+        (
+            {"pyramid_line": "straight", "policy": "pyramidkv"},
+            PerturbkvError,
+            "unknown line 'straight'; known: prefix",
+        ),
         ({"preset": "papr"}, PerturbkvError, "unknown preset"),
         ({"policy": ["snapkv", "streaming-llm"]}, ConfigError, "does not combine with selection 'two-stage'"),
         ({"policy": "adakv", "cache": "rectangular"}, ConfigError, "a rectangular cache cannot hold"),

@@ -6,14 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies import h2o, registry
 from perturbkv.selection.policies.base import LayerAttention, LayerBudget, apportion
 from perturbkv.selection.policies.headkv import head_budgets
 from perturbkv.selection.policies.pyramidkv import layer_budgets, whole_budgets
 from tests.oracle import policies as naive
+from tests.support.configs import flat
 from tests.support.models import HEADS
 
 VOTING = ["snapkv", "pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova"]
@@ -21,7 +23,7 @@ SCALE = 0.4
 
 
 def config(policy: str, budget: int = 20, **fields: object) -> EvictionConfig:
-    return registry.configured("paper", Budget(budget), policy, **{"window": 5, **fields})
+    return configuration(budget, policy=policy, **{"window": 5, **fields})
 
 
 def attention(heads: int, kv_heads: int, n: int, seed: int) -> LayerAttention:
@@ -35,7 +37,7 @@ def attention(heads: int, kv_heads: int, n: int, seed: int) -> LayerAttention:
 @pytest.mark.parametrize("policy", VOTING)
 def test_votes(policy: str, heads: tuple[int, int]) -> None:
     seen, chosen = attention(*heads, n=30, seed=2), config(policy, history=12)
-    found = registry.build(policy).votes(chosen)(seen)
+    found = registry.build(chosen.policy).votes(chosen)(seen)
     expected = naive.accumulate(chosen, seen.query.numpy(), seen.key.numpy(), SCALE)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-10, atol=1e-14)
     assert expected.any()
@@ -43,7 +45,7 @@ def test_votes(policy: str, heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("policy", [*VOTING, "random"])
 def test_a_prompt_inside_the_window_has_nothing_to_vote_on(policy: str) -> None:
-    found = registry.build(policy).votes(config(policy))(attention(4, 2, n=4, seed=2))
+    found = registry.build(Choice(policy)).votes(config(policy))(attention(4, 2, n=4, seed=2))
     assert found.shape == (4, 0)
 
 
@@ -59,10 +61,13 @@ def test_h2o_makes_no_square_array(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_votes_depend_on_seed_sample_and_layer_alone() -> None:
-    vote = registry.build("random").votes
-    first, again = (vote(config("random"))(attention(4, 2, 30, seed)) for seed in (1, 2))
+    def votes(draw: int, seed: int) -> torch.Tensor:
+        chosen = config("random", seed=draw)
+        return registry.build(chosen.policy).votes(chosen)(attention(4, 2, 30, seed))
+
+    first, again = (votes(0, seed) for seed in (1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, vote(config("random", seed=1))(attention(4, 2, 30, 1)))
+    assert not torch.equal(first, votes(1, 1))
     assert first.unique().numel() == first.numel()
 
 
@@ -105,7 +110,7 @@ def test_adakv_spends_the_layers_total_to_the_entry(mean: int, more: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 6, (5, mean + more), generator=generator).double()
     chosen = config("adakv", mean + 5, floor=floor)
-    budgets = registry.build("adakv").allocate(chosen, room(scores, mean + 5, mean + more))
+    budgets = registry.build(chosen.policy).allocate(chosen, room(scores, mean + 5, mean + more))
     assert int(budgets.sum()) == 5 * mean
     assert int(budgets.max()) <= mean + more
     assert int(budgets.min()) >= int(floor * mean) - 1
@@ -123,18 +128,19 @@ def test_headkv_spends_the_models_total_to_the_entry(mean: int, more: int, seed:
 
 def test_equal_scores_of_two_heads_go_to_the_earlier_position_then_the_earlier_head() -> None:
     scores = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    budgets = registry.build("adakv").allocate(config("adakv", 7, floor=0.0), room(scores, kept=7, prefix=3))
+    greedy = registry.build(config("adakv", floor=0.0).policy)
+    budgets = greedy.allocate(config("adakv", 7), room(scores, kept=7, prefix=3))
     assert budgets.tolist() == [2, 2, 2]
-    assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), room(scores, 6, 3)).tolist() == [1, 1, 1]
+    assert greedy.allocate(config("adakv", 6), room(scores, 6, 3)).tolist() == [1, 1, 1]
     uneven = room(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), kept=6, prefix=3)
-    assert registry.build("adakv").allocate(config("adakv", 6, floor=0.0), uneven).tolist() == [1, 1]
+    assert greedy.allocate(config("adakv", 6), uneven).tolist() == [1, 1]
 
 
 def test_a_policys_defaults_give_way_to_what_is_asked_for() -> None:
-    assert config("h2o").pool == "none"
-    assert config("h2o", pool="max").pool == "max"
-    assert registry.configured("kvpress", Budget(128), "scissorhands").window == 10
-    assert registry.configured("kvpress", Budget(128), "snapkv").window == 64
+    assert flat(config("h2o", selection="attention")).pool == "none"
+    assert config("h2o", pool="max").policy["pool"] == "max"
+    assert configuration(128, preset="kvpress", policy="scissorhands").window == 10
+    assert configuration(128, preset="kvpress", policy="snapkv").window == 64
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_a_guaranteed_share_comes_first_and_the_layers_largest_fill_the_rest() -
     given = LayerBudget(2, 10, 2, 0, 1, 20, room(scores, 10, 20).heads_in_order)
     for safeguard, budgets in (("mixture", [12, 4]), ("guaranteed", [13, 3])):
         chosen = config("adakv", 10, window=2, floor=0.5, safeguard=safeguard)
-        assert registry.build("adakv").allocate(chosen, given).tolist() == budgets
+        assert registry.build(chosen.policy).allocate(chosen, given).tolist() == budgets
 
 
 @settings(deadline=None)
@@ -178,7 +184,7 @@ def test_a_guaranteed_share_spends_the_layers_total_to_the_entry(mean: int, more
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 6, (5, mean + more), generator=generator).double()
     chosen = config("adakv", mean + 5, floor=floor, safeguard="guaranteed")
-    budgets = registry.build("adakv").allocate(chosen, room(scores, mean + 5, mean + more))
+    budgets = registry.build(chosen.policy).allocate(chosen, room(scores, mean + 5, mean + more))
     assert int(budgets.sum()) == 5 * mean
     assert int(budgets.max()) <= mean + more
     assert int(budgets.min()) >= int(floor * (mean + 5)) - 5
@@ -203,4 +209,5 @@ def test_a_line_over_whole_budgets_spends_the_uniform_total_to_the_entry(
 def test_a_line_over_whole_budgets_falls_back_to_equal_ones_below_the_window() -> None:
     assert whole_budgets(1280, 4000, 64, 3, 20.0).tolist() == [2496, 1280, 64]
     assert whole_budgets(1279, 4000, 64, 3, 20.0).tolist() == [1279] * 3, "the last layer would keep 63.95"
+    assert sum(whole_budgets(850, 1658, 1, 26, 20.0).tolist()) == 26 * 850, "halves come in pairs"
     assert whole_budgets(600, 960, 64, 3, 20.0).tolist() == [960, 600, 240], "the first keeps n − w at most"

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import PRESETS, SELECTIONS, EvictionConfig, from_preset
+from perturbkv.configs.eviction import PRESETS, EvictionConfig
+from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError
+from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import select
 from perturbkv.selection.ranking import LayerStatistics, rank
 from tests.oracle import selection as naive
@@ -23,7 +24,7 @@ LAYERS = 3
 
 
 def config(budget: int = 20, **fields: object) -> EvictionConfig:
-    return EvictionConfig(budget=Budget(budget), **{"window": 6, **fields})  # type: ignore[arg-type]
+    return configuration(budget, **{"window": 6, **fields})
 
 
 def statistics(heads: int, kv_heads: int, n: int, window: int, seed: int, ties: bool = False) -> LayerStatistics:
@@ -57,7 +58,7 @@ def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, 
     for head in range(heads):
         kept, stage1 = (mask[head // sharing].nonzero().flatten().tolist() for mask in (found.kept, found.stage1))
         assert (kept, stage1) == expected[head]
-        if chosen.policy in ("snapkv", "h2o", "scissorhands", "tova", "streaming-llm"):
+        if chosen.policy.name in ("snapkv", "h2o", "scissorhands", "tova", "streaming-llm"):
             assert len(kept) == min(chosen.budget.tokens(n), n)
         assert set(stage1) <= set(kept)
 
@@ -83,8 +84,8 @@ def test_every_choice_of_the_second_stage(score: str, product: str, stage2: str,
 @pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "adakv"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset(preset: str, policy: str) -> None:
-    check(from_preset(preset, Budget(96), policy=policy), 4, 2, n=200, seed=7)
-    check(from_preset(preset, Budget(90), policy=policy, window=8), 4, 2, n=200, seed=8)
+    check(configuration(96, preset=preset, policy=policy), 4, 2, n=200, seed=7)
+    check(configuration(90, preset=preset, policy=policy, window=8), 4, 2, n=200, seed=8)
 
 
 @pytest.mark.parametrize("sinks", [0, 4, 40])

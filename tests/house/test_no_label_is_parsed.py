@@ -23,9 +23,9 @@ from perturbkv.analyses import naming
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.cli import answers, console, study
 from perturbkv.cli.main import main
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import style
+from perturbkv.selection.grid import configuration
 from perturbkv.storage import trace_file
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace
@@ -37,12 +37,12 @@ READING = ("split", "rsplit", "partition", "rpartition", "removeprefix", "remove
 SIDES = (("snapkv", "attention"), ("snapkv", "two-stage-uniform"), ("snapkv", "two-stage"), ("adakv", "two-stage"))
 CONFIGS = (
     *(
-        EvictionConfig(Budget(budget), policy, selection)
+        configuration(budget, policy=policy, selection=selection)
         for budget, (policy, selection) in itertools.product((64, 128), SIDES)
     ),
-    EvictionConfig(Budget(64), alpha=0.5),
+    configuration(64, alpha=0.5),
     *(
-        EvictionConfig(Budget(0.2), selection=selection, granularity="kv", stage2_score="pooled", protect_first=4)
+        configuration(0.2, selection=selection, granularity="kv", score="pooled", protect_first=4)
         for selection in ("attention", "random", "two-stage")
     ),
 )

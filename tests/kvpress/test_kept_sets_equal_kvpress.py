@@ -26,7 +26,6 @@ from kvpress import (
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.prose import sentences
@@ -34,8 +33,8 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.tokenization import ByteTokenizer
 from perturbkv.pipeline.prefill import prefill
+from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import ranking_groups
-from perturbkv.selection.policies import registry
 from tests.support.models import tiny_model, token_ids
 
 SYSTEMS: dict[str, tuple[Callable[..., Any], str, str]] = {
@@ -108,7 +107,7 @@ def check(
 ) -> dict[str, Tensor]:
     """Equal to the entry, for all of these systems; what is kept, (layer, kv_head, key)."""
     configs = [
-        registry.configured("kvpress", Budget(budget), policy, selection=selection, **choices)
+        configuration(budget, preset="kvpress", policy=policy, selection=selection, **choices)
         for _, policy, selection in (SYSTEMS[name] for name in names)
     ]
     found, full = {}, keys(adapter, ids)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
-from perturbkv.configs.eviction import EvictionConfig
 from tests.oracle.theory import Array, softmax
+from tests.support.configs import flat
 
 
 def rows(query: Array, key: Array, scale: float, first: int) -> Array:
@@ -24,8 +25,9 @@ def rows(query: Array, key: Array, scale: float, first: int) -> Array:
     return weights
 
 
-def accumulate(config: EvictionConfig, query: Array, key: Array, scale: float) -> Array:
+def accumulate(config: Any, query: Array, key: Array, scale: float) -> Array:
     """(head, n − w) of one layer, from all n queries."""
+    config = flat(config)
     heads, n, _ = query.shape
     prefix = max(0, n - config.window)
     result = np.zeros((heads, prefix))
@@ -62,7 +64,7 @@ def whole(shares: Sequence[Fraction], total: int, most: int) -> list[int]:
 
 
 def budgets(
-    config: EvictionConfig,
+    config: Any,
     pooled: Sequence[Sequence[float]],
     n: int,
     layer: int,
@@ -75,10 +77,10 @@ def budgets(
     forced = len([position for position in stays if position < prefix])
     competing = [position for position in range(prefix) if position not in stays]
     mean, room = kept - len(stays), len(competing)
-    if config.policy == "pyramidkv" and config.pyramid_line == "total":
+    if config.policy == "pyramidkv" and config.line == "total":
         return [_kvpress_line(config, n, kept, len(stays), layers)[layer] - n + prefix] * sets
     if config.policy == "pyramidkv" and layers > 1:
-        first = min(2 * mean - mean / Fraction(config.pyramid_beta), Fraction(room))
+        first = min(2 * mean - mean / Fraction(config.beta), Fraction(room))
         last = 2 * mean - first
         line = [first + (last - first) * Fraction(place, layers - 1) for place in range(layers)]
         return [forced + whole(line, layers * mean, room)[layer]] * sets
@@ -93,8 +95,8 @@ def budgets(
     if config.policy == "headkv":
         assert head_scores is not None
         flat = [score for row in head_scores for score in row]
-        sure = mean * (1 - 1 / Fraction(str(config.head_beta)))
-        pool = len(flat) * mean / Fraction(str(config.head_beta))
+        sure = mean * (1 - 1 / Fraction(str(config.beta)))
+        pool = len(flat) * mean / Fraction(str(config.beta))
         counts = whole([sure + pool * score / sum(flat) for score in flat], len(flat) * mean, room)
         return [forced + count for count in counts[layer * sets : (layer + 1) * sets]]
     return [forced + mean] * sets
@@ -113,23 +115,23 @@ def _own_first(entries: Sequence[tuple[float, int, int]], sets: int, least: int,
     return counts
 
 
-def _kvpress_line(config: EvictionConfig, n: int, kept: int, least: int, layers: int) -> list[int]:
+def _kvpress_line(config: Any, n: int, kept: int, least: int, layers: int) -> list[int]:
     """Whole budgets, window inside, as kvpress lays them out."""
-    first = min(2 * kept - kept / Fraction(config.pyramid_beta), Fraction(n - min(config.window, n)))
+    first = min(2 * kept - kept / Fraction(config.beta), Fraction(n - min(config.window, n)))
     last = 2 * kept - first
     if layers == 1 or last > first or last < least:
         return [kept] * layers
     return [round(first + (last - first) * Fraction(place, layers - 1)) for place in range(layers)]
 
 
-def guaranteed(config: EvictionConfig, kept: int) -> int:
+def guaranteed(config: Any, kept: int) -> int:
     """Entries that AdaKV's second safeguard promises every head, the window inside."""
     if config.policy != "adakv" or config.safeguard != "guaranteed":
         return 0
     return math.floor(Fraction(str(config.floor)) * kept)
 
 
-def always(config: EvictionConfig, n: int) -> list[int]:
+def always(config: Any, n: int) -> list[int]:
     """Positions that stay in every head: the first ones, the most recent ones, and the window among these."""
     kept = min(config.budget.tokens(n), n)
     first, recent = (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
-from perturbkv.configs.eviction import EvictionConfig
 from tests.oracle import policies
 from tests.oracle.theory import Array, pool
+from tests.support.configs import flat
 
 
 def top(scores: dict[int, float], count: int) -> list[int]:
@@ -19,7 +20,7 @@ def top(scores: dict[int, float], count: int) -> list[int]:
 
 
 def select(
-    config: EvictionConfig,
+    config: Any,
     attention: Array,
     norms: Array,
     realised: Array,
@@ -30,6 +31,7 @@ def select(
     head_scores: Sequence[Sequence[float]] = (),
 ) -> list[tuple[list[int], list[int]]]:
     """Per query head: (kept, stage 1) positions, the window in both, ascending."""
+    config = flat(config)
     heads = len(attention)
     group = 1 if config.granularity == "query" else heads // kv_heads
     prefix = n - min(config.window, n)
@@ -52,7 +54,7 @@ def select(
     return sets
 
 
-def _stage1_count(config: EvictionConfig, budget: int, always: int, kept: int) -> int:
+def _stage1_count(config: Any, budget: int, always: int, kept: int) -> int:
     """Beside what always stays; the entries that AdaKV guarantees a head come first, whatever α says."""
     least = policies.guaranteed(config, kept) - always
     if config.split == "total":
@@ -60,18 +62,18 @@ def _stage1_count(config: EvictionConfig, budget: int, always: int, kept: int) -
     return max(0, least, math.floor(config.alpha * max(0, budget - always) + 1e-9))
 
 
-def _reduced(config: EvictionConfig, members: list[int], attention: Array, prefix: int) -> list[float]:
-    if config.group_score == "max":
+def _reduced(config: Any, members: list[int], attention: Array, prefix: int) -> list[float]:
+    if config.reduce == "max":
         return [max(attention[h][i] for h in members) for i in range(prefix)]
     return [math.fsum(attention[h][i] for h in members) / len(members) for i in range(prefix)]
 
 
-def _pooled(config: EvictionConfig, members: list[int], attention: Array, prefix: int) -> list[float]:
+def _pooled(config: Any, members: list[int], attention: Array, prefix: int) -> list[float]:
     return pool(_reduced(config, members, attention, prefix), config.pool, config.kernel) if prefix else []
 
 
 def _scores(
-    config: EvictionConfig, members: list[int], attention: Array, norms: Array, realised: Array, prefix: int
+    config: Any, members: list[int], attention: Array, norms: Array, realised: Array, prefix: int
 ) -> tuple[dict[int, float], dict[int, float] | None]:
     def mean(rows: Array) -> list[float]:
         return [math.fsum(rows[h][i] for h in members) / len(members) for i in range(prefix)]
@@ -90,13 +92,13 @@ def _scores(
     if config.selection in simple:
         return dict(zip(place, map(float, simple[config.selection]), strict=True)), None
     used = ones if config.selection == "two-stage-uniform" else norms
-    if config.group_product == "product-of-means":
-        s2 = pooled if config.stage2_score == "pooled" else raw
+    if config.product == "product-of-means":
+        s2 = pooled if config.score == "pooled" else raw
         product = [(s + config.epsilon) * v for s, v in zip(s2, mean(used), strict=True)]
     else:
         per_head = {
             h: pool(list(attention[h]), config.pool, config.kernel)
-            if config.stage2_score == "pooled" and prefix
+            if config.score == "pooled" and prefix
             else list(attention[h])
             for h in members
         }

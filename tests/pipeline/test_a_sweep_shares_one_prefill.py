@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perturbkv.cache import gather
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Shape, parse_size, plan_batches
 from perturbkv.configs.run import RunConfig
@@ -23,7 +24,7 @@ from perturbkv.pipeline import layer, samples
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.timing import timed
 from perturbkv.schema import VARIABLES
-from perturbkv.selection.policies import registry
+from perturbkv.selection.grid import configuration
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
 PROMPT = Prompt("s", token_ids(60), 0)
@@ -34,20 +35,21 @@ HEAD_SCORES = ((1.0, 2.0, 5.0, 1.0), (3.0, 1.0, 1.0, 0.5))
 def sweep() -> tuple[EvictionConfig, ...]:
     """Every policy with several selections, granularities, alphas and budgets; windows and pools of several widths."""
     made = [
-        registry.configured("paper", Budget(budget), policy, selection=selection, granularity=granularity, window=6,
+        configuration(budget, policy=policy, selection=selection, granularity=granularity, window=6,
                             alpha=alpha)
         for policy, selection, (granularity, alpha), budget in itertools.product(
             POLICIES, ("attention", "two-stage"), (("query", 0.25), ("kv", 0.6)), (12, 30)
         )
     ]  # fmt: skip
     made += [
-        registry.configured("paper", Budget(20), "snapkv", selection=name, window=6)
+        configuration(20, policy="snapkv", selection=name, window=6)
         for name in ("attention-unpooled", "two-stage-uniform", "value", "random", "hindsight")
     ]
-    made += [registry.configured("kvpress", Budget(0.5), "adakv", window=9, group_product="mean-of-products")]
-    made += [registry.configured("paper", Budget(70), "snapkv", window=6)]
-    made += [registry.configured("paper", Budget(18), "streaming-llm", selection="position", window=6)]
-    made += [replace(made[-1], positions="in-cache"), replace(made[-1], positions="in-cache", budget=Budget(0.4))]
+    made += [configuration(0.5, preset="kvpress", policy="adakv", window=9, group_product="mean-of-products")]
+    made += [configuration(70, policy="snapkv", window=6)]
+    made += [configuration(18, policy="streaming-llm", selection="position", window=6)]
+    inside = replace(made[-1], policy=parse("streaming-llm(positions=in-cache)"))
+    made += [inside, replace(inside, budget=Budget(0.4))]
     return tuple(made)
 
 
@@ -150,7 +152,7 @@ def test_the_prompt_is_read_once_and_every_layer_is_sorted_once_per_ranking(monk
     """24 configurations of three policies and two selections at four budgets make two rankings."""
     adapter = tiny_adapter()
     configs = tuple(
-        registry.configured("paper", Budget(budget), policy, selection=selection, window=6)
+        configuration(budget, policy=policy, selection=selection, window=6)
         for policy, selection, budget in itertools.product(
             ("snapkv", "pyramidkv", "adakv"), ("attention", "two-stage"), (10, 14, 20, 30)
         )
@@ -213,7 +215,7 @@ def under(mode: Waiting, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head scores and PyramidKV's line are worked out on the host, where there is nothing to wait for."""
-    configs = tuple(config for config in sweep() if config.policy not in ("headkv", "pyramidkv", "random"))
+    configs = tuple(config for config in sweep() if config.policy.name not in ("headkv", "pyramidkv", "random"))
     modes = {name: Waiting() for name in ("measure_layer", "evict", "decode", "measure")}
     monkeypatch.setattr(samples, "measure_layer", under(modes["measure_layer"], samples.measure_layer))
     monkeypatch.setattr(samples._Decoding, "_evict", under(modes["evict"], samples._Decoding._evict))

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.selection.policies import registry
+from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace
 from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder, Step
+from tests.support.configs import flat
 from tests.support.models import FAMILIES, HEADS, exact_adapter, token_ids
 
 LENGTH, WINDOW, STEPS, QUESTION = 36, 5, 2, 7
@@ -25,26 +27,28 @@ RELATIVE = 1e-5
 
 
 def configs(granularity: str) -> tuple[EvictionConfig, ...]:
-    base = EvictionConfig(budget=Budget(14), window=WINDOW, granularity=granularity, kernel=3)
+    base = EvictionConfig(14, "snapkv(kernel=3)", window=WINDOW, granularity=granularity)
     names = ("attention", "two-stage", "hindsight", "value")
-    wide = replace(base, budget=Budget(0.6), alpha=0.5, stage2_score="pooled", epsilon=1e-4)
-    ends = replace(base, selection="hindsight-attention", protect_first=3, protect_recent=0.5)
-    return (*(replace(base, selection=name) for name in names), wide, ends)
+    wide = replace(base, budget=Budget(0.6), selection=parse("two-stage(alpha=0.5, score=pooled, epsilon=1e-4)"))
+    ends = replace(base, selection=parse("hindsight-attention"), protect_first=3, protect_recent=0.5)
+    return (*(replace(base, selection=parse(name)) for name in names), wide, ends)
 
 
 def policy_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     fields = {"window": WINDOW, "kernel": 3, "granularity": granularity, "history": 12}
     names = ("pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova")
-    made = [registry.configured("paper", Budget(14), name, **fields) for name in names]
-    guaranteed = replace(made[1], safeguard="guaranteed", floor=0.7, protect_first=2, split="total")
-    return (*made, replace(made[1], selection="attention"), replace(made[3], window=3), guaranteed)
+    made = [configuration(14, policy=name, **fields) for name in names]
+    adakv = parse("adakv(safeguard=guaranteed, floor=0.7, kernel=3)")
+    guaranteed = replace(made[1], policy=adakv, protect_first=2, selection=parse("two-stage(split=total)"))
+    return (*made, replace(made[1], selection=parse("attention")), replace(made[3], window=3), guaranteed)
 
 
 def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     """Rows at the prompt's positions and rows at those of their own cache, of several lengths, in one batch."""
-    base = EvictionConfig(Budget(14), "streaming-llm", "position", WINDOW, granularity=granularity)
-    inside = replace(base, positions="in-cache")
-    some = (inside, replace(inside, budget=Budget(9), sinks=0), replace(inside, protect_first=6), base)
+    base = EvictionConfig(14, "streaming-llm", "position", WINDOW, granularity=granularity)
+    inside = replace(base, policy=parse("streaming-llm(positions=in-cache)"))
+    without = parse("streaming-llm(positions=in-cache, sinks=0)")
+    some = (inside, replace(inside, budget=Budget(9), policy=without), replace(inside, protect_first=6), base)
     return (
         *some,
         EvictionConfig(Budget(14), window=WINDOW, granularity=granularity),
@@ -97,7 +101,7 @@ class Reference:
             masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
             for mask, layer_sets in zip(masks, sets, strict=True):
                 mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
-            records.append(decoder.step(token, masks, config.positions == "in-cache"))
+            records.append(decoder.step(token, masks, flat(config).positions == "in-cache"))
         return records[len(self.ids) - self.n :]
 
 
@@ -173,7 +177,7 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                         "theta_hat_relax": theory.theta_hat_relax(a, v, kept, stage1),
                         "retained_mass": theory.mass(a, kept),
                         "sigma_stage1": theory.mass(a, stage1),
-                        "sigma_topk": theory.sigma_topk(a, config.alpha, len(sets[head][0])),
+                        "sigma_topk": theory.sigma_topk(a, flat(config).alpha, len(sets[head][0])),
                     }
                     for name, number in expected.items():
                         found = float(sample.arrays[name][index, step, layer, head])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -15,9 +14,11 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import generation
 from perturbkv.pipeline.generation import answer, read_evicting
 from perturbkv.pipeline.recompression import mean_entries
+from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies import registry
 from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder
+from tests.support.configs import flat
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
 PROMPT = Prompt("s", token_ids(14, seed=4), 0)
@@ -25,7 +26,7 @@ BUDGET, LIMIT, WINDOW, TOKENS = 12, 24, 4, 40
 
 
 def config(policy: str, **fields: object) -> EvictionConfig:
-    return registry.configured("paper", Budget(BUDGET), policy, **{"window": WINDOW, "kernel": 3, **fields})
+    return configuration(BUDGET, policy=policy, **{"window": WINDOW, "kernel": 3, **fields})
 
 
 class Naive:
@@ -87,7 +88,7 @@ class Naive:
     def _take(self, layer: int, head: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> float:
         held, prefix = self.held[layer][head], longest - WINDOW
         first = longest - len(held)
-        pooled = [theory.pool(list(row), self.config.pool, self.config.kernel) for row in votes]
+        pooled = [theory.pool(list(row), flat(self.config).pool, flat(self.config).kernel) for row in votes]
         lengths = self._lengths if head else [len(one) for one in self.held[layer]]
         self._lengths = lengths
         real = [
@@ -98,7 +99,7 @@ class Naive:
         ends = (first + self.config.protect_first, longest - self.config.protect_recent)
         forced = [place for place in range(first, prefix) if place < ends[0] or place >= ends[1]]
         places, budget = [place for place in range(first, prefix) if place not in forced], budget - len(forced)
-        count = int(self.config.alpha * budget + 1e-9)
+        count = int(flat(self.config).alpha * budget + 1e-9)
         stage1 = selection.top({place: pooled[head][place] for place in places}, count)
         rest = {place: votes[head][place] * norms[head][place] for place in places if place not in stage1}
         kept = sorted([*forced, *stage1, *selection.top(rest, budget - count), *range(prefix, longest)])
@@ -112,9 +113,9 @@ class Naive:
         return moved
 
     def _budgets(self, pooled: list[list[float]], longest: int) -> list[int]:
-        if self.config.policy == "snapkv":
+        if self.config.policy.name == "snapkv":
             return [BUDGET - WINDOW] * len(pooled)
-        counts = policies.budgets(self.config, pooled, longest, 0, 1, None)
+        counts = policies.budgets(flat(self.config), pooled, longest, 0, 1, None)
         assert sum(counts) == (BUDGET - WINDOW) * len(pooled)
         return counts
 
@@ -200,7 +201,7 @@ def test_a_long_prompt_is_compressed_while_it_is_read() -> None:
 
 def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
     for policy in ("h2o", "scissorhands"):
-        with pytest.raises(ConfigError, match="--compress-every works with snapkv"):
+        with pytest.raises(ConfigError, match="--compress-every works with adakv"):
             registry.check_compressible(config(policy))
     for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"):
         registry.check_compressible(config(policy))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
 
 from perturbkv.cache import positions
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
@@ -42,7 +40,7 @@ def test_rotations_that_do_not_compose_are_refused_before_anything_runs(
         lambda: trace_sample(adapter, PROMPT, RunConfig("m", "d", (KEPT, INSIDE))),
         lambda: answer(adapter, PROMPT, (INSIDE,), 3),
     ):
-        with pytest.raises(ModelError, match=rf"got '{rope}' of model 'tiny-{family}'.*use --positions kept$"):
+        with pytest.raises(ModelError, match=rf"got '{rope}' of model 'tiny-{family}'.*use positions=kept$"):
             ask()
 
 
@@ -60,24 +58,25 @@ def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
 
 def test_only_streaming_llm_places_keys_inside_the_cache() -> None:
     for name in [info.name for info in registry.known() if info.name != "streaming-llm"]:
-        chosen = EvictionConfig(Budget(12), name, window=5, positions="in-cache")
+        chosen = EvictionConfig(12, f"{name}(positions=in-cache)", window=5)
         for ask in (
-            lambda chosen=chosen: grid(12, policy=chosen.policy, window=5, positions=["kept", "in-cache"]),
+            lambda chosen=chosen: grid(12, policy=str(chosen.policy), window=5),
             lambda chosen=chosen: trace_sample(tiny_adapter(), PROMPT, RunConfig("m", "d", (INSIDE, chosen))),
             lambda chosen=chosen: answer(tiny_adapter(), PROMPT, (chosen,), 3),
         ):
-            with pytest.raises(ConfigError, match=rf"'{name}' leaves every entry at its own position.*streaming-llm"):
+            with pytest.raises(ConfigError, match=rf"policy '{name}' has no option 'positions'; its options: "):
                 ask()
     asked = {"policy": "streaming-llm", "selection": "position", "sinks": SINKS, "positions": ["kept", "in-cache"]}
     assert grid(12, window=5, **asked) == (KEPT, INSIDE)
 
 
 def test_a_label_names_the_positions_and_a_run_that_is_older_has_the_prompts() -> None:
-    assert INSIDE.label() == f"{KEPT.label()} positions=in-cache"
+    assert INSIDE.label() == KEPT.label().replace(f"sinks={SINKS}", f"sinks={SINKS}, positions=in-cache")
     run = RunConfig("m", "d", (KEPT, INSIDE))
     assert RunConfig.from_json(run.to_json()) == run
-    old = json.loads(run.to_json())
-    old["configs"] = [{name: value for name, value in old["configs"][0].items() if name != "positions"}]
-    assert RunConfig.from_json(json.dumps(old)).configs == (KEPT,)
+    old = {"policy": "streaming-llm", "selection": "position", "budget": 12, "window": 5, "granularity": "query",
+           "sinks": SINKS, "pool": "max", "kernel": 7, "alpha": 0.25, "split": "prefix"}  # fmt: skip
+    before = json.dumps({**json.loads(run.to_json()), "configs": [old, {**old, "positions": "in-cache"}]})
+    assert RunConfig.from_json(before).configs == (KEPT, INSIDE)
     with pytest.raises(UnknownNameError, match="unknown positions 'inside'; known: "):
-        replace(KEPT, positions="inside")
+        grid(12, policy="streaming-llm(positions=inside)", selection="position", window=5)

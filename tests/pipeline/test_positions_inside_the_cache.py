@@ -15,6 +15,7 @@ from perturbkv.cache import positions, ragged
 from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries, pool_entries
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
@@ -23,9 +24,11 @@ from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import answer, read_evicting
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.schema import VARIABLES
+from perturbkv.selection.grid import configuration
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_capture_leaves_no_trace import hook_count
+from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, tiny_adapter, tiny_model, token_ids
 from tests.support.varlen import varlen
 
@@ -33,9 +36,10 @@ LENGTH, QUESTION, STEPS, SINKS = 40, 7, 6, 3
 PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
 TOKENS = token_ids(STEPS, seed=8)
 PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-KEPT = EvictionConfig(Budget(12), "streaming-llm", "position", 5, sinks=SINKS)
-INSIDE = replace(KEPT, positions="in-cache")
-SNAPKV = EvictionConfig(Budget(12), window=5)
+KEPT = configuration(12, policy=f"streaming-llm(sinks={SINKS})", selection="position", window=5)
+INSIDE = configuration(12, policy=f"streaming-llm(sinks={SINKS}, positions=in-cache)", selection="position", window=5)
+SNAPKV = configuration(12, window=5)
+ONE_SINK = parse("streaming-llm(sinks=1)"), parse("streaming-llm(sinks=1, positions=in-cache)")
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
@@ -65,12 +69,12 @@ def placed(adapter: Adapter, config: EvictionConfig, scenario: str) -> np.ndarra
     n, budget, decoder = len(context), config.budget.tokens(len(context)), Decoder(adapter.model)
     for token in context:
         decoder.step(token)
-    stays = [place < config.sinks or place >= n - budget + config.sinks for place in range(n)]
+    stays = [place < flat(config).sinks or place >= n - budget + flat(config).sinks for place in range(n)]
     logits = []
     for token in (*question, *TOKENS):
         seen = np.array(stays + [True] * (decoder.position - n))
         masks = [np.tile(seen, (decoder.heads, 1))] * decoder.layers
-        logits.append(decoder.step(token, masks, in_cache=config.positions == "in-cache").logits)
+        logits.append(decoder.step(token, masks, in_cache=flat(config).positions == "in-cache").logits)
     return np.stack(logits)
 
 
@@ -84,7 +88,7 @@ def test_logits_are_those_of_a_cache_whose_keys_stand_at_0_to_b(
     if path == "packed":
         monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
     adapter = exact_adapter(family, *heads, **(PART if family == "phi3" else {}))
-    rows = (INSIDE, KEPT, replace(INSIDE, budget=Budget(21), granularity="kv"))
+    rows = (INSIDE, KEPT, replace(INSIDE, budget=Budget(21), granularity=parse("kv")))
     for config, found in zip(rows, decoded(adapter, rows, scenario), strict=True):
         expected = placed(adapter, config, scenario)
         np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-9 * np.abs(expected).max())
@@ -135,7 +139,7 @@ def test_where_nothing_is_evicted_both_positions_are_one(scenario: str) -> None:
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_rows_at_the_prompts_positions_do_not_notice_the_others(scenario: str) -> None:
     """Bit for bit, the noise floor with them, in a batch of the same size."""
-    rows = [(SNAPKV, KEPT, replace(KEPT, sinks=1)), (SNAPKV, KEPT, replace(INSIDE, sinks=1))]
+    rows = [(SNAPKV, KEPT, replace(KEPT, policy=ONE_SINK[0])), (SNAPKV, KEPT, replace(KEPT, policy=ONE_SINK[1]))]
     runs = [RunConfig("m", "d", configs, scenario=scenario, steps=3, generate=4) for configs in rows]
     one, other = (trace_sample(tiny_adapter(), PROMPT, run).arrays for run in runs)
     for place in (0, 1):
@@ -164,7 +168,7 @@ def test_answers_are_those_of_the_placed_cache(scenario: str) -> None:
             if later >= len(question):
                 expected.append(int(np.argmax(logits)))
             token = question[later] if later < len(question) else expected[-1]
-            logits = decoder.step(token, masks, in_cache=config.positions == "in-cache").logits
+            logits = decoder.step(token, masks, in_cache=flat(config).positions == "in-cache").logits
         assert tokens == [*expected, int(np.argmax(logits))]
         assert [token for token in stored.tolist() if token >= 0] == tokens
     assert made[0] != made[1]
@@ -213,7 +217,7 @@ def test_entries_that_rows_share_are_pooled_once() -> None:
 def test_a_cache_that_is_compressed_again_counts_from_0_again(granularity: str, prompt: int) -> None:
     """A short prompt is compressed as its text grows, a long one while it is read; beside rows that keep positions."""
     adapter, most, limit = exact_adapter("llama", 4, 2, seed=1), 40, 20
-    chosen = replace(INSIDE, granularity=granularity)
+    chosen = replace(INSIDE, granularity=parse(granularity))
     given = Prompt("s", token_ids(prompt, seed=4), 0)
     found = answer(adapter, given, (KEPT, chosen, SNAPKV), most, compress_every=limit)
     decoder, held, expected, moved = Decoder(adapter.model), list(range(prompt)), [], []

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
@@ -18,7 +17,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import answer, generate, read_evicting
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.selection.policies import registry
+from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
 
@@ -27,7 +26,7 @@ PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
 
 
 def config(policy: str = "adakv", budget: int | float = 16, **fields: object) -> EvictionConfig:
-    return registry.configured("paper", Budget(budget), policy, **{"window": 5, "kernel": 3, **fields})
+    return configuration(budget, policy=policy, **{"window": 5, "kernel": 3, **fields})
 
 
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])

@@ -13,8 +13,6 @@ import torch
 
 from perturbkv.benchmark.rows import check_names
 from perturbkv.benchmark.suite import Settings, measure
-from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import from_preset
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import Prompt, encode
@@ -27,7 +25,7 @@ from perturbkv.models.sources import embedded_gguf
 from perturbkv.pipeline.generation import answer, end_tokens
 from perturbkv.pipeline.retrieval import Evidence, head_scores
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.selection.policies import registry
+from perturbkv.selection.grid import configuration
 from tests.oracle import theory
 
 pytestmark = pytest.mark.real_model
@@ -68,7 +66,7 @@ def test_it_finds_a_needle_among_a_thousand_tokens(adapter: Adapter, needle: tup
 
 def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple[Prompt, str]) -> None:
     configs = tuple(
-        from_preset(preset, Budget(96), selection=name)
+        configuration(96, preset=preset, selection=name)
         for preset in ("paper", "paper-v2")
         for name in ("attention", "two-stage")
     )
@@ -96,7 +94,7 @@ def test_it_generates_what_transformers_generates_where_nothing_is_evicted(
     ids = torch.tensor([prompt.token_ids])
     with torch.inference_mode():
         made = adapter.model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :].tolist()
-    everything, half = (registry.configured("paper", Budget(share), "adakv") for share in (1.0, 0.5))
+    everything, half = (configuration(share, policy="adakv") for share in (1.0, 0.5))
     found = answer(adapter, prompt, (everything, half), 10, scenario=scenario)
     ends = end_tokens(adapter)
     expected = list(itertools.takewhile(lambda token: token not in ends, made))

@@ -138,7 +138,7 @@ def spoil_format(path: Path) -> None:
         (spoil_half, "truncated"),
         (lambda path: path.write_text("no trace at all"), "no HDF5"),
         (lambda path: path.write_bytes(b""), "no HDF5"),
-        (spoil_version, "got format 3"),
+        (spoil_version, "got format 4"),
         (spoil_format, "another HDF5 file"),
         (lambda path: path.unlink(), "got nothing"),
     ],
@@ -164,7 +164,7 @@ def test_the_golden_file_of_version_1_is_read_for_ever() -> None:
     trace = read_trace(GOLDEN)
     assert trace.sample_ids == ("first", "second", "broken")
     assert trace.failures == {"broken": "planted failure"}
-    assert trace.run.labels() == [f"snapkv:{name} b=64 a=0.25 w=32 max7 query" for name in ("attention", "two-stage")]
+    assert trace.run.labels() == [f"snapkv:{name} b=64 w=32 query" for name in ("attention", "two-stage")]
     assert trace.arrays["theta"].shape == (3, 2, 1, 2, 2)
     np.testing.assert_array_equal(trace.arrays["theta"][0, 1, 0], [[104, 105], [106, 107]])
     np.testing.assert_array_equal(trace.arrays["theta"][1, 1, 0], [[1104, 1105], [1106, 1107]])
@@ -185,8 +185,8 @@ def test_the_golden_file_of_version_2_is_read_for_ever() -> None:
     assert trace.failures == {"broken": "planted failure"}
     assert trace.attrs["format_version"] == "2"
     assert trace.run.labels() == [
-        "snapkv:attention b=16 a=0.25 w=8 max7 kv",
-        "snapkv:two-stage b=16 a=0.25 w=8 max7 query",
+        "snapkv:attention b=16 w=8 kv",
+        "snapkv:two-stage b=16 w=8 query",
     ]
     assert trace.arrays["token_id"].tolist() == [[54, 226, -1, -1], [174, 249, 208, 151], [0] * 4]
     assert trace.arrays["steps_measured"].tolist() == [2, 4, 0]

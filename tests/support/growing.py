@@ -10,17 +10,13 @@ from typing import Any
 
 import h5py
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.selection.grid import configuration
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, run_config, sample_trace
 
-CONFIGS = tuple(
-    EvictionConfig(budget=Budget(budget), selection=name)
-    for budget in (64, 128, 256)
-    for name in ("attention", "value")
-)
+CONFIGS = tuple(configuration(budget, selection=name) for budget in (64, 128, 256) for name in ("attention", "value"))
 OLD, NEW = CONFIGS[:2], CONFIGS[2:]
 
 

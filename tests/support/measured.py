@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.schema import VARIABLES
+from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace
 
@@ -18,7 +18,7 @@ MEASURED = Path(__file__).resolve().parents[1] / "store" / "golden" / "measured-
 
 
 def config(selection: str, budget: float = 64, **more: Any) -> EvictionConfig:
-    return EvictionConfig(budget=Budget(budget), selection=selection, **more)
+    return configuration(budget, selection=selection, **more)
 
 
 def hand_made(

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.schema import VARIABLES
+from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 
 KEPT = 3
 
 
 def run_config(samples: int = 2, steps: int = 1, **more: Any) -> RunConfig:
-    configs = tuple(EvictionConfig(budget=Budget(64), selection=name) for name in ("attention", "two-stage"))
+    configs = tuple(configuration(64, selection=name) for name in ("attention", "two-stage"))
     return RunConfig(**{"model": "m", "dataset": "d", "configs": configs, "samples": samples, "steps": steps, **more})
 
 

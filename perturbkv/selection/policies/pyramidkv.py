@@ -18,6 +18,7 @@ Protected entries stay in every layer: beside p on the paper's line, inside b, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
@@ -65,7 +66,7 @@ def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tenso
 
 def whole_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
     """All entries per head of each layer: `kept` on the average, at most `most`; equal where one is below `least`."""
-    first = min(2 * kept - kept / beta, most)
+    first = min(2 * kept - kept / Fraction(beta), Fraction(most))  # exact: a half is rounded to even, not by its float
     last = 2 * kept - first
     if layers == 1 or not first >= last >= least:
         return torch.full((layers,), kept)
