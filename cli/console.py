@@ -26,6 +26,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     show(out, Table(title, columns, list(rows)))
 
 
+def part(found: Table | str) -> None:
+    """Print a table or a line of a result."""
+    show(out, found)
+
+
 def say(text: str, bold: bool = False) -> None:
     """A line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
     out.print(text, highlight=False, markup=False, emoji=False, style="bold" if bold else None)
