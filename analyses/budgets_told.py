@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perturbkv.analyses import numbers
+from perturbkv.analyses import conclusions, numbers
 from perturbkv.analyses.budget_curve import BudgetCurve
+from perturbkv.analyses.conclusions import Outcome
 from perturbkv.analyses.naming import counted, folded
 from perturbkv.display import Table
 
 _COLUMNS = ["selection", "budget", "#kept", "#held /\nfull", "#drift,\nmedian", "#KL, nat,\nmedian", "#same\ntoken"]
+_SAID_SINGLY = 2
+"""More curves than these make a sentence that nobody reads."""
 
 
 def conclusion(curves: Sequence[BudgetCurve], samples: int) -> str:
-    """How often the next token is the full run's, from the smallest budget to the largest, of each curve."""
+    """How often the next token is the full run's: of one or two curves at both ends, of many the least and the most."""
+    counts = f"({counted(samples, 'sample')})"
+    if len(curves) > _SAID_SINGLY:
+        every = [_shown(one, place) for one in curves for place in range(len(one.budgets))]
+        return f"The next token is the full run's in a share of samples that goes {conclusions.ends(every)} {counts}."
     told = "; ".join(f"{one.name} {_ends(one)}" for one in curves)
-    return f"The next token is the full run's with {told} ({counted(samples, 'sample')})."
+    return f"The next token is the full run's with {told} {counts}."
+
+
+def _shown(one: BudgetCurve, place: int) -> Outcome:
+    share, interval = float(one.medians["top1"][place]), numbers.at(one.intervals["top1"], place)
+    return conclusions.by_share(f"with {one.name} at budget {one.budgets[place]}", share, interval, 0)
 
 
 def _ends(one: BudgetCurve) -> str:
-    """'in 25 % [3, 65] at budget 0.01, 88 % [47, 100] at 0.4': at the smallest budget and at the largest."""
-    shown = [
-        numbers.percent(float(one.medians["top1"][place]), numbers.at(one.intervals["top1"], place))
-        for place in (0, len(one.budgets) - 1)
-    ]
-    first = f"in {shown[0]} at budget {one.budgets[0]}"
+    """'in 25 % [3, 65] of samples at budget 0.01, 88 % [47, 100] at 0.4': at the smallest budget and at the largest."""
+    shown = [_shown(one, place).shown for place in (0, len(one.budgets) - 1)]
+    first = f"in {shown[0]} of samples at budget {one.budgets[0]}"
     return first if len(one.budgets) == 1 else f"{first}, {shown[1]} at {one.budgets[-1]}"
 
 
@@ -57,8 +66,8 @@ def notes(samples: int, kl_floor: float) -> str:
     lines = [
         numbers.about_intervals(samples, medians=True),
         numbers.about_shares(samples),
-        "Drift: after the last layer, median over samples. Same token: share of samples whose next token is the full "
-        "run's.",
+        numbers.ABOUT_DRIFT,
+        "Same token: share of samples whose next token is the full run's.",
         numbers.ABOUT_HELD,
         f"Noise floor of KL: {kl_floor:.1e} nat (median).",
     ]

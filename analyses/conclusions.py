@@ -56,9 +56,11 @@ def of_many(outcomes: Sequence[Outcome], who: str, words: Mapping[str, str], sam
 
     `who` stands before the counts, `words` say what LESS and MORE are, the one that is counted first in front.
     """
+    question = f"whether {who} {next(iter(words.values()))}"
     if any(one.verdict == FEW for one in outcomes):
-        question = f"{who} {next(iter(words.values()))}"
-        return f"{too_few(samples)} in any of {len(outcomes)} comparisons whether {question}"
+        return f"{too_few(samples)} in any of {len(outcomes)} comparisons {question}"
+    if all(one.verdict == UNDECIDED for one in outcomes):
+        return f"in none of {len(outcomes)} comparisons is it decided {question} ({counted(samples, 'sample')})"
     return f"{who} {tally(outcomes, words)} ({counted(samples, 'sample')})"
 
 

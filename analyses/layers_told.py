@@ -117,9 +117,9 @@ def drift_notes(drift: LayerDrift) -> str:
     """A line each on intervals, what is compared, ties and caches."""
     return "\n".join([
         numbers.about_intervals(drift.identity.samples, medians=True),
-        "Drift: distance of the evicted run's residual stream from the full run's, median over samples; reduced: by "
-        "the means over samples. Layers + / = / −: that drift less, tied, more than the baseline; the means over "
-        "samples are compared, without a test.",
+        numbers.ABOUT_DRIFT,
+        "Reduced: by the means over samples. Layers + / = / −: that drift less, tied, more than the baseline; the "
+        "means over samples are compared, without a test.",
         _about_ties(drift),
         numbers.ABOUT_HELD,
     ])  # fmt: skip

@@ -66,6 +66,7 @@ def about_floor(relative: float) -> str:
     return f"Noise floor: {relative:.1e} of ‖o_h‖ (median)."
 
 
+ABOUT_DRIFT = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
 ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."
 

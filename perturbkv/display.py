@@ -58,7 +58,7 @@ def as_text(parts: Sequence[Table | str], width: int = 80) -> str:
 
 def as_html(parts: Sequence[Table | str]) -> str:
     """Tables and lines of text for a notebook."""
-    return "".join(part.as_html() if isinstance(part, Table) else f"<p>{html.escape(part)}</p>" for part in parts)
+    return "".join(part.as_html() if isinstance(part, Table) else f"<p>{_escaped(part)}</p>" for part in parts)
 
 
 def show(console: Console, part: Table | str) -> None:
@@ -73,5 +73,8 @@ def show(console: Console, part: Table | str) -> None:
 
 
 def _cell(tag: str, text: str, side: str) -> str:
-    shown = html.escape(text).replace("\n", "<br>")
-    return f'<{tag} style="text-align:{side}">{shown}</{tag}>'
+    return f'<{tag} style="text-align:{side}">{_escaped(text)}</{tag}>'
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text.strip("\n")).replace("\n", "<br>")
