@@ -52,16 +52,17 @@ def _side(interval: Scalar, middle: float, samples: int) -> str:
 
 
 def of_many(outcomes: Sequence[Outcome], who: str, words: Mapping[str, str], samples: int) -> str:
-    """'two-stage moves it less than attention in 3 of 8 comparisons, more in 2, not decided in 3 (8 samples)'.
+    """'two-stage moves it less than attention in 3 of 8 comparisons, more in 2, not decided in 3 (8 samples, …)'.
 
     `who` stands before the counts, `words` say what LESS and MORE are, the one that is counted first in front.
     """
+    counts = f"{counted(samples, 'sample')}, each comparison at 95 %"
     question = f"whether {who} {next(iter(words.values()))}"
     if any(one.verdict == FEW for one in outcomes):
         return f"{too_few(samples)} in any of {len(outcomes)} comparisons {question}"
     if all(one.verdict == UNDECIDED for one in outcomes):
-        return f"in none of {len(outcomes)} comparisons is it decided {question} ({counted(samples, 'sample')})"
-    return f"{who} {tally(outcomes, words)} ({counted(samples, 'sample')})"
+        return f"in none of {len(outcomes)} comparisons is it decided {question} ({counts})"
+    return f"{who} {tally(outcomes, words)} ({counts})"
 
 
 def tally(outcomes: Sequence[Outcome], words: Mapping[str, str]) -> str:

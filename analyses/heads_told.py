@@ -37,10 +37,8 @@ def notes(pairs: Sequence[HeadComparison]) -> str:
         f"Beyond chance: {numbers.about_power(first.decided)}",
         "Share better: mean over samples of each sample's share of heads. Σ: of all heads"
         + ("; half of Σ in: the share of heads that carries half of the baseline's." if single else "."),
-        "σ ≤ 0.5: heads that are no evidence for Theorem 3."
-        if single
-        else "Isol.: each layer cut on its own; prop.: "
-        "every earlier layer's error included. Each row has its own interval, uncorrected for their number.",
+        "σ ≤ 0.5: heads that are no evidence for Theorem 3." if single else "",
+        "Isolated (isol.): each layer cut on its own; propagated (prop.): earlier layers' errors included.",
         numbers.ABOUT_HELD,
         numbers.about_floor(first.floor_relative_median),
     ]
@@ -80,11 +78,7 @@ def _heads(pair: HeadComparison, total: Outcome) -> str:
     share = conclusions.by_share("", kind.better_share, kind.better_share_interval, pair.identity.samples)
     if total.verdict in (LESS, MORE) and share.verdict == UNDECIDED:
         return f", though whether most heads move it less is not decided: {share.shown}"
-    word = {
-        (LESS, LESS): "though only",
-        (MORE, MORE): "though",
-        (MORE, LESS): "and only",
-    }.get((total.verdict, share.verdict), "and")
+    word = {(LESS, LESS): "though only", (MORE, MORE): "though"}.get((total.verdict, share.verdict), "and")
     return f", {word} {share.shown} of the heads move it less"
 
 

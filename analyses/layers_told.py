@@ -24,7 +24,7 @@ def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
         words = {LESS: f"less than {baseline}", MORE: "more"}
         told = conclusions.of_many(outcomes, f"by the last layer {treatment} drifts", words, first.identity.samples)
         told = conclusions.sentence(told, treatment)
-        return f"{told}{_looked_at(first)}: its drift over {baseline}'s goes {conclusions.ends(outcomes)}."
+        return f"{told}{_looked_at(first)}: its mean drift over {baseline}'s goes {conclusions.ends(outcomes)}."
     single = f"whether by the last layer {treatment} drifts less or more than {baseline}"
     opening = {
         LESS: f"by the last layer {treatment} drifts less than {baseline}",
@@ -35,7 +35,7 @@ def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
     }[outcomes[0].verdict]
     less, more = (int((first.verdict == sign).sum()) for sign in (1, -1))
     counts = f"by the means, less after {less} of {counted(len(first.verdict), 'layer')}, more after {more}"
-    told = f"{conclusions.sentence(opening, treatment)}: {outcomes[0].shown} of {baseline}'s drift"
+    told = f"{conclusions.sentence(opening, treatment)}: {outcomes[0].shown} of {baseline}'s mean drift"
     return f"{told} ({_where(first)}); {counts}."
 
 

@@ -16,6 +16,16 @@ Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
 
+class OfPair:
+    """What compares two configurations: in a notebook one line says which, its arrays are left out."""
+
+    baseline: EvictionConfig
+    treatment: EvictionConfig
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.baseline.label()} → {self.treatment.label()}>"
+
+
 Sides = str | Iterable[str]
 """One side of a comparison, or several: a selection, a policy, or policy:selection each."""
 

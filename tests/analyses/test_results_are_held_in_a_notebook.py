@@ -125,6 +125,13 @@ def test_a_series_draws_itself_and_several_say_which_to_draw(question: Callable[
     assert isinstance(pk.budget_curves(made()).plot(), Figure)
 
 
+def test_a_pair_is_one_line_without_its_arrays() -> None:
+    found = made(samples=5)
+    for pair in (pk.compare_heads(found)[0], pk.layer_drift(found)[0][0], pk.last_layer(found)[0][0]):
+        labels = f"{pair.baseline.label()} → {pair.treatment.label()}"
+        assert repr(pair) == f"<{type(pair).__name__}: {labels}>"
+
+
 def test_notes_of_several_series_stand_once() -> None:
     several = pk.layer_drift(made(samples=5), treatments=NAMES)
     assert several.notes() == several[0].notes()
