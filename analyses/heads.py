@@ -13,6 +13,7 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.head_kind import HeadKind, compare
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.pairing import OfPair
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
@@ -20,8 +21,8 @@ from perturbkv.trace import Trace
 ANALYSIS = "heads"
 
 
-@dataclass(frozen=True)
-class HeadComparison:
+@dataclass(frozen=True, repr=False)
+class HeadComparison(OfPair):
     """Two configurations compared head by head.
 
     Attributes:

@@ -13,6 +13,7 @@ from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import RATIO, Scalar
 from perturbkv.analyses.layers import floors, held_sides, sides
+from perturbkv.analyses.pairing import OfPair
 from perturbkv.analyses.reading import Floats, at_step
 from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.eviction import EvictionConfig
@@ -21,8 +22,8 @@ from perturbkv.trace import Trace
 ANALYSIS = "layers --per-sample"
 
 
-@dataclass(frozen=True)
-class LastLayer:
+@dataclass(frozen=True, repr=False)
+class LastLayer(OfPair):
     """Drift after the last decoder layer, sample by sample, sorted by the baseline's, largest first.
 
     Attributes:

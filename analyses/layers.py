@@ -13,7 +13,7 @@ from perturbkv.analyses.arithmetic import plain, ratio
 from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import POSITIVE, RATIO, Band
-from perturbkv.analyses.pairing import Pair
+from perturbkv.analyses.pairing import OfPair, Pair
 from perturbkv.analyses.reading import Floats, at_step, held_shares, values
 from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.eviction import EvictionConfig
@@ -24,8 +24,8 @@ from perturbkv.trace import Trace
 ANALYSIS = "layers"
 
 
-@dataclass(frozen=True)
-class LayerDrift:
+@dataclass(frozen=True, repr=False)
+class LayerDrift(OfPair):
     """Drift of the residual stream after each decoder layer, two configurations that share everything but selection.
 
     Attributes:

@@ -56,11 +56,17 @@ def about_intervals(samples: int, exact: bool = False, medians: bool = False) ->
     return f"n = {samples} samples, too few for intervals; in parentheses: the range of single samples.{also}"
 
 
+def about_shares(samples: int) -> str:
+    """What a caption says of shares of samples alone."""
+    return "Shares of samples have exact 95 % intervals, in brackets." if samples > 1 else about_intervals(samples)
+
+
 def about_floor(relative: float) -> str:
     """What a caption says of the noise floor of a head's perturbation."""
     return f"Noise floor: {relative:.1e} of ‖o_h‖ (median)."
 
 
+ABOUT_DRIFT = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
 ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from perturbkv.configs.budget import Budget
@@ -11,10 +11,55 @@ from perturbkv.configs.choice import Choice, parse, split
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import SELECTIONS
-from perturbkv.errors import TraceError
+from perturbkv.errors import ConfigError, TraceError
+from perturbkv.trace import Trace
 
 Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
+
+
+class OfPair:
+    """What compares two configurations: in a notebook one line says which, its arrays are left out."""
+
+    baseline: EvictionConfig
+    treatment: EvictionConfig
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.baseline.label()} → {self.treatment.label()}>"
+
+
+Sides = str | Iterable[str]
+"""One side of a comparison, or several: a selection, a policy, or policy:selection each."""
+
+
+def checked(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
+    """The treatments, one or several, as a tuple.
+
+    Raises TraceError where `trace` is none, ConfigError for sides that are no names, for no treatment, and for one
+    that is there twice.
+    """
+    if not isinstance(trace, Trace):
+        msg = f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}"
+        raise TraceError(msg)
+    series = isinstance(treatments, Iterable) and not isinstance(treatments, str)
+    found = tuple(treatments) if series else (treatments,)
+    wrong = [side for side in (baseline, *found) if not isinstance(side, str)]
+    if wrong or not found or len({*found}) < len(found):
+        got = "none" if not found else f"{type(wrong[0]).__name__}" if wrong else f"one of {', '.join(found)} twice"
+        msg = f"expected names of selections or policies, such as 'two-stage' or 'adakv:two-stage', got {got}"
+        raise ConfigError(msg)
+    return found
+
+
+def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
+    """A pair as the columns of a table: both labels, what their sides are, and the budget that they share."""
+    both = (("baseline", baseline), ("treatment", treatment))
+    return {
+        **{name: config.label() for name, config in both},
+        **{f"{name}_policy": config.policy for name, config in both},
+        **{f"{name}_selection": config.selection for name, config in both},
+        "budget": baseline.budget.value,
+    }
 
 
 def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
@@ -65,6 +110,18 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
     for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(pair[0])):
         found.setdefault(tuple(map(_at_any_budget, pair)), []).append(pair)
     return list(found.values())
+
+
+def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
+    """The series of every treatment, one after the other. Raises as `checked` and `pairs`."""
+    return [
+        found for treatment in checked(trace, baseline, treatments) for found in series(trace.run, baseline, treatment)
+    ]
+
+
+def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
+    """Both sides of each pair."""
+    return [config for pair in pairs for config in pair]
 
 
 def _held(run: RunConfig) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Result(ABC):
-    """What an analysis found. In a terminal and in a notebook it shows itself: conclusion, tables, notes.
+    """What an analysis found. In a terminal and in a notebook it shows itself: conclusion, run, tables, notes.
 
     Attributes:
         identity: of the run: what stands in figures and files.
@@ -60,4 +60,4 @@ class Result(ABC):
         return as_html(self._parts())
 
     def _parts(self) -> list[Table | str]:
-        return [self.conclusion(), *self.tables(), self.notes()]
+        return [self.conclusion(), self.identity.lines()[0], *self.tables(), self.notes()]

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,8 @@ from rich.console import Console
 from perturbkv.display import Table, show
 from perturbkv.pipeline.progress import Bar, bar
 
+SCHEMA = 1
+"""Of every JSON document of ours, as docs/json.md describes it; it rises when a key changes its meaning or goes."""
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\s+{_NUMBER}(?:,\s+{_NUMBER})*\s+\]")
 out = Console()
@@ -26,18 +28,24 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     show(out, Table(title, columns, list(rows)))
 
 
+def part(found: Table | str) -> None:
+    """Print a table or a line of a result."""
+    show(out, found)
+
+
 def say(text: str, bold: bool = False) -> None:
     """A line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
     out.print(text, highlight=False, markup=False, emoji=False, style="bold" if bold else None)
 
 
-def as_json(document: Any) -> str:
-    """Indented JSON, lists of numbers on one line each."""
-    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+def as_json(document: Mapping[str, Any]) -> str:
+    """Indented JSON that says which schema it follows, lists of numbers on one line each."""
+    whole = {"schema": SCHEMA, **document}
+    text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False)
     return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
 
 
-def print_json(document: Any) -> None:
+def print_json(document: Mapping[str, Any]) -> None:
     """One JSON document on stdout, never wrapped or coloured."""
     sys.stdout.write(as_json(document))
 

@@ -66,8 +66,9 @@ def _list(as_json: bool) -> None:
     from perturbkv.datasets.registry import known
 
     if as_json:
-        console.print_json([{"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs}
-                            for row in known()])  # fmt: skip
+        console.print_json({"datasets": [
+            {"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs} for row in known()
+        ]})  # fmt: skip
         return
     console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
 

@@ -32,7 +32,7 @@ def models(as_json: JsonOption = False) -> None:
         for name, alias in ALIASES.items()
     ]
     if as_json:
-        console.print_json(rows)
+        console.print_json({"models": rows})
         return
     cells = []
     for row in rows:
@@ -60,9 +60,11 @@ def _list_policies(as_json: bool) -> None:
     from perturbkv.selection.policies.registry import known, pairs
 
     if as_json:
-        console.print_json([{"name": row.name, "summary": row.summary, "paper": row.paper, "budgets": row.budgets,
-                             "selections": list(row.selections), "caches": list(row.caches()),
-                             "options": _told(row.options())} for row in known()])  # fmt: skip
+        console.print_json({"policies": [
+            {"name": row.name, "summary": row.summary, "paper": row.paper, "budgets": row.budgets,
+             "selections": list(row.selections), "caches": list(row.caches()), "options": _told(row.options())}
+            for row in known()
+        ]})  # fmt: skip
         return
     console.table(
         "policies",

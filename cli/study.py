@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from perturbkv.analyses.identity import RunIdentity
+    from perturbkv.analyses.result import Result
     from perturbkv.trace import Trace
 
 
@@ -61,6 +62,36 @@ class Study:
 
     def finish(self, numbers: dict[str, Any], tables: Callable[[], None]) -> None:
         """Write the numbers into summary.json and print them; exit with 1 where samples failed."""
+
+        def shown() -> None:
+            self._title()
+            tables()
+
+        self._leave(numbers, shown)
+
+    def show(self, results: Result | Sequence[Result], document: dict[str, Any] | None = None) -> None:
+        """Write results into summary.json and print them: what to conclude, then the run, tables, and notes once.
+
+        `document` is what JSON holds of them; left out: what the first one says. Exits with 1 where samples failed.
+        """
+        from perturbkv.analyses.result import Result
+        from perturbkv.analyses.several import once
+
+        held = [results] if isinstance(results, Result) else list(results)
+
+        def shown() -> None:
+            for one in held:
+                console.say(one.conclusion())
+            console.say("")
+            self._title()
+            for part in [part for one in held for part in one.tables()]:
+                console.part(part)
+            console.say(once(held))
+
+        self._leave(held[0].to_dict() if document is None else document, shown)
+
+    def _leave(self, numbers: dict[str, Any], shown: Callable[[], None]) -> None:
+        """The numbers in summary.json, and on stdout as JSON or as `shown` prints them."""
         from perturbkv.analyses.objects import run_object
 
         header = {
@@ -74,8 +105,7 @@ class Study:
         if self.as_json:
             console.print_json({"analysis": self.name, **header, **own})
         else:
-            self._title()
-            tables()
+            shown()
             console.say(f"written to {self.folder}")
         say_failures(dict(self.trace.failures))
         if self.trace.failures:

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
-from perturbkv.analyses.budgets import BudgetCurve, Budgets
+from perturbkv.analyses.budget_curve import BudgetCurve
+from perturbkv.analyses.budgets import BudgetCurves
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.naming import counted
 from perturbkv.figures import style
@@ -19,7 +20,7 @@ from perturbkv.figures import style
 _ROW_MM, _LONG = 66, 22
 
 
-def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
     """Three panels, one line per selection."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
@@ -32,17 +33,17 @@ def draw(result: Budgets, width_mm: float = style.WIDE_MM) -> Figure:
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
         handles, _ = axes[0].get_legend_handles_labels()
-        longest = max(len(curve.name) for curve in result.curves)
+        longest = max(len(curve.name) for curve in result)
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2 if longest > _LONG else 4)
         said = style.about(result.identity.samples, medians=True)
         style.foot(figure, result.identity, f"drift and KL: medians over samples · {said}{_budgets(result)}")
     return figure
 
 
-def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *, log: bool) -> None:
+def _panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, title: str, *, log: bool) -> None:
     hidden = 0
-    colours = style.category_colours(len(result.curves))
-    for curve, colour, marker in zip(result.curves, colours, cycle("os^Dv"), strict=False):
+    colours = style.category_colours(len(result))
+    for curve, colour, marker in zip(result, colours, cycle("os^Dv"), strict=False):
         medians, interval = curve.medians[quantity], curve.intervals[quantity]
         shown = style.positive(medians) if log else medians
         hidden += int((shown != medians).sum())
@@ -54,7 +55,7 @@ def _panel(axes: Axes, result: Budgets, quantity: str, label: str, title: str, *
             axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
     axes.set(xlabel=f"{'held / full cache' if _told(result) else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
-    shares = np.concatenate([100 * _shares(result, curve) for curve in result.curves])
+    shares = np.concatenate([100 * _shares(result, curve) for curve in result])
     least, most = float(shares.min()), float(shares.max())
     marks = _ticks(least, most)
     axes.xaxis.set_major_locator(FixedLocator(marks))
@@ -72,19 +73,19 @@ def _ticks(low: float, high: float) -> list[float]:
     return inside if len(inside) >= 2 else [tick for tick in fine if low / 1.6 <= tick <= high * 1.6]
 
 
-def _budgets(result: Budgets) -> str:
+def _budgets(result: BudgetCurves) -> str:
     """What the caches of each budget hold, where all curves have the same; otherwise nothing."""
     found = {tuple(zip(curve.budgets, map(style.number, _shares(result, curve)), strict=True))
-             for curve in result.curves}  # fmt: skip
+             for curve in result}  # fmt: skip
     if len(found) > 1:
         return ""
     return " · held / full of " + ", ".join(f"b={budget}: {share}" for budget, share in found.pop())
 
 
-def _told(result: Budgets) -> bool:
+def _told(result: BudgetCurves) -> bool:
     """Whether the trace tells what the caches hold, the only share that compares across granularities."""
-    return not any(np.isnan(curve.held).any() for curve in result.curves)
+    return not any(np.isnan(curve.held).any() for curve in result)
 
 
-def _shares(result: Budgets, curve: BudgetCurve) -> NDArray[Any]:
+def _shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
     return curve.held if _told(result) else curve.kept

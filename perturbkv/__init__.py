@@ -9,6 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perturbkv.analyses.budgets import budget_curves as budget_curves
+    from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
+    from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
+    from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.api import generate as generate
     from perturbkv.api import load_model as load_model
     from perturbkv.api import load_prompts as load_prompts
@@ -37,8 +41,12 @@ _PUBLIC = {
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",
     "TraceWriter": "perturbkv.storage.writer",
+    "budget_curves": "perturbkv.analyses.budgets",
+    "compare_heads": "perturbkv.analyses.head_comparisons",
     "generate": "perturbkv.api",
     "grid": "perturbkv.selection.grid",
+    "last_layer": "perturbkv.analyses.sample_drifts",
+    "layer_drift": "perturbkv.analyses.layer_drifts",
     "load_model": "perturbkv.api",
     "load_prompts": "perturbkv.api",
     "measure": "perturbkv.api",

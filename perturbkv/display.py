@@ -58,7 +58,7 @@ def as_text(parts: Sequence[Table | str], width: int = 80) -> str:
 
 def as_html(parts: Sequence[Table | str]) -> str:
     """Tables and lines of text for a notebook."""
-    return "".join(part.as_html() if isinstance(part, Table) else f"<p>{html.escape(part)}</p>" for part in parts)
+    return "".join(part.as_html() if isinstance(part, Table) else f"<p>{_escaped(part)}</p>" for part in parts)
 
 
 def show(console: Console, part: Table | str) -> None:
@@ -73,14 +73,8 @@ def show(console: Console, part: Table | str) -> None:
 
 
 def _cell(tag: str, text: str, side: str) -> str:
-    shown = html.escape(text).replace("\n", "<br>")
-    return f'<{tag} style="text-align:{side}">{shown}</{tag}>'
+    return f'<{tag} style="text-align:{side}">{_escaped(text)}</{tag}>'
 
 
-def ends(text: str, width: int = 30) -> str:
-    """The text's first and last whole words, at most `width` characters each, in one line."""
-    line = " ".join(text.split())
-    if len(line) <= 2 * width:
-        return line
-    first, last = line[: width + 1].rpartition(" ")[0], line[-width - 1 :].partition(" ")[2]
-    return f"{first or line[:width]} … {last or line[-width:]}"
+def _escaped(text: str) -> str:
+    return html.escape(text.strip("\n")).replace("\n", "<br>")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses import budgets, last_layer, layers
+from perturbkv.analyses import budget_curve, budgets, last_layer, layers
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.pairing import series, sweeps
 from perturbkv.configs.budget import Budget
@@ -124,7 +124,7 @@ def test_samples_are_sorted_by_the_baselines_drift() -> None:
 
 def test_curves_run_over_kept_shares() -> None:
     found = budgets.summarise(made(), ["attention", "two-stage"])
-    attention, two_stage = found.curves
+    attention, two_stage = found
     assert (attention.name, two_stage.name) == ("attention", "two-stage")
     assert attention.budgets == (Budget(0.1), Budget(0.4))
     assert attention.kept.tolist() == [0.1, 0.4]
@@ -146,15 +146,15 @@ def test_curves_run_over_kept_shares() -> None:
 def test_the_cliff_is_where_kl_rises_most_per_halving() -> None:
     kept, kl = np.array([0.1, 0.2, 0.8]), np.array([3.0, 2.5, 0.5])  # 0.5 over one halving, 2 over two
     asked = [Budget(0.1), Budget(0.2), Budget(0.8)]
-    assert budgets._cliff(asked, kept, kl) == (Budget(0.8), Budget(0.2))
-    assert budgets._cliff(asked, kept, kl[::-1]) is None
-    assert budgets._cliff(asked[:1], kept[:1], kl[:1]) is None
+    assert budget_curve._cliff(asked, kept, kl) == (Budget(0.8), Budget(0.2))
+    assert budget_curve._cliff(asked, kept, kl[::-1]) is None
+    assert budget_curve._cliff(asked[:1], kept[:1], kl[:1]) is None
 
 
 def test_one_sample_has_no_intervals() -> None:
     assert layers.summarise(made(1), *PAIR).ratio_interval is None
     assert last_layer.summarise(made(1), *PAIR).improved_share_interval is None
-    assert budgets.summarise(made(1), ["attention"]).curves[0].intervals["kl"] is None
+    assert budgets.summarise(made(1), ["attention"])[0].intervals["kl"] is None
 
 
 def test_series_and_sweeps_join_what_differs_in_budget_alone() -> None:

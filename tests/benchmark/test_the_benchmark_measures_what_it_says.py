@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from perturbkv.benchmark import rows, suite, work
 from perturbkv.benchmark.comparison import compare, other_settings
 from perturbkv.benchmark.process import in_process
+from perturbkv.cli.console import SCHEMA
 from perturbkv.cli.main import app
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
 from tests.oracle import theory as naive
@@ -197,7 +198,7 @@ def test_the_command_writes_what_it_shows_and_reads_it_again(tmp_path: Path) -> 
     assert "cuda-24: needs a CUDA device" in shown.stdout
     report = rows.read(path)
     assert [(row.target.name, row.value) for row in report.rows] == [("peak-24", 1.2), ("cuda-24", None)]
-    assert json.loads(path.read_text()) == report.to_dict()
+    assert json.loads(path.read_text()) == {"schema": SCHEMA, **report.to_dict()}
 
 
 def report(**values: float | None) -> rows.Report:

@@ -153,7 +153,7 @@ def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None
 def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:
     from perturbkv.models.aliases import ALIASES, DEFAULT
 
-    told = perturbkv("models", "--json").json()
+    told = perturbkv("models", "--json").json()["models"]
     assert [row["alias"] for row in told] == list(ALIASES)
     assert [row["alias"] for row in told if row["default"]] == [DEFAULT]
     assert f"{DEFAULT} (default)" in perturbkv("models").out

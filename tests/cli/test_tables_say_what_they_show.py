@@ -15,6 +15,7 @@ from perturbkv.analyses import (
     horizon,
     last_layer,
     layers,
+    layers_told,
     numbers,
     rank_agreement,
     retrieval,
@@ -24,8 +25,8 @@ from perturbkv.cli import ablation as ablation_command
 from perturbkv.cli import bound_tightness as bounds_command
 from perturbkv.cli import console
 from perturbkv.cli import horizon as horizon_command
-from perturbkv.cli import layers as layers_command
 from perturbkv.cli import needle as needle_command
+from perturbkv.display import as_text
 from tests.analyses.test_bounds_by_hand import one_config
 from tests.analyses.test_bounds_by_hand import ranked as bounded
 from tests.analyses.test_needle_and_horizon_by_hand import MOVED, SCORES, growing, ranked
@@ -69,9 +70,9 @@ def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
 
 def test_intervals_of_medians_say_their_own_level() -> None:
     pair = (CONFIGS[0], CONFIGS[2])
-    told = layers_command._caption(layers.summarise(made(samples=8), *pair), None, False)
+    told = layers_told.drift_notes(layers.summarise(made(samples=8), *pair))
     assert "95 % intervals over samples (medians: 93 %)" in told
-    assert "medians:" not in layers_command._caption(layers.summarise(made(samples=4), *pair), None, False)
+    assert "medians:" not in layers_told.drift_notes(layers.summarise(made(samples=4), *pair))
     assert "medians:" not in numbers.about_intervals(8)
 
 
@@ -79,9 +80,9 @@ def test_every_caption_says_its_noise_floor() -> None:
     trace = made(samples=5, hidden_noise_floor=3e-4, noise_floor=2e-3, noise_floor_isolated=1e-3)
     trace.arrays["logit_kl_noise_floor"][:] = 7e-9  # type: ignore[index]
     pair = (CONFIGS[0], CONFIGS[2])
-    curves = budgets.summarise(trace, ["attention"])
-    told = layers_command._caption(layers.summarise(trace, *pair), curves, False)
-    assert "Noise floor: 3.0e-04 after the last layer (mean). Noise floor of KL: 7.0e-09 nat (median)." in told
+    assert "Noise floor of KL: 7.0e-09 nat (median)." in budgets.summarise(trace, ["attention"]).notes()
+    told = layers_told.drift_notes(layers.summarise(trace, *pair))
+    assert "Noise floor: 3.0e-04 after the last layer (mean)." in told
     assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in said(ablation_command._print, ablation.summarise(trace))
     steps = horizon.summarise(growing(7), ["attention"])
     assert "Noise floor: 1.0e-02 of Σ ‖o_h‖₁" in horizon_command._caption(steps)
@@ -91,9 +92,9 @@ def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are()
     trace = made(samples=5)
     trace.arrays["held_share"] = np.tile([0.2, 0.2, 0.25, 0.4, 0.4, 0.4], (5, 1))  # type: ignore[index]
     pair = (CONFIGS[0], CONFIGS[2])
-    assert "0.20 → 0.25" in said(layers_command._print_samples, [last_layer.summarise(trace, *pair)])
-    told = layers_command._caption(layers.summarise(trace, *pair), None, False)
-    assert "+ / = / −: layers that drift less, tied, more than the baseline; of layers the means over samples" in told
+    assert "0.20 → 0.25" in as_text(layers_told.sample_tables([last_layer.summarise(trace, *pair)]))
+    told = layers_told.drift_notes(layers.summarise(trace, *pair))
+    assert "Layers + / = / −: that drift less, tied, more than the baseline; the means over samples" in told
     assert "without a test" in told
 
 

@@ -230,9 +230,9 @@ def test_samples_are_pairs_of_drifts_on_one_scale_and_ties_are_crosses(width: in
 @pytest.mark.parametrize("shares", [(0.0296, 1.2), (0.05, 0.11), (0.3, 0.3), (0.028, 0.51)])
 def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None:
     result = budgets.summarise(TRACE, ["attention"])
-    curve = result.curves[0]
+    curve = result[0]
     held = np.linspace(*shares, len(curve.budgets))
-    figure = budgets_figure.draw(replace(result, curves=(replace(curve, held=held),)), 174)
+    figure = budgets_figure.draw(replace(result, members=(replace(curve, held=held),)), 174)
     axes = figure.axes[0]
     low, high = axes.get_xlim()
     shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
@@ -247,9 +247,9 @@ def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None
 def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
     result = budgets.summarise(TRACE, ["attention", "random"])
     figure = budgets_figure.draw(result, width)
-    known = not any(np.isnan(curve.held).any() for curve in result.curves)
+    known = not any(np.isnan(curve.held).any() for curve in result)
     for panel, quantity in enumerate(("drift", "kl", "top1")):
-        for curve in result.curves:
+        for curve in result:
             x, y = artist(figure, panel, f"{quantity} {curve.name}").get_data()
             np.testing.assert_allclose(x, 100 * (curve.held if known else curve.kept))
             np.testing.assert_allclose(y, curve.medians[quantity])

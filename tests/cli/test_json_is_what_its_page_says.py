@@ -1,0 +1,133 @@
+"""Every document that `--json` prints is walked, key by key, against docs/json.md: no other key, no other type."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perturbkv.cli import head_scores
+from perturbkv.cli.console import SCHEMA
+from perturbkv.models import aliases
+from perturbkv.selfcheck import kernel
+from perturbkv.storage import trace_file
+from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
+from tests.house.test_no_label_is_parsed import made
+
+Run = Callable[..., Any]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
+ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+?) \| .+ \|$", re.MULTILINE)
+ALSO = re.compile(r"^All keys of `([^`]+)`, and:$", re.MULTILINE)
+PLAIN: dict[str, Any] = {"text": str, "integer": int, "number": int | float | None, "boolean": bool, "any": object}
+Page = dict[str, dict[str, str]]
+
+
+def read_page(text: str) -> Page:
+    """Heading -> key -> type, of every table; the keys of the section that it names come first."""
+    page: Page = {}
+    sections = re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]
+    for section in sections:
+        inherited = {key: kind for name in ALSO.findall(section) for key, kind in page[name].items()}
+        page[section.partition("\n")[0]] = inherited | dict(ROW.findall(section))
+    return page
+
+
+class Walk:
+    """What a document has that the page does not say, and which rows of the page were seen."""
+
+    def __init__(self, page: Page) -> None:
+        self.page, self.seen, self.wrong = page, set[tuple[str, str]](), list[str]()
+
+    def value(self, value: Any, kind: str, where: str) -> None:
+        """Hold a value against its type."""
+        if kind.endswith(" or null"):
+            if value is not None:
+                self.value(value, kind.removesuffix(" or null"), where)
+        elif kind.startswith(("list of ", "map of ")):
+            inside = value.values() if isinstance(value, dict) and kind.startswith("map") else value
+            if isinstance(value, dict if kind.startswith("map") else list):
+                for one in inside:
+                    self.value(one, kind.partition(" of ")[2], f"{where}[]")
+            else:
+                self.wrong.append(f"{where} is {value!r}, no {kind}")
+        elif kind not in PLAIN:
+            self.thing(value, kind, where)
+        elif not isinstance(value, PLAIN[kind]) or (isinstance(value, bool) and kind not in ("boolean", "any")):
+            self.wrong.append(f"{where} is {value!r}, no {kind}")
+
+    def thing(self, value: Any, section: str, where: str) -> None:
+        """Hold an object against its section of the page."""
+        if section not in self.page or not isinstance(value, dict):
+            self.wrong.append(f"{where} is {value!r}, expected the object '{section}'")
+            return
+        for key, inside in value.items():
+            self.seen.add((section, key))
+            if key in self.page[section]:
+                self.value(inside, self.page[section][key], f"{where}.{key}")
+            else:
+                self.wrong.append(f"{where}.{key}: no such key in section '{section}'")
+
+
+@pytest.fixture
+def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Section of the page -> the documents that its command prints."""
+    shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
+    monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
+    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ([[0.5, 0.25]], 1))
+    monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
+    small = ["--model", model, "--samples", 1, "--length", 300, "--entries", 24, "--placed", "random:small"]
+    asked = {
+        "trace": ["trace", *tiny, "-o", "t.h5"],
+        "info": ["info", "t.h5"],
+        "export": ["export", "t.h5", "-o", "t.csv"],
+        "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "-o", "out"],
+        "dry run": ["heads", *tiny, "--dry-run"],
+        "head-scores": ["head-scores", "--model", model, "-o", "s.json"],
+        "models": ["models"],
+        "datasets": ["datasets"],
+        "datasets NAME": ["datasets", "trec"],
+        "datasets NAME --show": ["datasets", data, "--show", "--model", model, "--tokens", 5],
+        "policies": ["policies"],
+        "policies NAME": ["policies", "adakv"],
+        "doctor": ["doctor"],
+        "bench": ["bench", "--only", "norms-memory", "--repeats", 1, "-o", "bench.json"],
+        "bench compare": ["bench", "compare", "bench.json", "bench.json"],
+        "selfcheck": ["selfcheck", "--device", "cpu", *small],
+        "error": ["heads", "nothere.h5"],
+    }
+    found = {name: perturbkv(*arguments, "--json").json() for name, arguments in asked.items()}
+    finished = made()
+    finished.arrays["sigma_topk"][..., 0, 0] = 0.4  # type: ignore[index]
+    monkeypatch.setattr(trace_file, "read_trace", lambda path: finished)
+    for name, options in ANALYSES.items():
+        folder = f"analyses/{name}"
+        found[name] = perturbkv(name, "made.h5", *options, "-o", folder, "--format", "png", "--json").json()
+    found["summary.json"] = json.loads(Path("analyses/heads/summary.json").read_text())
+    return found
+
+
+def test_every_key_of_every_document_stands_on_the_page_with_its_type(documents: dict[str, Any]) -> None:
+    walk = Walk(read_page(PAGE.read_text()))
+    for section, document in documents.items():
+        assert document["schema"] == SCHEMA, section
+        walk.thing(document, section, section)
+    assert walk.wrong == []
+    rows = {(section, key) for section, keys in walk.page.items() for key in keys}
+    shared = {(section, key) for section, key in rows if section in ("every document", "every analysis")}
+    assert rows - walk.seen - shared == set()  # nothing stands there that no command prints
+
+
+def test_a_key_that_is_not_documented_and_a_type_that_is_another_are_found() -> None:
+    page = read_page("## a\n\n| `b` | list of c | x |\n\n## c\n\n| `d` | number | x |\n| `e` | text or null | x |\n")
+    walk = Walk(page)
+    walk.thing({"b": [{"d": None, "e": None}, {"d": 1, "e": ""}]}, "a", "a")
+    assert walk.wrong == []
+    walk.thing({"b": [{"d": "1", "e": 2, "f": 3}], "g": 4}, "a", "a")
+    assert [line.partition(" ")[0].rstrip(":") for line in walk.wrong] == ["a.b[].d", "a.b[].e", "a.b[].f", "a.g"]
+    flags = Walk({"a": {"b": "integer", "c": "boolean", "d": "map of text"}})
+    flags.thing({"b": True, "c": 1, "d": ["x"]}, "a", "a")
+    assert len(flags.wrong) == 3
