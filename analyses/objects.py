@@ -25,6 +25,19 @@ def config_object(config: EvictionConfig) -> dict[str, Any]:
     return {"label": config.label(), **_choices(config)}
 
 
+def columns_of(config: EvictionConfig) -> dict[str, str]:
+    """A configuration as columns of a data frame: its label, and of its choices those that are most asked for.
+
+    A budget is text: 128 are entries, 0.05 a share of the prompt.
+    """
+    return {
+        "config": config.label(),
+        "policy": config.policy,
+        "selection": config.selection,
+        "budget": str(config.budget),
+    }
+
+
 def config_of(document: Mapping[str, Any]) -> EvictionConfig:
     """The configuration that `config_object` made this of."""
     choices = {name: value for name, value in document.items() if name != "label"}

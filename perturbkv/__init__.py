@@ -9,6 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perturbkv.analyses.ablation import ablation as ablation
+    from perturbkv.analyses.assumption import assumption as assumption
+    from perturbkv.analyses.bound_tightness import bound_tightness as bound_tightness
+    from perturbkv.analyses.horizon import horizon as horizon
+    from perturbkv.analyses.needle import needle as needle
     from perturbkv.api import generate as generate
     from perturbkv.api import load_model as load_model
     from perturbkv.api import load_prompts as load_prompts
@@ -37,11 +42,16 @@ _PUBLIC = {
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",
     "TraceWriter": "perturbkv.storage.writer",
+    "ablation": "perturbkv.analyses.ablation",
+    "assumption": "perturbkv.analyses.assumption",
+    "bound_tightness": "perturbkv.analyses.bound_tightness",
     "generate": "perturbkv.api",
     "grid": "perturbkv.selection.grid",
+    "horizon": "perturbkv.analyses.horizon",
     "load_model": "perturbkv.api",
     "load_prompts": "perturbkv.api",
     "measure": "perturbkv.api",
+    "needle": "perturbkv.analyses.needle",
     "read_trace": "perturbkv.storage.trace_file",
 }
 
