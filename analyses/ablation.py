@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ from perturbkv.analyses.ablation_tables import of_setting
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.ingredients import BASELINE, Row, Setting, settings
+from perturbkv.analyses.naming import short
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import decided, difference, ends, over, tally
+from perturbkv.analyses.sentences import Case, compared, decided, difference, ends, over, same, sentence, tally
 from perturbkv.display import Table
 from perturbkv.trace import Trace
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _METHOD = "two-stage"
 _PARTS = {"un-pooling": "un-pooling by itself", "the value norms ν": "the value norms on top of it"}
-_FOUND = {-1: "less", 1: "more", 0: "undecided"}
+_FOUND = {-1: ("less", "less"), 1: ("more", "more"), 0: ("undecided", "undecided")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,15 +42,11 @@ class Ablation(Result):
 
     def conclusion(self) -> str:
         """By how much the two-stage selection perturbs less than the baseline, and which ingredient brings it."""
-        method = _METHOD if self._rows(_METHOD) else self.settings[0].rows[0].name
-        rows = self._rows(method)
-        samples = over(self.identity.samples)
-        if all(isnan(row.compared.propagated.sum_ratio) for _, row in rows):
-            return f"There is no gain to take apart: {BASELINE} perturbs nothing ({samples})."
-        told = [(_case(setting, row), row.compared.propagated.sum_ratio, _change(row)) for setting, row in rows]
-        found = f" ({_tallied([row for _, row in rows])})" if len(rows) > 1 else ""
-        parts = "".join(self._part(name, words) for name, words in _PARTS.items())
-        return f"{method} perturbs {ends(told)} than {BASELINE}{found}{parts} (propagated, all heads; {samples})."
+        method = _METHOD if self._cases(_METHOD) else self.settings[0].rows[0].name
+        said = compared(method, BASELINE, self._cases(method))
+        parts = [self._part(name, words) for name, words in _PARTS.items()]
+        told = "; ".join(filter(None, (said, *parts)))
+        return sentence(f"{told} (propagated, all heads; {over(self.identity.samples)})")
 
     def tables(self) -> list[Table | str]:
         """Of each setting its rows over the baseline, and what each ingredient adds to the row without it."""
@@ -92,16 +88,30 @@ class Ablation(Result):
 
         return draw(self.settings, self.identity, width_mm)
 
-    def _rows(self, name: str, part: str = "rows") -> list[tuple[Setting, Row]]:
-        """Rows of a name, of every setting and α."""
-        return [(setting, row) for setting in self.settings for row in getattr(setting, part) if row.name == name]
+    def _cases(self, name: str, part: str = "rows") -> list[Case]:
+        """The propagated ratios of a row, of every setting and α."""
+        told = short([setting.baseline for setting in self.settings], "alpha", "group_product")
+        rows = [
+            (words, row)
+            for words, setting in zip(told, self.settings, strict=True)
+            for row in getattr(setting, part)
+            if row.name == name
+        ]
+        several = len({row.alpha for _, row in rows}) > 1
+        return [_case(f"{words} α={row.alpha:g}".strip() if several else words, row) for words, row in rows]
 
     def _part(self, name: str, words: str) -> str:
         """What one ingredient brings: by how much where there is one case, else in how many."""
-        rows = [row for _, row in self._rows(name, "brings")]
-        if not rows:
+        known = [case for case in self._cases(name, "brings") if not isnan(case[1])]
+        if not known:
             return ""
-        return f"; {words}: {_change(rows[0]) if len(rows) == 1 else _tallied(rows)}"
+        if all(same(ratio, interval) for _, ratio, interval in known):
+            return f"{words}: nothing"
+        verdicts = [decided(interval, 1) for _, _, interval in known]
+        if len(known) > 1 and None not in verdicts:
+            return f"{words}: {tally(verdicts, _FOUND, 'case')}"
+        unsure = ", undecided" if verdicts == [0] else ""
+        return f"{words}: {ends([(case, ratio, difference(ratio, band)) for case, ratio, band in known])}{unsure}"
 
 
 def ablation(trace: Trace, step: int = 0) -> Ablation:
@@ -119,27 +129,16 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
 
     Example, of a `trace` of 2 layers and 2 heads:
         >>> import perturbkv as pk
-        >>> found = pk.ablation(trace)
-        >>> [row.name for row in found.settings[0].brings][:2]
-        ['un-pooling', 'the value norms ν']
+        >>> pk.ablation(trace).settings[0].rows[0].compared.isolated.baseline_mean.shape
+        (2, 2)
     """
     found = settings(trace, step)
     configs = dict.fromkeys(config for one in found for config in one.identity.configs)
     return Ablation(found, step, identity(trace, list(configs), step))
 
 
-def _case(setting: Setting, row: Row) -> str:
-    alpha = "" if row.alpha is None else f" α={row.alpha:g}"
-    return f"b={setting.baseline.budget} {setting.granularity}{alpha}"
-
-
-def _change(row: Row) -> str:
-    return difference(row.compared.propagated.sum_ratio, row.compared.propagated.sum_ratio_interval)
-
-
-def _tallied(rows: Iterable[Row]) -> str:
-    verdicts = [decided(row.compared.propagated.sum_ratio_interval, 1) for row in rows]
-    return tally(verdicts, _FOUND, "case")
+def _case(name: str, row: Row) -> Case:
+    return name, row.compared.propagated.sum_ratio, row.compared.propagated.sum_ratio_interval
 
 
 def _told(part: str, row: Row) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from perturbkv.analyses import numbers
+from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.ingredients import BASELINE, Row, Setting
 from perturbkv.display import Table
 
-_COLUMNS = ("", "#α", "#held /\nfull", "#isol.\nΣ", "#median\nhead", "#heads\nbetter", "#prop.\nΣ", "#median\nhead",
-            "#heads\nbetter")  # fmt: skip
+_COLUMNS = ("", "#α", "#held /\nfull", "", "#Σ of all\nheads", "#median\nhead", "#heads\nbetter")
+_KINDS = {"isolated": "isol.", "propagated": "prop."}
 
 
 def of_setting(setting: Setting) -> list[Table | str]:
@@ -35,19 +36,25 @@ def _half(setting: Setting) -> str:
 
 
 def _baseline(setting: Setting) -> list[str]:
-    return [BASELINE, "", numbers.held(setting.rows[0].compared.held[0]), "1", "1", "", "1", "1", ""]
+    return [BASELINE, "", numbers.held(setting.rows[0].compared.held[0]), "both", "1", "1", ""]
 
 
 def _lines(rows: Iterable[Row]) -> list[list[str]]:
-    """A line per row, each name once."""
+    """A line per row and kind of perturbation, each name once."""
     found, before = [], ""
     for row in rows:
-        cells = [row.name if row.name != before else "", "" if row.alpha is None else f"{row.alpha:g}"]
-        cells.append(numbers.held(row.compared.held[1]))
-        for kind in (row.compared.isolated, row.compared.propagated):
-            cells.append(numbers.decimal(kind.sum_ratio, kind.sum_ratio_interval, apart="\n"))
-            cells.append(numbers.decimal(kind.median_ratio, kind.median_ratio_interval, apart="\n"))
-            cells.append(numbers.percent(kind.better_share, kind.better_share_interval, "\n"))
-        found.append(cells)
+        name = [row.name if row.name != before else "", "" if row.alpha is None else f"{row.alpha:g}"]
+        named = [*name, numbers.held(row.compared.held[1])]
+        for kind, word in _KINDS.items():
+            found.append([*named, word, *_cells(getattr(row.compared, kind))])
+            named = [""] * len(named)
         before = row.name
     return found
+
+
+def _cells(kind: HeadKind) -> list[str]:
+    return [
+        numbers.decimal(kind.sum_ratio, kind.sum_ratio_interval, apart="\n"),
+        numbers.decimal(kind.median_ratio, kind.median_ratio_interval, apart="\n"),
+        numbers.percent(kind.better_share, kind.better_share_interval, "\n"),
+    ]

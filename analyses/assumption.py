@@ -10,7 +10,7 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.naming import budgets, counted, folded
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import decided, ends, over
+from perturbkv.analyses.sentences import decided, ends, over, sentence
 from perturbkv.analyses.sigma import READINGS, ConfigAssumption, Reading, sigmas
 from perturbkv.display import Table
 from perturbkv.trace import Trace
@@ -46,10 +46,10 @@ class Assumption(Result):
         ]
         said = (
             f"the first stage of {self.selection} keeps more than half of the attention in {ends(told)} of heads "
-            f"({over(self.identity.samples)}); {self._where()}."
+            f"({over(self.identity.samples)}); {self._where()}"
         )
         judged = _judged([decided(reading.share_interval, 0.5) for reading in self._stage()])
-        return f"{judged}: {said}" if judged else said[0].upper() + said[1:]
+        return sentence(f"{judged}: {said}" if judged else said)
 
     def tables(self) -> list[Table | str]:
         """A table per reading of σ, a row per configuration; beneath them the heads below."""
@@ -113,7 +113,8 @@ class Assumption(Result):
         failing = self._stage()[place].failing
         if not failing.any():
             return "no head fails in the mean over samples"
-        at = f" at b={self._names()[place]}" if len(self.configs) > 1 else ""
+        alike = all((one.failing == failing).all() for one in self._stage())
+        at = "" if alike else f" at b={self._names()[place]}"
         total, counts = int(failing.sum()), failing.sum(axis=1)
         heads = counted(total, "head")
         if failing.all():

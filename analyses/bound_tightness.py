@@ -19,7 +19,7 @@ from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.rank_agreement import CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.analyses.reading import at_step, held_shares
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import decided, ends, factor, over, tally
+from perturbkv.analyses.sentences import decided, ends, factor, over, sentence, tally
 from perturbkv.analyses.tightness import LEVELS, Tightness, tightness
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 ANALYSIS = "bound-tightness"
 _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
-_ORDERED = {1: "less", -1: "more", 0: "undecided"}
+_ORDERED = {
+    1: ("the selection with the lower bound perturbs less", "less"),
+    -1: ("the selection with the lower bound perturbs more", "more"),
+    0: ("whether the selection with the lower bound perturbs less is undecided", "undecided"),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +73,7 @@ class BoundTightness(Result):
 
     def conclusion(self) -> str:
         """How far θ̂ lies above the perturbation, and whether ranking selections by it ranks them by the latter."""
-        return f"{self._loose()}; {self._ordered()}."
+        return sentence(f"{self._loose()}; {self._ordered()}")
 
     def tables(self) -> list[Table | str]:
         """What was checked, each ratio's spread, and whether the bounds order selections as L does."""
@@ -138,14 +142,14 @@ class BoundTightness(Result):
         names = [" ".join(parts) for parts in budgets([one.config for one in self.shown])]
         quantiles = [one.spreads["L/θ̂"].evidence for one in self.shown]
         if all(isnan(found[_MEDIAN]) for found in quantiles):
-            return f"There is no bound to judge for {self.selection}: {self._why_none()}"
+            return f"there is no bound to judge for {self.selection}: {self._why_none()}"
         told = [
             (f"b={name}", float(found[_MEDIAN]), _times(found)) for name, found in zip(names, quantiles, strict=True)
         ]
         samples = over(max(one.evicted_samples for one in self.shown)).partition(":")[0]
         return (
-            f"The paper's bound {_BOUND} lies {ends(told)} above the perturbation of {self.selection} that it bounds "
-            f"(median head, in parentheses nine heads in ten; {samples})"
+            f"the paper's bound {_BOUND} lies {ends(told)} above the perturbation of {self.selection} that it bounds "
+            f"(median head; in parentheses nine heads in ten; {samples})"
         )
 
     def _why_none(self) -> str:
@@ -160,12 +164,12 @@ class BoundTightness(Result):
         correlations = [one for agreement in self.agreements for one in agreement.correlations]
         ranked = [one for one in correlations if _counts(one)]
         if not ranked:
-            few = "too few samples have σ > 0.5 in every selection" if correlations else "fewer than three of a budget"
+            few = "too few samples hold ranks where σ > 0.5" if correlations else "fewer than three of a budget"
             return f"whether the selection with the lower bound perturbs less cannot be said: {few}"
         told = [("", one.evidence_mean, numbers.decimal(one.evidence_mean, one.evidence_interval)) for one in ranked]
         found = tally([decided(one.evidence_interval, 0) for one in ranked], _ORDERED, "setting")
         samples = min(one.evidence_samples for one in ranked)
-        return f"does the selection with the lower bound perturb less? {found}: ρ = {ends(told)} ({over(samples)})"
+        return f"{found}: ρ = {ends(told)} ({over(samples)})"
 
 
 def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -> BoundTightness:

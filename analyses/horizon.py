@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import naming
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.growth import FLOORS, ConfigHorizon, followed, relative
-from perturbkv.analyses.horizon_tables import curve_table, notes, said_of_heads
+from perturbkv.analyses.horizon_tables import curve_table, lead_tables, notes, said_of_heads
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.leads import Lead, leads
 from perturbkv.analyses.naming import common, short
@@ -26,7 +26,7 @@ from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import Floats, at_step, held_shares
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import decided, difference, ends, factor, over, tally
+from perturbkv.analyses.sentences import compared, decided, ends, factor, over, sentence, tally
 from perturbkv.analyses.thirds import ANALYSIS, steps_of, taken
 from perturbkv.analyses.thirds import LEAST_STEPS as LEAST_STEPS
 from perturbkv.display import Table
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIDES = ("attention", "two-stage")
-_GROWS = {1: "grows", -1: "shrinks", 0: "stays or is undecided"}
-_LEADS = {-1: "less", 1: "more", 0: "undecided"}
+_GROWS = {
+    1: ("the error grows", "it grows"),
+    -1: ("the error shrinks", "it shrinks"),
+    0: ("whether the error grows is undecided", "it is undecided"),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,13 +68,14 @@ class Horizon(Result):
 
     def conclusion(self) -> str:
         """Whether a selection's lead lasts, and whether the error grows."""
-        said = [*(self._lead(*pair) for pair in self._contests()), self._growth()]
-        return f"{'; '.join(said)} ({over(self.grown)})."
+        said = [*(self._lead(*sides, found) for sides, found in self._contests().items()), self._growth()]
+        return sentence(f"{'; '.join(said)} ({over(self.grown)})")
 
     def tables(self) -> list[Table | str]:
-        """First and last third and growth of every configuration, and which of its heads grow."""
+        """Leads at first and at last, growth of every configuration, and which of its heads grow."""
         shared = f"{self.steps} decode steps · {common(self.identity.configs)}"
-        return [shared, curve_table(self._named()), *said_of_heads(self._named())]
+        named = self._named()
+        return [shared, *lead_tables(self._contests()), curve_table(named), *said_of_heads(named)]
 
     def notes(self) -> str:
         """Of how many samples the steps are, what grows, and the noise floor."""
@@ -124,35 +128,31 @@ class Horizon(Result):
         names = [name or "evicted" for name in short(self.identity.configs)]
         return list(zip(names, self.configs, strict=True))
 
-    def _contests(self) -> list[tuple[str, list[Lead]]]:
-        """The leads of each two sides, by their names."""
-        found: dict[str, list[Lead]] = {}
+    def _contests(self) -> dict[tuple[str, str], list[Lead]]:
+        """The leads of each two sides, by their names, baseline first."""
+        found: dict[tuple[str, str], list[Lead]] = {}
         for lead in self.leads:
-            first, second = naming.sides(lead.baseline, lead.treatment)
-            found.setdefault(f"{second} perturbs {{}} than {first}", []).append(lead)
-        return list(found.items())
+            found.setdefault(naming.sides(lead.baseline, lead.treatment), []).append(lead)
+        return found
 
-    def _lead(self, words: str, found: list[Lead]) -> str:
+    def _lead(self, baseline: str, treatment: str, found: list[Lead]) -> str:
         """By how much at first and in the end where there is one case, else in how many."""
-        first, last = ([(getattr(one, name), getattr(one, f"{name}_interval")) for one in found]
-                       for name in ("first", "last"))  # fmt: skip
-        if len(found) == 1:
-            before, after = difference(*first[0]), difference(*last[0])
-        else:
-            before, after = (
-                tally([decided(interval, 1) for _, interval in third], _LEADS, "case") for third in (first, last)
-            )
-        said = words.format(before)
-        return f"{said} in the first third of {self.steps} decode steps, {after} in the last"
+        first, last = ([(name, getattr(lead, third), getattr(lead, f"{third}_interval"))
+                        for name, lead in zip(short([one.baseline for one in found]), found, strict=True)]
+                       for third in ("first", "last"))  # fmt: skip
+        early = compared(treatment, baseline, first, f" in the first third of {self.steps} decode steps")
+        return f"{early}; {compared('it', baseline, last, ' in the last third')}"
 
     def _growth(self) -> str:
         """Whether the propagated error grows from the first third of the steps to the last."""
         curves = [(name, one.curves["propagated"]) for name, one in self._named()]
-        told = [(name, one.growth, factor(one.growth, one.growth_interval)) for name, one in curves]
-        if all(isnan(growth) for _, growth, _ in told):
+        known = [(name, curve) for name, curve in curves if not isnan(curve.growth)]
+        if not known:
             return "whether the error grows cannot be told from rounding"
-        known = [decided(one.growth_interval, 1) for _, one in curves if not isnan(one.growth)]
-        return f"the error {tally(known, _GROWS, 'configuration')}: to {ends(told)} of what it was"
+        told = ends([(name, curve.growth, factor(curve.growth, curve.growth_interval)) for name, curve in known])
+        verdicts = [decided(curve.growth_interval, 1) for _, curve in known]
+        said = "the error changes" if None in verdicts else tally(verdicts, _GROWS, "configuration")
+        return f"{said}, last third over first: {told}"
 
 
 def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.growth import ConfigHorizon, Curve
-from perturbkv.analyses.naming import counted, folded
+from perturbkv.analyses.leads import Lead
+from perturbkv.analyses.naming import counted, folded, short
 from perturbkv.display import Table
 
 _LISTED = 6
@@ -23,6 +24,15 @@ def curve_table(named: Named) -> Table:
     ]
     columns = ["", "", "#first\nthird", "#last\nthird", "#growth", "#heads beyond\nchance + / = / −"]
     return Table("Σ L / Σ ‖o_h‖₁ over all heads", columns, rows)
+
+
+def lead_tables(contests: Mapping[tuple[str, str], Sequence[Lead]]) -> list[Table]:
+    """Of each two sides a row per setting that they share."""
+    columns = ["", "#first third", "#last third"]
+    return [
+        Table(f"{treatment} over {baseline}: Σ L of all heads, propagated", columns, _leads(found))
+        for (baseline, treatment), found in contests.items()
+    ]
 
 
 def said_of_heads(named: Named) -> list[str]:
@@ -53,6 +63,18 @@ def _samples(counts: Sequence[int], short: int) -> str:
     )
     left = f" {counted(short, 'sample')} of fewer than 3 steps left out of growth." if short else ""
     return f"{said}: a text that ends has no later steps.{left}" if ends or left else f"{said}."
+
+
+def _leads(found: Sequence[Lead]) -> list[list[str]]:
+    names = short([lead.baseline for lead in found])
+    return [
+        [
+            folded(name or f"b={lead.baseline.budget}"),
+            numbers.decimal(lead.first, lead.first_interval),
+            numbers.decimal(lead.last, lead.last_interval),
+        ]
+        for name, lead in zip(names, found, strict=True)
+    ]
 
 
 def _row(name: str, curve: Curve) -> list[str]:

@@ -20,14 +20,18 @@ from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.reading import Floats, at_step
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.retrieval import Correlation, Retrieval, correlate, measures
-from perturbkv.analyses.sentences import decided, ends, tally
+from perturbkv.analyses.sentences import decided, ends, sentence, tally
 from perturbkv.display import Table
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TELLS = {-1: "yes", 1: "no, the more perturbed find more", 0: "undecided"}
+_TELLS = {
+    -1: ("methods that perturb a prompt's first step more find fewer digits", "fewer"),
+    1: ("methods that perturb a prompt's first step more find more digits", "more"),
+    0: ("whether methods that perturb a prompt's first step more find fewer digits is undecided", "undecided"),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,10 +65,10 @@ class Needle(Result):
     def conclusion(self) -> str:
         """What the best and the worst method find beside the full cache, and whether perturbation tells."""
         full = numbers.percent(self.full.score, self.full.score_interval)
-        prompts = counted(self.identity.samples, "prompt")
+        prompts = f"n = {counted(self.identity.samples, 'prompt')}"
         if not self.full.score:
-            return f"Even the full cache finds no number ({full}, n = {prompts}): there is nothing that eviction loses."
-        return f"{self._found()}, the full cache {full} (n = {prompts}); {self._told()}."
+            return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
+        return sentence(f"{self._found()}; the full cache finds {full} ({prompts}); {self._told()}")
 
     def tables(self) -> list[Table | str]:
         """What is found, and the ranks of what perturbation tells."""
@@ -137,25 +141,24 @@ class Needle(Result):
         (worst, least), (best, most) = ordered[0], ordered[-1]
         shares = [numbers.percent(one.score, one.score_interval) for one in (least, most)]
         if len(ordered) == 1:
-            return f"From the evicted cache {shares[0]} of the numbers are found"
+            return f"from the evicted cache {shares[0]} of the numbers are found"
         if least.score == most.score:
-            return f"All {len(ordered)} methods find {shares[0]} of the numbers"
-        unsure = " and their intervals overlap" if _overlap(least, most) else ""
+            return f"all {len(ordered)} methods find {shares[0]} of the numbers"
+        unsure = " (their intervals overlap)" if _overlap(least, most) else ""
         return f"{best} finds {shares[1]} of the numbers, {worst} {shares[0]}{unsure}"
 
     def _told(self) -> str:
         """Whether the first step's perturbation tells which methods find less."""
         correlations = [_first(one.correlations) for one in self.link.budgets]
         known = [one for one in correlations if not isnan(one.rho)]
-        asked = "does the first step's perturbation tell which methods find fewer digits?"
         if not known:
-            few = "no two methods of a prompt differ" if correlations else "too few methods of one budget to rank"
-            return f"{asked} {few}"
-        told = [("", one.rho, numbers.decimal(one.rho, one.interval)) for one in known]
-        verdicts = [decided(one.interval, 0) for one in known]
+            few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
+            return f"whether those that perturb more find less cannot be said: {few}"
+        told = ends([("", one.rho, numbers.decimal(one.rho, one.interval)) for one in known])
         prompts = min(one.deciding for one in known)
-        few = ": too few for an interval" if prompts < LEAST else ""
-        return f"{asked} {tally(verdicts, _TELLS, 'budget')}: ρ = {ends(told)} (n = {prompts} that decide{few})"
+        few = ", too few for an interval" if prompts < LEAST else ""
+        verdicts = [decided(one.interval, 0) for one in known]
+        return f"{tally(verdicts, _TELLS, 'budget')}: ρ = {told} (n = {counted(prompts, 'deciding prompt')}{few})"
 
 
 def needle(trace: Trace) -> Needle:

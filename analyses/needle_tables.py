@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from perturbkv.analyses import numbers
+from perturbkv.analyses.naming import folded
 from perturbkv.analyses.needle_grid import OUTCOMES, Method
 from perturbkv.analyses.retrieval import CIRCULAR, LEAST_CONFIGS, MEASURES, BudgetLink, Correlation, Retrieval
 from perturbkv.display import Table
@@ -21,7 +22,7 @@ def found_table(named: list[tuple[str, Method]], lengths: tuple[int, ...]) -> Ta
     """A row per method: what it finds in all, and by prompt tokens."""
     columns = ["method", "#held /\nfull", "#found", "#leading\ndigits", *(f"#{length:,}" for length in lengths)]
     title = "share of numbers found in all, of their leading digits, and found by prompt tokens"
-    return Table(title, columns, [_row(name, method) for name, method in named])
+    return Table(title, columns, [_row(folded(name, 24), method) for name, method in named])
 
 
 def link_tables(link: Retrieval) -> list[Table | str]:

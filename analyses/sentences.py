@@ -9,9 +9,6 @@ from perturbkv.analyses.intervals import LEAST, Interval, Scalar
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.numbers import decimal, percent
 
-_TWICE = 2.0
-"""A ratio of at least this is told as a factor: '3.1 × as much' reads more easily than '210 % more'."""
-
 
 def over(samples: int, what: str = "sample") -> str:
     """'n = 8 samples', and of fewer than five why no interval stands there."""
@@ -28,22 +25,53 @@ def decided(interval: Scalar, at: float) -> int | None:
     return int(interval.low > at) - int(interval.high < at)
 
 
+Case = tuple[str, float, Scalar]
+"""What a ratio is of, the ratio, and its interval."""
+Words = Mapping[int, tuple[str, str]]
+"""A verdict as a clause of its own, and as what may follow on another's."""
+
+
+def compared(treatment: str, baseline: str, cases: Sequence[Case], where: str = "") -> str:
+    """'two-stage perturbs 17 % [12, 22] less than attention' of one case; of several in how many, and both ends.
+
+    A case is the treatment's perturbation over the baseline's, NaN where there is nothing to compare; `where` follows
+    on the baseline.
+    """
+    known = [case for case in cases if not isnan(case[1])]
+    if not known:
+        return f"{treatment} cannot be compared with {baseline}{where}: too little is perturbed"
+    if all(same(ratio, interval) for _, ratio, interval in known):
+        return f"{treatment} perturbs exactly as much as {baseline}{where}"
+    verdicts = [decided(interval, 1) for _, _, interval in known]
+    told = ends([(name, ratio, difference(ratio, interval)) for name, ratio, interval in known])
+    if None in verdicts or verdicts in ([1], [-1]):
+        return f"{treatment} perturbs {told} than {baseline}{where}"
+    return f"{tally(verdicts, _contest(treatment, f'{baseline}{where}'), 'case')}: {told}"
+
+
+def _contest(treatment: str, baseline: str) -> Words:
+    """The words of a ratio's verdicts: below 1 the treatment perturbs less."""
+    return {
+        -1: (f"{treatment} perturbs less than {baseline}", "less"),
+        1: (f"{treatment} perturbs more than {baseline}", "more"),
+        0: (f"whether {treatment} perturbs less than {baseline} is undecided", "undecided"),
+    }
+
+
+def same(ratio: float, interval: Scalar) -> bool:
+    """True where the two sides are equal in every sample, as where they keep the same entries."""
+    return ratio == 1 and (interval is None or interval.low == interval.high)
+
+
 def difference(ratio: float, interval: Scalar = None) -> str:
-    """'17 % [12, 22] less' of a ratio of 0.83, '3.1 × [2.4, 4.0] as much' of a large one; and where it is undecided."""
-    if isnan(ratio):
-        return "by an amount that cannot be told"
-    if ratio == 1 and (interval is None or interval.low == interval.high):
-        return "exactly as much"
-    unsure = ", undecided" if decided(interval, 1) == 0 else ""
-    if ratio >= _TWICE:
-        return f"{factor(ratio, interval)} as much{unsure}"
+    """'17 % [12, 22] less' of a ratio of 0.83, '9 % [3, 15] more' of 1.09."""
     share, ends = (1 - ratio, _turned(interval)) if ratio <= 1 else (ratio - 1, _from_one(interval))
-    return f"{percent(share, ends)} {'less' if ratio <= 1 else 'more'}{unsure}"
+    return f"{percent(share, ends)} {'less' if ratio <= 1 else 'more'}"
 
 
 def factor(ratio: float, interval: Scalar = None) -> str:
     """'3.1 × [2.4, 4.0]'."""
-    value, apart, ends = decimal(ratio, interval, digits=1 if ratio >= _TWICE else 2).partition(" ")
+    value, apart, ends = decimal(ratio, interval, digits=1 if ratio >= 2 else 2).partition(" ")
     return f"{value} ×{apart}{ends}"
 
 
@@ -59,15 +87,24 @@ def ends(told: Sequence[tuple[str, float, str]]) -> str:
     return " to ".join(f"{words} ({name})" if name else words for name, _, words in shown)
 
 
-def tally(verdicts: Sequence[int | None], words: Mapping[int, str], case: str) -> str:
-    """'less in 4 of 6 cases, undecided in 2': how often each verdict was found; of a single one the word alone."""
+def tally(verdicts: Sequence[int | None], words: Words, case: str) -> str:
+    """What most cases show, in how many of them, and what the others show; of a single one its clause alone."""
     held = [verdict or 0 for verdict in verdicts]
-    counts = {verdict: held.count(verdict) for verdict in words if verdict in held}
-    first, *others = counts
+    first, *others = sorted(set(held), key=lambda verdict: (-held.count(verdict), list(words).index(verdict)))
+    clause = words[first][0]
     if not others:
-        return words[first] if len(held) == 1 else f"{words[first]} in all {counted(len(held), case)}"
-    rest = "".join(f", {words[verdict]} in {counts[verdict]}" for verdict in others)
-    return f"{words[first]} in {counts[first]} of {counted(len(held), case)}{rest}"
+        return clause if len(held) == 1 else f"{clause} in {_all(len(held))} {case}s"
+    rest = "".join(f", {words[verdict][1]} in {held.count(verdict)}" for verdict in others)
+    return f"{clause} in {held.count(first)} of {counted(len(held), case)}{rest}"
+
+
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _all(count: int) -> str:
+    return "both" if count == 2 else f"all {count}"
 
 
 def _turned(interval: Scalar) -> Scalar:
