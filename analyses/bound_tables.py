@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from perturbkv.analyses import numbers
@@ -11,6 +10,7 @@ from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import budgets
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, Concordance, RankAgreement, RankCorrelation
 from perturbkv.analyses.reading import Floats
+from perturbkv.analyses.sentences import turned
 from perturbkv.analyses.tightness import RATIOS, Tightness
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
@@ -48,9 +48,8 @@ def ratio_rows(budget: str, config: Tightness) -> list[list[str]]:
     evidence = [_spread(spread.evidence) for spread in config.spreads.values()]
     flagged = [_spread(spread.flagged) for spread in config.spreads.values()]
     share, ends = config.flagged_share, config.flagged_share_interval
-    others = None if ends is None else replace(ends, low=1 - ends.high, high=1 - ends.low)
     return [
-        [budget, "> 0.5", numbers.percent(1 - share, others, "\n"), *evidence],
+        [budget, "> 0.5", numbers.percent(1 - share, turned(ends), "\n"), *evidence],
         [f"held {numbers.held(config.held)}", "≤ 0.5", numbers.percent(share, ends, "\n"), *flagged],
     ]
 

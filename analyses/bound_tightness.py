@@ -19,7 +19,7 @@ from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.rank_agreement import CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.analyses.reading import at_step, held_shares
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import decided, ends, factor, over, sentence, tally
+from perturbkv.analyses.sentences import decided, ends, factor, over, sentence, tally, turned
 from perturbkv.analyses.tightness import LEVELS, Tightness, tightness
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
@@ -146,10 +146,13 @@ class BoundTightness(Result):
         told = [
             (f"b={name}", float(found[_MEDIAN]), _times(found)) for name, found in zip(names, quantiles, strict=True)
         ]
+        covered = [
+            (f"b={name}", 1 - one.flagged_share, _covered(one)) for name, one in zip(names, self.shown, strict=True)
+        ]
         samples = over(max(one.evicted_samples for one in self.shown)).partition(":")[0]
         return (
-            f"the paper's bound {_BOUND} lies {ends(told)} above the perturbation of {self.selection} that it bounds "
-            f"(median head; in parentheses nine heads in ten; {samples})"
+            f"the paper's bound {_BOUND} covers {ends(covered)} of heads and is {ends(told)} the perturbation of "
+            f"{self.selection} there (median head; in parentheses nine heads in ten; {samples})"
         )
 
     def _why_none(self) -> str:
@@ -206,6 +209,11 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         run=trace.run,
         identity=identity(trace, shown, step),
     )
+
+
+def _covered(one: Tightness) -> str:
+    """The share of heads in which σ > 0.5."""
+    return numbers.percent(1 - one.flagged_share, turned(one.flagged_share_interval))
 
 
 def _times(ratios: Any) -> str:

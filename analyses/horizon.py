@@ -149,7 +149,7 @@ class Horizon(Result):
         known = [(name, curve) for name, curve in curves if not isnan(curve.growth)]
         if not known:
             return "whether the error grows cannot be told from rounding"
-        told = ends([(name, curve.growth, factor(curve.growth, curve.growth_interval)) for name, curve in known])
+        told = ends([(name, curve.growth, factor(curve.growth, curve.growth_interval)) for name, curve in known], "of")
         verdicts = [decided(curve.growth_interval, 1) for _, curve in known]
         said = "the error changes" if None in verdicts else tally(verdicts, _GROWS, "configuration")
         return f"{said}, last third over first: {told}"

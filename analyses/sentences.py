@@ -65,7 +65,7 @@ def same(ratio: float, interval: Scalar) -> bool:
 
 def difference(ratio: float, interval: Scalar = None) -> str:
     """'17 % [12, 22] less' of a ratio of 0.83, '9 % [3, 15] more' of 1.09."""
-    share, ends = (1 - ratio, _turned(interval)) if ratio <= 1 else (ratio - 1, _from_one(interval))
+    share, ends = (1 - ratio, turned(interval)) if ratio <= 1 else (ratio - 1, _from_one(interval))
     return f"{percent(share, ends)} {'less' if ratio <= 1 else 'more'}"
 
 
@@ -75,8 +75,8 @@ def factor(ratio: float, interval: Scalar = None) -> str:
     return f"{value} ×{apart}{ends}"
 
 
-def ends(told: Sequence[tuple[str, float, str]]) -> str:
-    """The least and the largest of several numbers, each as it is said and of what: '3 % (b=64) to 9 % (b=128)'.
+def ends(told: Sequence[tuple[str, float, str]], joint: str = "at") -> str:
+    """The least and the largest of several numbers, each as it is said and of what: '3 % at b=64 to 9 % at b=128'.
 
     A number is its name, its size and its words; one that is NaN is left out, a single one stands without its name.
     """
@@ -84,7 +84,7 @@ def ends(told: Sequence[tuple[str, float, str]]) -> str:
     shown = list(dict.fromkeys((known[0], known[-1]))) if known else []
     if len({words for _, _, words in shown}) < 2:
         return shown[0][2] if shown else "–"
-    return " to ".join(f"{words} ({name})" if name else words for name, _, words in shown)
+    return " to ".join(f"{words} {joint} {name}" if name else words for name, _, words in shown)
 
 
 def tally(verdicts: Sequence[int | None], words: Words, case: str) -> str:
@@ -107,8 +107,8 @@ def _all(count: int) -> str:
     return "both" if count == 2 else f"all {count}"
 
 
-def _turned(interval: Scalar) -> Scalar:
-    """Of 1 − the number."""
+def turned(interval: Scalar) -> Scalar:
+    """Of 1 − the number, such as the share of the heads that are not flagged."""
     return None if interval is None else Interval(1 - interval.high, 1 - interval.low, interval.kind)
 
 

@@ -57,7 +57,7 @@ def test_budgets_of_which_one_fails_are_told_by_both_ends() -> None:
     said = assumption(sigmas([[0.4] * 4, [0.9] * 4], budgets=(64, 128))).conclusion()
     assert said.startswith("Whether the paper's assumption holds in most heads depends on the budget: ")
     assert "0 % [0, " in said
-    assert "(b=64) to 100 % [" in said
+    assert "at b=64 to 100 % [" in said
     assert said.endswith("all 32 heads fail at b=64.")
 
 
@@ -79,7 +79,9 @@ def test_the_conclusion_names_the_selection_that_was_asked_for() -> None:
 
 def test_a_bound_is_told_by_how_far_it_lies_above() -> None:
     said = bound_tightness(one_config()).conclusion()  # L/θ̂ of 1/4, 1/4 and 3/5: quantiles 0.25 and 0.565
-    assert said.startswith("The paper's bound θ̂ lies 4.0 × (1.8 to 4.0) above the perturbation of two-stage ")
+    assert said.startswith(
+        "The paper's bound θ̂ covers 75 % (50 … 100) of heads and is 4.0 × (1.8 to 4.0) the perturbation of two-stage "
+    )
     assert "nine heads in ten; n = 2 samples" in said
     assert said.endswith("cannot be said: fewer than three of a budget.")
 
@@ -156,8 +158,8 @@ def test_settings_are_counted_and_both_ends_told() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in NAMES]
     said = ablation(chain(configs, [10, 9, 5, 10, 11, 12], samples=8)).conclusion()
     assert said.startswith(
-        "Two-stage perturbs less than attention in 1 of 2 cases, more in 1: 50 % [50, 50] less (b=64) to 20 % [20, 20] "
-        "more (b=128); un-pooling by itself: less in 1 of 2 cases, more in 1; "
+        "Two-stage perturbs less than attention in 1 of 2 cases, more in 1: 50 % [50, 50] less at b=64 to 20 % "
+        "[20, 20] more at b=128; un-pooling by itself: less in 1 of 2 cases, more in 1; "
     )
 
 
@@ -278,5 +280,5 @@ def test_parts_of_sentences() -> None:
     words = {1: ("it grows", "grows"), 0: ("undecided", "undecided")}
     assert tally([1, 0, 0], words, "case") == "undecided in 2 of 3 cases, grows in 1"
     assert tally([1, 1], words, "case") == "it grows in both cases"
-    assert ends([("a", 2.0, "two"), ("b", 1.0, "one"), ("c", float("nan"), "–")]) == "one (b) to two (a)"
+    assert ends([("a", 2.0, "two"), ("b", 1.0, "one"), ("c", float("nan"), "–")]) == "one at b to two at a"
     assert compared("a", "b", [("", 1.0, None)]) == "a perturbs exactly as much as b"
