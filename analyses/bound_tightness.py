@@ -143,12 +143,9 @@ class BoundTightness(Result):
         quantiles = [one.spreads["L/θ̂"].evidence for one in self.shown]
         if all(isnan(found[_MEDIAN]) for found in quantiles):
             return f"there is no bound to judge for {self.selection}: {self._why_none()}"
-        told = [
-            (f"b={name}", float(found[_MEDIAN]), _times(found)) for name, found in zip(names, quantiles, strict=True)
-        ]
-        covered = [
-            (f"b={name}", 1 - one.flagged_share, _covered(one)) for name, one in zip(names, self.shown, strict=True)
-        ]
+        named = list(zip([f"b={name}" for name in names], self.shown, quantiles, strict=True))
+        told = [(name, float(found[_MEDIAN]), _times(found)) for name, _, found in named]
+        covered = [(name, 1 - one.flagged_share, _covered(one)) for name, one, _ in named]
         samples = over(max(one.evicted_samples for one in self.shown)).partition(":")[0]
         return (
             f"the paper's bound {_BOUND} covers {ends(covered)} of heads and is {ends(told)} the perturbation of "
