@@ -46,7 +46,7 @@ class Ablation(Result):
         said = compared(method, BASELINE, self._cases(method))
         parts = [self._part(name, words) for name, words in _PARTS.items()]
         told = "; ".join(filter(None, (said, *parts)))
-        return sentence(f"{told} (propagated, all heads; {over(self.identity.samples)})")
+        return sentence(f"{told} (propagated, all heads; {over(self.identity.samples)})", method)
 
     def tables(self) -> list[Table | str]:
         """Of each setting its rows over the baseline, and what each ingredient adds to the row without it."""

@@ -69,7 +69,8 @@ class Horizon(Result):
     def conclusion(self) -> str:
         """Whether a selection's lead lasts, and whether the error grows."""
         said = [*(self._lead(*sides, found) for sides, found in self._contests().items()), self._growth()]
-        return sentence(f"{'; '.join(said)} ({over(self.grown)})")
+        names = [treatment for _, treatment in self._contests()]
+        return sentence(f"{'; '.join(said)} ({over(self.grown)})", *names)
 
     def tables(self) -> list[Table | str]:
         """Leads at first and at last, growth of every configuration, and which of its heads grow."""

@@ -68,7 +68,8 @@ class Needle(Result):
         prompts = f"n = {counted(self.identity.samples, 'prompt')}"
         if not self.full.score:
             return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
-        return sentence(f"{self._found()}; the full cache finds {full} ({prompts}); {self._told()}")
+        names = [name for name, _ in self._named()]
+        return sentence(f"{self._found()}; the full cache finds {full} ({prompts}); {self._told()}", *names)
 
     def tables(self) -> list[Table | str]:
         """What is found, and the ranks of what perturbation tells."""

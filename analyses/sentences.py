@@ -98,9 +98,9 @@ def tally(verdicts: Sequence[int | None], words: Words, case: str) -> str:
     return f"{clause} in {held.count(first)} of {counted(len(held), case)}{rest}"
 
 
-def sentence(text: str) -> str:
-    """With a capital and a full stop."""
-    return f"{text[0].upper()}{text[1:]}."
+def sentence(text: str, *names: str) -> str:
+    """With a full stop, and with a capital but where one of the names begins it: that stays as it is typed."""
+    return f"{text if text.startswith(names) else text[0].upper() + text[1:]}."
 
 
 def _all(count: int) -> str:

@@ -118,14 +118,14 @@ def test_a_bound_that_says_nothing_is_said_to() -> None:
 def test_a_gain_is_taken_apart() -> None:
     said = ablation(chain(CHAIN, [10, 8, 6, 3, 1], samples=8)).conclusion()
     assert said == (
-        "Two-stage perturbs 70 % [70, 70] less than attention; un-pooling by itself: 40 % [40, 40] less; the value "
+        "two-stage perturbs 70 % [70, 70] less than attention; un-pooling by itself: 40 % [40, 40] less; the value "
         "norms on top of it: 50 % [50, 50] less (propagated, all heads; n = 8 samples)."
     )
 
 
 def test_a_loss_is_told_as_one() -> None:
     said = ablation(chain([config(name) for name in NAMES], [10, 9, 12], samples=8)).conclusion()
-    assert said.startswith("Two-stage perturbs 20 % [20, 20] more than attention; un-pooling by itself: 10 % [10, 10] ")
+    assert said.startswith("two-stage perturbs 20 % [20, 20] more than attention; un-pooling by itself: 10 % [10, 10] ")
     assert "the value norms on top of it: 33 % [33, 33] more" in said
 
 
@@ -145,8 +145,8 @@ def test_a_gain_in_half_of_the_samples_is_undecided() -> None:
 
 @pytest.mark.parametrize(
     ("factors", "words"),
-    [([0.5], "Two-stage perturbs 50 % less than attention;"),
-     ([0.4, 0.6], "Two-stage perturbs 50 % (40 … 60) less than attention;")],
+    [([0.5], "two-stage perturbs 50 % less than attention;"),
+     ([0.4, 0.6], "two-stage perturbs 50 % (40 … 60) less than attention;")],
 )  # fmt: skip
 def test_few_samples_tell_a_gain_without_a_verdict(factors: list[float], words: str) -> None:
     said = ablation(varying(factors)).conclusion()
@@ -158,19 +158,19 @@ def test_settings_are_counted_and_both_ends_told() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in NAMES]
     said = ablation(chain(configs, [10, 9, 5, 10, 11, 12], samples=8)).conclusion()
     assert said.startswith(
-        "Two-stage perturbs less than attention in 1 of 2 cases, more in 1: 50 % [50, 50] less at b=64 to 20 % "
+        "two-stage perturbs less than attention in 1 of 2 cases, more in 1: 50 % [50, 50] less at b=64 to 20 % "
         "[20, 20] more at b=128; un-pooling by itself: less in 1 of 2 cases, more in 1; "
     )
 
 
 def test_a_trace_without_the_two_stages_speaks_of_what_it_holds() -> None:
     said = ablation(chain([config("attention"), config("value")], [4, 6], samples=8)).conclusion()
-    assert said == "Value perturbs 50 % [50, 50] more than attention (propagated, all heads; n = 8 samples)."
+    assert said == "value perturbs 50 % [50, 50] more than attention (propagated, all heads; n = 8 samples)."
 
 
 def test_a_baseline_that_perturbs_nothing_is_compared_with_nothing() -> None:
     said = ablation(chain(CHAIN, [0] * 5, samples=8)).conclusion()
-    assert said.startswith("Two-stage cannot be compared with attention: too little is perturbed (")
+    assert said.startswith("two-stage cannot be compared with attention: too little is perturbed (")
 
 
 def led(first: float, last: float, samples: int = 8) -> Trace:
@@ -185,7 +185,7 @@ def led(first: float, last: float, samples: int = 8) -> Trace:
 def test_a_lead_that_lasts_and_one_that_turns() -> None:
     said = horizon(led(0.5, 0.75)).conclusion()
     assert said.startswith(
-        "Two-stage perturbs 50 % [50, 50] less than attention in the first third of 6 decode steps; it "
+        "two-stage perturbs 50 % [50, 50] less than attention in the first third of 6 decode steps; it "
     )
     assert "it perturbs 25 % [25, 25] less than attention in the last third; the error grows in both" in said
     turned = horizon(led(0.5, 1.25)).conclusion()
@@ -205,7 +205,7 @@ def test_a_lead_of_some_samples_is_undecided() -> None:
 )
 def test_few_samples_tell_a_lead_without_a_verdict(samples: int, words: str) -> None:
     said = horizon(led(0.5, 0.75, samples)).conclusion()
-    assert said.startswith("Two-stage perturbs 50 % ")
+    assert said.startswith("two-stage perturbs 50 % ")
     assert "the error changes, last third over first: " in said
     assert words in said
 
@@ -214,7 +214,7 @@ def test_growth_alone_and_growth_within_rounding() -> None:
     alone = horizon(growing(8), "attention").conclusion()
     assert alone == "The error grows, last third over first: 1.12 × [1.12, 1.13] (n = 8 samples)."
     rounding = horizon(growing(8, floor=9.0)).conclusion()
-    assert rounding.startswith("Two-stage cannot be compared with attention in the first third of 6 decode steps: ")
+    assert rounding.startswith("two-stage cannot be compared with attention in the first third of 6 decode steps: ")
     assert rounding.endswith("whether the error grows cannot be told from rounding (n = 8 samples).")
 
 
@@ -233,7 +233,7 @@ def needles(scores: Any, moved: Any, full: Any = None) -> Trace:
 def test_a_needle_is_found_by_the_best_and_the_worst() -> None:
     said = needle(needles([[1, 1, 0]] * 8, [0.1, 0.2, 0.9])).conclusion()
     assert said.startswith(
-        "Two-stage finds 100 % [63, 100] of the numbers, random 0 % [0, 37]; the full cache finds 100 % [63, 100] "
+        "two-stage finds 100 % [63, 100] of the numbers, random 0 % [0, 37]; the full cache finds 100 % [63, 100] "
         "(n = 8 prompts); methods that perturb a prompt's first step more find fewer digits: ρ = −0.87 ["
     )
     assert said.endswith("(n = 8 deciding prompts).")
