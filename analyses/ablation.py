@@ -1,181 +1,161 @@
-"""Where does a gain come from? Each ingredient of the two-stage selection and each control, against the baseline."""
+"""Where does a gain come from: un-pooling, the value norms, or the group's product? (METHOD: controls.)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
-from perturbkv.analyses import heads
-from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses import numbers
+from perturbkv.analyses.ablation_tables import of_setting
+from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.naming import setting
-from perturbkv.analyses.objects import setting_object
-from perturbkv.analyses.pairing import Pair, order, settings
-from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import TraceError
+from perturbkv.analyses.ingredients import BASELINE, Row, Setting, settings
+from perturbkv.analyses.naming import short
+from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.result import Result
+from perturbkv.analyses.sentences import Case, compared, decided, difference, ends, over, same, sentence, tally
+from perturbkv.display import Table
 from perturbkv.trace import Trace
 
-ANALYSIS = "ablation"
-BASELINE = "attention"
-MEAN_OF_PRODUCTS = "mean-of-products"
-INGREDIENTS = {
-    BASELINE: "window attention, pooled: the baseline",
-    "attention-unpooled": "window attention without pooling",
-    "two-stage-uniform": "two stages, ν ≡ 1",
-    "two-stage": "two stages with ν, a group's product of means",
-    MEAN_OF_PRODUCTS: "two stages with ν, a group's mean of products",
-    "value": "ν alone",
-    "random": "a seeded random set",
-    "hindsight-attention": "realised A: knows the query",
-    "hindsight": "realised A·ν: knows the query",
-}
-"""Rows of the table, from the baseline to what knowing the query would bring."""
-BRINGS = {
-    "un-pooling": (BASELINE, "two-stage-uniform"),
-    "the value norms ν": ("two-stage-uniform", "two-stage"),
-    "mean of products": ("two-stage", MEAN_OF_PRODUCTS),
-    "knowing the query": ("two-stage", "hindsight"),
-    "ν, knowing the query": ("hindsight-attention", "hindsight"),
-}
-"""What one ingredient adds to the row before it: name -> (without, with)."""
-CONTROLS = (BASELINE, "random")
-"""What every method of a setting is to be held against: they protect the same first and recent entries."""
-_Members = dict[tuple[str, float | None], EvictionConfig]
-"""Ingredient and α (None without stages) -> configuration."""
-_APART = ("alpha", "product")
-"""What tells rows apart, beside their selection."""
-_FREE = ("selection", "selection_alpha", "granularity_product")
-"""The same, as a configuration holds it."""
-_STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
-"""Only these depend on α."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_METHOD = "two-stage"
+_PARTS = {"un-pooling": "un-pooling by itself", "the value norms ν": "the value norms on top of it"}
+_FOUND = {-1: ("less", "less"), 1: ("more", "more"), 0: ("undecided", "undecided")}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
+@dataclass(frozen=True, repr=False)
+class Ablation(Result):
+    """Every setting of a trace that holds the baseline and something to compare with it.
 
     Attributes:
-        name: an ingredient, or what it brings.
-        alpha: of the two stages; None for a row without stages, which is the same at every α.
-        compared: against the baseline, or against the row without the ingredient.
+        settings: what shares everything but selection, group's product and α.
+        step: decode step looked at.
+        identity: of the run, with the configurations of all settings.
     """
 
-    name: str
-    alpha: float | None
-    compared: HeadComparison
-
-    @property
-    def title(self) -> str:
-        """The name, with its α where it has one."""
-        return self.name if self.alpha is None else f"{self.name} α={self.alpha:g}"
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """One setting: everything but selection, group's product and α is shared.
-
-    Attributes:
-        baseline: the configuration that every row is held against.
-        rows: each ingredient, at each α, against the baseline, in the order of `INGREDIENTS`.
-        brings: what each ingredient adds, at each α, to the row without it.
-        absent: ingredients that the trace does not hold.
-        controls: the setting's `CONTROLS`: of the same budget and the same protection as every row.
-        identity: of the run.
-    """
-
-    baseline: EvictionConfig
-    rows: tuple[Row, ...]
-    brings: tuple[Row, ...]
-    absent: tuple[str, ...]
-    controls: tuple[EvictionConfig, ...]
+    settings: tuple[Setting, ...]
+    step: int
     identity: RunIdentity
 
-    @property
-    def setting(self) -> str:
-        """What all rows share, in words."""
-        return setting(self.baseline, *_APART)
+    def conclusion(self) -> str:
+        """By how much the two-stage selection perturbs less than the baseline, and which ingredient brings it."""
+        method = _METHOD if self._cases(_METHOD) else self.settings[0].rows[0].name
+        said = compared(method, BASELINE, self._cases(method))
+        parts = [self._part(name, words) for name, words in _PARTS.items()]
+        told = "; ".join(filter(None, (said, *parts)))
+        return sentence(f"{told} (propagated, all heads; {over(self.identity.samples)})", method)
 
-    @property
-    def granularity(self) -> str:
-        """What all rows keep a set for: query or kv."""
-        return self.baseline.granularity.name
+    def tables(self) -> list[Table | str]:
+        """Of each setting its rows over the baseline, and what each ingredient adds to the row without it."""
+        return [part for setting in self.settings for part in of_setting(setting)]
+
+    def notes(self) -> str:
+        """What sums, medians and rows mean."""
+        kind = self.settings[0].rows[0].compared.propagated
+        return (
+            f"{numbers.about_intervals(self.identity.samples)} Isol., prop.: isolated and propagated. Σ: of all heads; "
+            "a few may carry half of it, so beside it the median head's ratio. Heads better: mean over samples of each "
+            f"sample's share. {numbers.ABOUT_TIES} With one kept set per query head there is no group, and no row for "
+            f"its product. {numbers.about_floor(kind.floor_relative_median)} {numbers.ABOUT_HELD}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = {
-            "setting": setting_object(self.identity.configs),
-            "granularity": self.granularity,
-            "baseline": self.baseline,
-            "absent": self.absent,
-            "controls": self.controls,
-            "rows": [_row_dict(row) for row in self.rows],
-            "brings": [_row_dict(row) for row in self.brings],
-        }
-        numbers: dict[str, Any] = plain(document)
-        return numbers
+        return {"settings": [setting.to_dict() for setting in self.settings]}
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per comparison, kind, layer and head: both sides' mean L1 over samples, their floor and the verdict.
+
+        `part` is `rows` (against the baseline) or `brings` (against the row without the ingredient); the configuration
+        is the one that has it, `baseline` the label of the other. A verdict is 1 (better), 0 (tied) or −1 (worse).
+        """
+        return [
+            {**told, "kind": kind, **one}
+            for setting in self.settings
+            for part in ("rows", "brings")
+            for row in getattr(setting, part)
+            for told in [_told(part, row)]
+            for kind in ("isolated", "propagated")
+            for one in _heads(getattr(row.compared, kind))
+        ]
+
+    def plot(self, width_mm: float = 174) -> Figure:
+        """A panel per setting: each ingredient's perturbation over the baseline's."""
+        from perturbkv.figures.ablation import draw
+
+        return draw(self.settings, self.identity, width_mm)
+
+    def _cases(self, name: str, part: str = "rows") -> list[Case]:
+        """The propagated ratios of a row, of every setting and α."""
+        told = short([setting.baseline for setting in self.settings], "alpha", "product")
+        rows = [
+            (words, row)
+            for words, setting in zip(told, self.settings, strict=True)
+            for row in getattr(setting, part)
+            if row.name == name
+        ]
+        several = len({row.alpha for _, row in rows}) > 1
+        return [_case(f"{words} α={row.alpha:g}".strip() if several else words, row) for words, row in rows]
+
+    def _part(self, name: str, words: str) -> str:
+        """What one ingredient brings: by how much where there is one case, else in how many."""
+        known = [case for case in self._cases(name, "brings") if not isnan(case[1])]
+        if not known:
+            return ""
+        if all(same(ratio, interval) for _, ratio, interval in known):
+            return f"{words}: nothing"
+        verdicts = [decided(interval, 1) for _, _, interval in known]
+        if len(known) > 1 and None not in verdicts:
+            return f"{words}: {tally(verdicts, _FOUND, 'case')}"
+        unsure = ", undecided" if verdicts == [0] else ""
+        return f"{words}: {ends([(case, ratio, difference(ratio, band)) for case, ratio, band in known])}{unsure}"
 
 
-def summarise(trace: Trace, step: int = 0) -> tuple[Ablation, ...]:
-    """One entry per setting of the trace.
+def ablation(trace: Trace, step: int = 0) -> Ablation:
+    """Tell apart what un-pooling, the value norms and the group's product bring, between baseline and hindsight.
 
-    Raises TraceError where no setting holds the baseline and another row, and as `heads.summarise`.
+    Compared is L1, isolated and propagated (METHOD: the quantities), of each selection of a setting with that of
+    `attention` (METHOD: controls), and of each ingredient with the row that lacks it.
+
+    Args:
+        trace: what was measured.
+        step: decode step.
+
+    Raises TraceError where no setting holds the baseline and another selection, or the trace has no complete sample or
+    not what is needed; ConfigError where it has no such step.
+
+    Example, of a `trace` of 2 layers and 2 heads:
+        >>> import perturbkv as pk
+        >>> pk.ablation(trace).settings[0].rows[0].compared.isolated.baseline_mean.shape
+        (2, 2)
     """
-    grouped = [_members(trace.run.configs[place] for place in group) for group in settings(trace.run, *_FREE)]
-    found = [_ablation(trace, members, step) for members in grouped if (BASELINE, None) in members and len(members) > 1]
-    if not found:
-        held = ", ".join(dict.fromkeys(config.selection.name for config in trace.run.configs))
-        msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {held}"
-        raise TraceError(msg)
-    return tuple(found)
+    found = settings(trace, step)
+    configs = dict.fromkeys(config for one in found for config in one.identity.configs)
+    return Ablation(found, step, identity(trace, list(configs), step))
 
 
-def _ingredient(config: EvictionConfig) -> str:
-    """The row that a configuration stands for."""
-    grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
-    return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
+def _case(name: str, row: Row) -> Case:
+    return name, row.compared.propagated.sum_ratio, row.compared.propagated.sum_ratio_interval
 
 
-def _members(configs: Iterable[EvictionConfig]) -> _Members:
-    """Each row's configuration; of those without stages that of the least α."""
-    found: _Members = {}
-    for config in sorted(configs, key=order):
-        ingredient = _ingredient(config)
-        found.setdefault((ingredient, config.selection["alpha"] if ingredient in _STAGED else None), config)
-    return found
+def _told(part: str, row: Row) -> dict[str, Any]:
+    sides = {**columns_of(row.compared.treatment), "baseline": row.compared.baseline.label()}
+    return {**sides, "part": part, "name": row.name, "alpha": row.alpha}
 
 
-def _ablation(trace: Trace, members: _Members, step: int) -> Ablation:
-    def compare(without: EvictionConfig, added: EvictionConfig) -> HeadComparison:
-        return heads.summarise(trace, without, added, step)
-
-    places = {name: place for place, name in enumerate(INGREDIENTS)}
-    rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: places[key[0]])
-    expected = [
-        name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or members[BASELINE, None].granularity.name == "kv"
+def _heads(kind: HeadKind) -> list[dict[str, Any]]:
+    return [
+        {
+            "layer": layer,
+            "head": head,
+            "baseline_mean": float(kind.baseline_mean[layer, head]),
+            "treatment_mean": float(kind.treatment_mean[layer, head]),
+            "floor_mean": float(kind.floor_mean[layer, head]),
+            "verdict": int(verdict),
+        }
+        for layer, heads in enumerate(kind.verdict)
+        for head, verdict in enumerate(heads)
     ]
-    return Ablation(
-        baseline=members[BASELINE, None],
-        rows=tuple(Row(*key, compare(members[BASELINE, None], members[key])) for key in rows),
-        brings=tuple(Row(what, alpha, compare(*pair)) for what, alpha, pair in _steps(members)),
-        absent=tuple(name for name in expected if name not in {name for name, _ in members}),
-        controls=tuple(config for (name, _), config in members.items() if name in CONTROLS),
-        identity=identity(trace, list(members.values()), step),
-    )
-
-
-def _steps(members: _Members) -> list[tuple[str, float | None, Pair]]:
-    """What each ingredient brings, at each α that one of its sides depends on: the configurations without and with."""
-    alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
-    found: list[tuple[str, float | None, Pair]] = []
-    for what, sides in BRINGS.items():
-        for alpha in alphas if set(sides) & set(_STAGED) else [None]:
-            without, added = (members.get((name, alpha if name in _STAGED else None)) for name in sides)
-            if without and added:
-                found.append((what, alpha, (without, added)))
-    return found
-
-
-def _row_dict(row: Row) -> dict[str, Any]:
-    return {"name": row.name, "alpha": row.alpha, **row.compared.to_dict()}

@@ -1,113 +1,96 @@
-"""How tight are the bounds? L/θ, L/θ̂, θ/θ̂ and θ̂/θ̂_relax per configuration, layer and head (paper, Theorems 2–4)."""
+"""How tight are θ, θ̂ and θ̂_relax, and do they order selections as the perturbation does? (Paper, Theorems 2–4.)."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from perturbkv.analyses import intervals
-from perturbkv.analyses.arithmetic import plain, quantiles, ratio
+from perturbkv.analyses import numbers, rank_agreement
+from perturbkv.analyses.arithmetic import plain
+from perturbkv.analyses.bound_tables import agreement_tables, ratio_tables
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.inequalities import Bounded, bounded, check_inequalities
-from perturbkv.analyses.intervals import Scalar, rare_share_of
+from perturbkv.analyses.inequalities import bounded, check_inequalities
+from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.naming import budgets
+from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.pairing import of_selection
-from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares
-from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.analyses.rank_agreement import CONTENDERS, RankAgreement, RankCorrelation
+from perturbkv.analyses.reading import at_step, held_shares
+from perturbkv.analyses.result import Result
+from perturbkv.analyses.sentences import decided, ends, factor, over, sentence, tally, turned
+from perturbkv.analyses.tightness import LEVELS, Tightness, tightness
 from perturbkv.configs.run import RunConfig
+from perturbkv.display import Table
 from perturbkv.trace import Trace
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 ANALYSIS = "bound-tightness"
-RATIOS = ("L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax")
-LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
-OVER_SAMPLES = (0.0, 0.5, 1.0)
-"""Per head there are few values, one per sample: least, median, largest."""
-MASS_EDGES = np.linspace(0, 1, 21)
+_BOUND = "θ̂"
+_LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
+_ORDERED = {
+    1: ("the selection with the lower bound perturbs less", "less"),
+    -1: ("the selection with the lower bound perturbs more", "more"),
+    0: ("whether the selection with the lower bound perturbs less is undecided", "undecided"),
+}
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How one ratio is distributed over samples and heads.
-
-    Attributes:
-        evidence: (level,) quantiles at `LEVELS` where σ > 0.5; NaN where no sample of any head has it.
-        flagged: the same where σ ≤ 0.5: shown, never counted as evidence.
-        by_layer: (level, layer) quantiles over samples and heads with σ > 0.5.
-        by_head: (least/median/largest, layer, head) over all samples; `Tightness.flagged_heads` says where σ ≤ 0.5.
-    """
-
-    evidence: Floats
-    flagged: Floats
-    by_layer: Floats
-    by_head: Floats
-
-
-@dataclass(frozen=True)
-class MassCurve:
-    """L/θ against the retained mass S.
+@dataclass(frozen=True, repr=False)
+class BoundTightness(Result):
+    """The bounds of every configuration of a trace, and of one selection what is shown.
 
     Attributes:
-        count: (bin,) values, one per sample and head, in each bin between `MASS_EDGES`.
-        quantiles: (level, bin) of L/θ at `LEVELS`.
-    """
-
-    count: NDArray[np.int64]
-    quantiles: Floats
-
-
-@dataclass(frozen=True)
-class Tightness:
-    """One configuration's bounds.
-
-    Attributes:
-        config: the configuration.
-        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
-        evicted_samples: samples in which it evicted anything; only these are looked at.
-        spreads: ratio -> its distribution.
-        mass: L/θ against S.
-        retained_mass: mean S.
-        flagged_share: share of (sample, head) with σ ≤ 0.5, with its interval over samples.
-        flagged_heads: (layer, head) share of the samples in which σ ≤ 0.5.
-    """
-
-    config: EvictionConfig
-    held: float
-    evicted_samples: int
-    spreads: dict[str, Spread]
-    mass: MassCurve
-    retained_mass: float
-    flagged_share: float
-    flagged_share_interval: Scalar
-    flagged_heads: Floats
-
-
-@dataclass(frozen=True)
-class BoundTightness:
-    """Every configuration of a trace.
-
-    Attributes:
+        selection: whose bounds are shown.
         configs: one entry per configuration, in the trace's order.
         checked: how many values each inequality was checked on; none was violated, or this would not exist.
+        agreements: whether a lower bound means a lower L, per setting of two or more selections.
         step: decode step looked at.
         run: what was run.
-        identity: of the run.
+        identity: of the run, with the configurations shown.
     """
 
+    selection: str
     configs: tuple[Tightness, ...]
     checked: dict[str, int]
+    agreements: tuple[RankAgreement, ...]
     step: int
     run: RunConfig
     identity: RunIdentity
 
-    def of(self, side: str) -> BoundTightness:
-        """The configurations of one selection alone, by α, then budget. Raises TraceError where there are none."""
-        places = of_selection(self.run, side)
-        configs = tuple(self.configs[place] for place in places)
-        shown = dataclasses.replace(self.identity, configs=tuple(one.config for one in configs))
-        return dataclasses.replace(self, configs=configs, identity=shown)
+    @property
+    def shown(self) -> tuple[Tightness, ...]:
+        """The configurations of the selection, by α, then budget."""
+        return tuple(self.configs[place] for place in of_selection(self.run, self.selection))
+
+    def of(self, selection: str) -> BoundTightness:
+        """The same of another selection. Raises TraceError where the trace holds none of it."""
+        shown = [self.run.configs[place] for place in of_selection(self.run, selection)]
+        named = dataclasses.replace(self.identity, configs=tuple(shown))
+        return dataclasses.replace(self, selection=selection, identity=named)
+
+    def conclusion(self) -> str:
+        """How far θ̂ lies above the perturbation, and whether ranking selections by it ranks them by the latter."""
+        return sentence(f"{self._loose()}; {self._ordered()}")
+
+    def tables(self) -> list[Table | str]:
+        """What was checked, each ratio's spread, and whether the bounds order selections as L does."""
+        counts = ", ".join(f"{name} ({count:,})" for name, count in self.checked.items())
+        checked = f"violations: 0, over all configurations; checked {counts}"
+        return [checked, *ratio_tables(self.selection, self.shown), *agreement_tables(self.agreements)]
+
+    def notes(self) -> str:
+        """What rows, columns and counts mean."""
+        return (
+            "L: the isolated perturbation. σ ≤ 0.5 is shown and is no evidence for Theorems 3 and 4. ρ: Spearman's "
+            f"rank correlation with L across {', '.join(CONTENDERS)} of one head. vs: how often, of two-stage and this "
+            "one, the lower bound has the lower L, where σ > 0.5 in both; n: heads of all samples, in how many "
+            f"samples; a dash where these are fewer than {LEAST}. 1 − S, the attention given up, knows no values. "
+            f"{numbers.about_intervals(self.identity.samples)} Under a budget stands its held / full: entries that the "
+            "evicted cache holds over those of the full cache."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
@@ -117,99 +100,126 @@ class BoundTightness:
             "per_head_levels": ["least", "median", "largest over samples"],
             "violations": 0,
             "inequalities_checked": self.checked,
-            "configurations": [_tightness_dict(config) for config in self.configs],
+            "configurations": [config.to_dict() for config in self.configs],
+            "rank_agreement": [agreement.to_dict() for agreement in self.agreements],
         }
 
+    def records(self) -> list[dict[str, Any]]:
+        """A row per configuration, ratio, layer and head: least, median and largest over the samples.
 
-def summarise(trace: Trace, step: int = 0) -> BoundTightness:
-    """Distributions of the bounds' ratios for every configuration of a trace.
+        `sigma_at_most_half` is the share of the samples in which σ ≤ 0.5.
+        """
+        return [
+            {
+                **columns_of(one.config),
+                "ratio": name,
+                "layer": layer,
+                "head": head,
+                **dict(zip(("least", "median", "largest"), plain(spread.by_head[:, layer, head]), strict=True)),
+                "sigma_at_most_half": float(share),
+                "samples": one.evicted_samples,
+            }
+            for one in self.configs
+            for name, spread in one.spreads.items()
+            for layer, heads in enumerate(one.flagged_heads)
+            for head, share in enumerate(heads)
+        ]
 
-    Raises BoundError where a bound is violated (METHOD: L ≤ θ ≤ θ̂, and θ̂ ≤ θ̂_relax where σ > 0.5), TraceError and
-    ConfigError as `reading.at_step`.
+    def plot(self, width_mm: float = 174) -> Figure:
+        """The ratios by budget, L/θ against the retained mass, and the rank correlations."""
+        from perturbkv.figures.bound_tightness import draw
+
+        return draw(self, width_mm)
+
+    def plot_heads(self, width_mm: float = 174) -> Figure:
+        """Maps of L/θ, layer × head, a panel per budget."""
+        from perturbkv.figures.bound_tightness import draw_heads
+
+        return draw_heads(self, width_mm)
+
+    def _loose(self) -> str:
+        """θ̂ over L of the median head where σ > 0.5, and of nine heads in ten."""
+        names = [" ".join(parts) for parts in budgets([one.config for one in self.shown])]
+        quantiles = [one.spreads["L/θ̂"].evidence for one in self.shown]
+        if all(isnan(found[_MEDIAN]) for found in quantiles):
+            return f"there is no bound to judge for {self.selection}: {self._why_none()}"
+        named = list(zip([f"b={name}" for name in names], self.shown, quantiles, strict=True))
+        told = [(name, float(found[_MEDIAN]), _times(found)) for name, _, found in named]
+        covered = [(name, 1 - one.flagged_share, _covered(one)) for name, one, _ in named]
+        samples = over(max(one.evicted_samples for one in self.shown)).partition(":")[0]
+        return (
+            f"the paper's bound {_BOUND} covers {ends(covered)} of heads and is {ends(told)} the perturbation of "
+            f"{self.selection} there (median head; in parentheses nine heads in ten; {samples})"
+        )
+
+    def _why_none(self) -> str:
+        if not any(one.evicted_samples for one in self.shown):
+            return "nothing was evicted"
+        if all(one.flagged_share == 1 for one in self.shown):
+            return "stage 1 keeps at most half of the attention in every head, where Theorem 3 says nothing"
+        return "perturbation and bounds are 0"
+
+    def _ordered(self) -> str:
+        """Whether a lower θ̂ means a lower L, in how many settings, and by how much."""
+        correlations = [one for agreement in self.agreements for one in agreement.correlations]
+        ranked = [one for one in correlations if _counts(one)]
+        if not ranked:
+            few = "too few samples hold ranks where σ > 0.5" if correlations else "fewer than three of a budget"
+            return f"whether the selection with the lower bound perturbs less cannot be said: {few}"
+        told = [("", one.evidence_mean, numbers.decimal(one.evidence_mean, one.evidence_interval)) for one in ranked]
+        found = tally([decided(one.evidence_interval, 0) for one in ranked], _ORDERED, "setting")
+        samples = min(one.evidence_samples for one in ranked)
+        return f"{found}: ρ = {ends(told)} ({over(samples)})"
+
+
+def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -> BoundTightness:
+    """How tight the paper's bounds are, and whether lowering them lowers the perturbation (paper, Theorems 2–4).
+
+    L is the isolated L1 perturbation; L/θ, L/θ̂, θ/θ̂ and θ̂/θ̂_relax are plain numbers in [0, 1] where σ > 0.5. All
+    configurations are measured and checked; tables and figures show those of one selection.
+
+    Args:
+        trace: what was measured.
+        selection: whose bounds tables and figures show; or a policy, or `policy:selection`.
+        step: decode step.
+
+    Raises BoundError where a bound is violated (METHOD: L ≤ θ ≤ θ̂, and θ̂ ≤ θ̂_relax where σ > 0.5), TraceError where
+    the trace holds no such configuration, no complete sample or not what is needed, ConfigError where it has no such
+    step.
+
+    Example, of a `trace` of 2 layers and 2 heads:
+        >>> import perturbkv as pk
+        >>> found = pk.bound_tightness(trace, "attention")
+        >>> found.shown[0].spreads["L/θ̂"].by_head.shape  # least, median and largest; layers; heads
+        (3, 2, 2)
     """
     there = at_step(trace, ANALYSIS, step)
     held, shares = bounded(there, ANALYSIS, step), held_shares(there, ANALYSIS)
-    checked = check_inequalities(held)
-    configs = tuple(
-        _tightness(config, float(shares[place]), held.of(place)) for place, config in enumerate(held.configs)
-    )
-    return BoundTightness(configs, checked, step, trace.run, identity(trace, held.configs, step))
-
-
-def _tightness(config: EvictionConfig, held_share: float, held: Bounded) -> Tightness:
-    flagged = held.sigma <= EVIDENCE
-    ratios = dict(
-        zip(
-            RATIOS,
-            (
-                ratio(held.perturbation, held.theta),
-                ratio(held.perturbation, held.theta_hat),
-                ratio(held.theta, held.theta_hat),
-                ratio(held.theta_hat, held.theta_hat_relax),
-            ),
-            strict=True,
-        )
-    )
-    return Tightness(
-        config=config,
-        held=held_share,
-        evicted_samples=len(flagged),
-        spreads={name: _spread(values, flagged) for name, values in ratios.items()},
-        mass=_mass_curve(held.mass, ratios[RATIOS[0]]),
-        retained_mass=float(held.mass.mean()) if held.mass.size else float("nan"),
-        flagged_share=float(flagged.mean()) if flagged.size else float("nan"),
-        flagged_share_interval=intervals.of_mean(
-            flagged.mean(axis=(1, 2)), rare_share_of(int(np.prod(flagged.shape[1:])))
-        ),
-        flagged_heads=flagged.mean(axis=0) if len(flagged) else np.full(flagged.shape[1:], np.nan),
+    configs = (tightness(config, float(shares[place]), held.of(place)) for place, config in enumerate(held.configs))
+    shown = [trace.run.configs[place] for place in of_selection(trace.run, selection)]
+    return BoundTightness(
+        selection=selection,
+        checked=check_inequalities(held),
+        configs=tuple(configs),
+        agreements=rank_agreement.summarise(trace, step),
+        step=step,
+        run=trace.run,
+        identity=identity(trace, shown, step),
     )
 
 
-def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
-    evidence = np.where(flagged, np.nan, values)
-    layers = evidence.shape[1]
-    return Spread(
-        evidence=quantiles(evidence, LEVELS),
-        flagged=quantiles(np.where(flagged, values, np.nan), LEVELS),
-        by_layer=quantiles(evidence.swapaxes(0, 1).reshape(layers, -1), LEVELS, axis=1),
-        by_head=quantiles(values, OVER_SAMPLES, axis=0),
-    )
+def _covered(one: Tightness) -> str:
+    """The share of heads in which σ > 0.5."""
+    return numbers.percent(1 - one.flagged_share, turned(one.flagged_share_interval))
 
 
-def _mass_curve(mass: Floats, tightness: Floats) -> MassCurve:
-    held = ~np.isnan(tightness)
-    bins = np.clip(np.digitize(mass[held], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
-    inside = [tightness[held][bins == place] for place in range(len(MASS_EDGES) - 1)]
-    return MassCurve(
-        count=np.array([len(part) for part in inside]),
-        quantiles=np.stack([quantiles(part, LEVELS) for part in inside], axis=1),
-    )
+def _times(ratios: Any) -> str:
+    """How often the perturbation goes into its bound: '3.1 × (1.6 to 8.2)'."""
+    median, most, least = (1 / float(ratios[place]) if ratios[place] else float("inf") for place in
+                           (_MEDIAN, _LOW, _HIGH))  # fmt: skip
+    return f"{factor(median)} ({numbers.decimal(least, digits=1)} to {numbers.decimal(most, digits=1)})"
 
 
-def _tightness_dict(config: Tightness) -> dict[str, Any]:
-    document: dict[str, Any] = plain(
-        {
-            "config": config.config,
-            "held_over_full": config.held,
-            "evicted_samples": config.evicted_samples,
-            "retained_mass": config.retained_mass,
-            "sigma_at_most_half_share": config.flagged_share,
-            "sigma_at_most_half_share_interval": config.flagged_share_interval,
-            "sigma_at_most_half_by_head": config.flagged_heads,
-            "ratios": {
-                name: {
-                    "evidence": spread.evidence,
-                    "sigma_at_most_half": spread.flagged,
-                    "by_layer": spread.by_layer.T,
-                    "by_head": np.moveaxis(spread.by_head, 0, -1),
-                }
-                for name, spread in config.spreads.items()
-            },
-            "retained_mass_bins": {
-                "edges": MASS_EDGES,
-                "count": config.mass.count,
-                "L/θ": config.mass.quantiles.T,
-            },
-        }
-    )
-    return document
+def _counts(one: RankCorrelation) -> bool:
+    """True for θ̂ over the selections that one would choose among, where enough samples are evidence."""
+    return one.bound == _BOUND and set(one.selections) <= set(CONTENDERS) and one.evidence_samples >= LEAST

@@ -147,8 +147,8 @@ def _rows(one: BudgetCurve, distance: str, step: int) -> Iterator[dict[str, Any]
         yield {
             "curve": one.name,
             "config": config.label(),
-            "policy": config.policy,
-            "selection": config.selection,
+            "policy": config.policy.name,
+            "selection": config.selection.name,
             "budget": config.budget.value,
             "distance": distance,
             "step": step,

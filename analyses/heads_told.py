@@ -169,8 +169,8 @@ def _row(kind: HeadKind) -> list[str]:
 
 def _name(pair: HeadComparison, colon: str = ":") -> str:
     """The treatment in as few words as tell it from its baseline."""
-    treatment, same = pair.treatment, pair.treatment.policy == pair.baseline.policy
-    return treatment.selection if same else f"{treatment.policy}{colon}{treatment.selection}"
+    treatment, same = pair.treatment, pair.treatment.policy.name == pair.baseline.policy.name
+    return treatment.selection.name if same else f"{treatment.policy.name}{colon}{treatment.selection.name}"
 
 
 def _treatment(pair: HeadComparison) -> str:

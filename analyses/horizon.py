@@ -3,89 +3,48 @@
 The tokens are the full run's own, so both runs read the same text; what grows is the error that evicted entries leave
 in later tokens' keys and values, and what shrinks is the evicted entries' share of a growing cache. Steps end where a
 sample's text ends: each step is of the samples that have it, and growth of each sample's own last and first third.
-Rounding does not grow: what is within two noise floors has no growth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import intervals, sign_flips
-from perturbkv.analyses.arithmetic import plain, ratio
+from perturbkv.analyses import naming
+from perturbkv.analyses.arithmetic import plain
+from perturbkv.analyses.growth import FLOORS, ConfigHorizon, followed, relative
+from perturbkv.analyses.horizon_tables import curve_table, lead_tables, notes, said_of_heads
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.intervals import POSITIVE, RATIO, Band, Interval, Kind, Scalar
+from perturbkv.analyses.leads import Lead, leads
+from perturbkv.analyses.naming import common, short
+from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.pairing import of_selection
-from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
-from perturbkv.analyses.sign_flips import Decided
-from perturbkv.analyses.verdicts import TIE_FLOORS
-from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import ConfigError
+from perturbkv.analyses.reading import Floats, at_step, held_shares
+from perturbkv.analyses.result import Result
+from perturbkv.analyses.sentences import compared, decided, ends, factor, over, sentence, tally
+from perturbkv.analyses.thirds import ANALYSIS, steps_of, taken
+from perturbkv.analyses.thirds import LEAST_STEPS as LEAST_STEPS
+from perturbkv.display import Table
 from perturbkv.trace import Trace
 
-ANALYSIS = "horizon"
-KINDS = {"propagated": "perturbation_propagated", "isolated": "perturbation_isolated"}
-_FLOORS = {"propagated": "noise_floor", "isolated": "noise_floor_isolated"}
-LEAST_STEPS = 3
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SIDES = ("attention", "two-stage")
+_GROWS = {
+    1: ("the error grows", "it grows"),
+    -1: ("the error shrinks", "it shrinks"),
+    0: ("whether the error grows is undecided", "it is undecided"),
+}
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One kind of perturbation of one configuration over the decode steps.
-
-    Attributes:
-        kind: a key of `KINDS`.
-        relative: (step,) Σ_h L / Σ_h ‖o_h‖₁ over all heads and the samples that have the step.
-        relative_interval: over these samples; NaN where fewer than two have the step; None for one sample.
-        first, last: the same over each sample's first and last third of its steps.
-        growth: last over first; NaN where either is within two noise floors.
-        growth_interval: of it, over the samples of three steps or more.
-        head_growth: (layer, head) the same of each head.
-        decided: which heads grow (1) or shrink (−1) beyond chance, by their samples' log growth.
-    """
-
-    kind: str
-    relative: Floats
-    relative_interval: Band
-    first: float
-    last: float
-    growth: float
-    growth_interval: Scalar
-    head_growth: Floats
-    decided: Decided
-
-    @property
-    def head_verdict(self) -> NDArray[np.int8]:
-        """(layer, head) 1 grows, −1 shrinks, 0 undecided."""
-        return self.decided.verdict
-
-
-@dataclass(frozen=True)
-class ConfigHorizon:
-    """One configuration.
-
-    Attributes:
-        config: the configuration.
-        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
-        curves: by kind.
-        kl, top1: (step,) mean KL in nat, and the share of samples with the same token, of the samples with the step.
-        kl_interval: of the mean KL, over these samples; NaN and None as of `Curve.relative_interval`.
-    """
-
-    config: EvictionConfig
-    held: float
-    curves: dict[str, Curve]
-    kl: Floats
-    kl_interval: Band
-    top1: Floats
-
-
-@dataclass(frozen=True)
-class Horizon:
+@dataclass(frozen=True, repr=False)
+class Horizon(Result):
     """Every configuration that was asked for.
 
     Attributes:
@@ -93,7 +52,8 @@ class Horizon:
         steps: T, of the longest text.
         samples_at: (step,) how many samples have the step.
         grown: samples of at least three steps, of which growth is told; `short`: the others.
-        configs: by budget, then selection.
+        configs: in the order of the sides, then by α and budget.
+        leads: each later side against the first, where the trace holds both alike.
         noise_floor: (step,) the propagated curve of the run that keeps everything.
     """
 
@@ -103,7 +63,24 @@ class Horizon:
     grown: int
     short: int
     configs: tuple[ConfigHorizon, ...]
+    leads: tuple[Lead, ...]
     noise_floor: Floats
+
+    def conclusion(self) -> str:
+        """Whether a selection's lead lasts, and whether the error grows."""
+        said = [*(self._lead(*sides, found) for sides, found in self._contests().items()), self._growth()]
+        names = [treatment for _, treatment in self._contests()]
+        return sentence(f"{'; '.join(said)} ({over(self.grown)})", *names)
+
+    def tables(self) -> list[Table | str]:
+        """Leads at first and at last, growth of every configuration, and which of its heads grow."""
+        shared = f"{self.steps} decode steps · {common(self.identity.configs)}"
+        named = self._named()
+        return [shared, *lead_tables(self._contests()), curve_table(named), *said_of_heads(named)]
+
+    def notes(self) -> str:
+        """Of how many samples the steps are, what grows, and the noise floor."""
+        return notes(self.samples_at.tolist(), self.grown, self.short, self.configs, float(self.noise_floor.max()))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
@@ -114,175 +91,102 @@ class Horizon:
                 "samples_with_growth": self.grown,
                 "samples_too_short_for_growth": self.short,
                 "noise_floor": self.noise_floor,
-                "configs": [
-                    {**vars(config), "curves": [_curve_dict(curve) for curve in config.curves.values()]}
-                    for config in self.configs
-                ],
+                "configs": [config.to_dict() for config in self.configs],
+                "leads": [lead.to_dict() for lead in self.leads],
             }
         )
         return found
 
+    def records(self) -> list[dict[str, Any]]:
+        """A row per configuration and step: relative L1 of both kinds, KL in nat, the share of equal next tokens."""
+        return [
+            {
+                **columns_of(one.config),
+                "step": step,
+                "samples": int(count),
+                **{kind: float(curve.relative[step]) for kind, curve in one.curves.items()},
+                "kl": float(one.kl[step]),
+                "top1": float(one.top1[step]),
+                "noise_floor": float(self.noise_floor[step]),
+            }
+            for one in self.configs
+            for step, count in enumerate(self.samples_at)
+        ]
 
-def _curve_dict(curve: Curve) -> dict[str, Any]:
-    numbers = {name: value for name, value in vars(curve).items() if name != "decided"}
-    return {**numbers, "head_verdict": curve.head_verdict, "sign_flips": curve.decided.to_dict()}
+    def plot(self, width_mm: float = 174) -> Figure:
+        """Relative L1 of all heads per step, propagated and isolated, and KL."""
+        from perturbkv.figures.horizon import draw
+
+        return draw(self, width_mm)
+
+    def plot_heads(self, width_mm: float = 174) -> Figure:
+        """Maps of each head's growth, layer × head."""
+        from perturbkv.figures.horizon import draw_heads
+
+        return draw_heads(self, width_mm)
+
+    def _named(self) -> list[tuple[str, ConfigHorizon]]:
+        names = [name or "evicted" for name in short(self.identity.configs)]
+        return list(zip(names, self.configs, strict=True))
+
+    def _contests(self) -> dict[tuple[str, str], list[Lead]]:
+        """The leads of each two sides, by their names, baseline first."""
+        found: dict[tuple[str, str], list[Lead]] = {}
+        for lead in self.leads:
+            found.setdefault(naming.sides(lead.baseline, lead.treatment), []).append(lead)
+        return found
+
+    def _lead(self, baseline: str, treatment: str, found: list[Lead]) -> str:
+        """By how much at first and in the end where there is one case, else in how many."""
+        first, last = ([(name, getattr(lead, third), getattr(lead, f"{third}_interval"))
+                        for name, lead in zip(short([one.baseline for one in found]), found, strict=True)]
+                       for third in ("first", "last"))  # fmt: skip
+        early = compared(treatment, baseline, first, f" in the first third of {self.steps} decode steps")
+        return f"{early}; {compared('it', baseline, last, ' in the last third')}"
+
+    def _growth(self) -> str:
+        """Whether the propagated error grows from the first third of the steps to the last."""
+        curves = [(name, one.curves["propagated"]) for name, one in self._named()]
+        known = [(name, curve) for name, curve in curves if not isnan(curve.growth)]
+        if not known:
+            return "whether the error grows cannot be told from rounding"
+        told = ends([(name, curve.growth, factor(curve.growth, curve.growth_interval)) for name, curve in known], "of")
+        verdicts = [decided(curve.growth_interval, 1) for _, curve in known]
+        said = "the error changes" if None in verdicts else tally(verdicts, _GROWS, "configuration")
+        return f"{said}, last third over first: {told}"
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Which steps each sample has: `held` (sample, step), and of those of three steps or more the two thirds."""
+def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:
+    """Whether the perturbation grows over the decode steps, and whether one selection's lead over another lasts.
 
-    held: NDArray[np.bool_]
+    Curves are Σ L1 / Σ ‖o_h‖₁ over all heads, (step,), propagated and isolated (METHOD: the quantities), teacher-forced
+    on the full run's own text; growth is the last third of a sample's steps over its first.
 
-    @property
-    def long(self) -> NDArray[np.bool_]:
-        """(sample,) True for three steps or more."""
-        return np.asarray(self.held.sum(axis=1) >= LEAST_STEPS)
+    Args:
+        trace: what was measured, over three decode steps or more.
+        compare: selections, policies, or `policy:selection`; the first is what the others are held against.
 
-    def thirds(self) -> tuple[Floats, Floats]:
-        """(sample, step) shares of the first and of the last third of the steps of each long sample."""
-        counts = self.held[self.long].sum(axis=1)
-        step, third = np.arange(self.held.shape[1]), (counts // 3)[:, None]
-        last = (step >= counts[:, None] - third) & (step < counts[:, None])
-        return (step < third) / third, last / third
+    Raises ConfigError where no text has three decode steps, TraceError where a side is not there, or the trace has no
+    complete sample or not what is needed.
 
-
-@dataclass(frozen=True)
-class _Growth:
-    """Relative perturbation of the first third and of the last, and two noise floors: the larger third's."""
-
-    first: Floats
-    last: Floats
-    noise: Floats
-
-    @classmethod
-    def of(cls, early: list[Floats], late: list[Floats]) -> _Growth:
-        """Of both thirds' perturbation, norm and noise floor."""
-        (first, floor), (last, later) = (
-            [np.asarray(ratio(part, norm)) for part in (moved, noise)] for moved, norm, noise in (early, late)
-        )
-        return cls(first, last, TIE_FLOORS * np.maximum(floor, later))
-
-    @property
-    def above(self) -> NDArray[np.bool_]:
-        """True where both thirds exceed the noise."""
-        return np.asarray((self.first > self.noise) & (self.last > self.noise))
-
-    @property
-    def factor(self) -> Floats:
-        """Last over first; NaN where one of them may be noise."""
-        return np.where(self.above, ratio(self.last, self.first), np.nan)
-
-    @property
-    def logarithm(self) -> Floats:
-        """Of the factor; 0, no evidence, where a third, or the difference of both, may be noise."""
-        there = self.above & (np.abs(self.last - self.first) > self.noise)
-        return np.where(there, np.log(np.where(there, self.factor, 1.0)), 0.0)
-
-
-def summarise(trace: Trace, sides: list[str]) -> Horizon:
-    """Curves of the configurations of `sides` (selections, policies, or policy:selection).
-
-    Raises ConfigError where no text has three decode steps, TraceError where a side is not there.
+    Example, of a `trace` of 3 decode steps:
+        >>> import perturbkv as pk
+        >>> pk.horizon(trace).configs[0].curves["propagated"].relative.shape
+        (3,)
     """
+    sides = [compare] if isinstance(compare, str) else list(compare)
     at_step(trace, ANALYSIS, 0)
-    counts = measured_steps(trace)
-    if counts.max() < LEAST_STEPS:
-        msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
-        raise ConfigError(msg)
+    steps, held = steps_of(trace), held_shares(trace, ANALYSIS)
     places = list(dict.fromkeys(place for side in sides for place in of_selection(trace.run, side)))
-    held = held_shares(trace, ANALYSIS)
-    steps = _Steps(np.arange(counts.max()) < counts[:, None])
-    norm, *floors = (_get(trace, name, steps) for name in ("output_norm", *_FLOORS.values()))
+    norm = taken(trace, "output_norm", steps)
+    floors = {kind: taken(trace, name, steps) for kind, name in FLOORS.items()}
     return Horizon(
         identity=identity(trace, [trace.run.configs[place] for place in places]),
-        steps=int(counts.max()),
+        steps=steps.held.shape[1],
         samples_at=steps.held.sum(axis=0),
         grown=int(steps.long.sum()),
         short=int((~steps.long).sum()),
-        configs=tuple(
-            _config(trace, place, float(held[place]), norm, dict(zip(_FLOORS, floors, strict=True)), steps)
-            for place in places
-        ),
-        noise_floor=np.asarray(ratio(*_sums(floors[0], norm))),
+        configs=tuple(followed(trace, place, float(held[place]), norm, floors, steps) for place in places),
+        leads=leads(trace, sides, steps),
+        noise_floor=relative(floors["propagated"], norm),
     )
-
-
-def _get(trace: Trace, name: str, steps: _Steps, config: int | None = None) -> Floats:
-    """(sample, step, …) of one configuration, 0 at the steps that a sample has not: sums leave these out."""
-    array = values(trace, name, ANALYSIS)
-    array = (array if config is None else array[:, config])[:, : steps.held.shape[1]]
-    held = steps.held.reshape(*steps.held.shape, *[1] * (array.ndim - 2))
-    return np.where(held, array, 0.0)
-
-
-def _config(
-    trace: Trace, place: int, held: float, norm: Floats, floors: dict[str, Floats], steps: _Steps
-) -> ConfigHorizon:
-    counts, kl = steps.held.sum(axis=0), _get(trace, "logit_kl", steps, place)
-    return ConfigHorizon(
-        config=trace.run.configs[place],
-        held=held,
-        curves={
-            kind: _curve(kind, _get(trace, name, steps, place), norm, floors[kind], steps)
-            for kind, name in KINDS.items()
-        },
-        kl=kl.sum(axis=0) / counts,
-        kl_interval=_step_intervals(kl, np.ones_like(kl), steps.held, POSITIVE),
-        top1=_get(trace, "top1_agreement", steps, place).sum(axis=0) / counts,
-    )
-
-
-def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: _Steps) -> Curve:
-    """`moved`, `norm` and `floor` are (sample, step, layer, head)."""
-    early, late = (
-        [np.einsum("st,st...->s...", third, part[steps.long]) for part in (moved, norm, floor)]
-        for third in steps.thirds()
-    )
-    total, heads, each = (
-        _Growth.of([add(part) for part in early], [add(part) for part in late])
-        for add in (np.sum, partial(np.sum, axis=0), np.asarray)
-    )
-    weighed = partial(_growth, early=early[:2], late=late[:2])
-    return Curve(
-        kind=kind,
-        relative=np.asarray(ratio(*_sums(moved, norm))),
-        relative_interval=_step_intervals(moved.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), steps.held, RATIO),
-        first=float(total.first),
-        last=float(total.last),
-        growth=float(total.factor),
-        growth_interval=intervals.scalar(weighed, len(early[0]), RATIO) if total.above else None,
-        head_growth=heads.factor,
-        decided=sign_flips.decide(each.logarithm),
-    )
-
-
-def _sums(moved: Floats, norm: Floats) -> tuple[Floats, Floats]:
-    """(step,) each, over samples and heads."""
-    return moved.sum(axis=(0, 2, 3)), norm.sum(axis=(0, 2, 3))
-
-
-def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
-    """(row,) relative perturbation of the last third over that of the first; both hold perturbation and norm."""
-    first, last = (ratio(*(weights @ part.sum(axis=(1, 2)) for part in third)) for third in (early, late))
-    return np.asarray(ratio(last, first))
-
-
-def _step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: Kind) -> Band:
-    """Each step's interval of Σ top / Σ bottom over the samples that have it, (sample, step) both.
-
-    NaN where these are too few for the others' kind.
-    """
-    found = [
-        _step_interval(top[rows], bottom[rows], kind)
-        for top, bottom, rows in zip(tops.T, bottoms.T, held.T, strict=True)
-    ]
-    if found[0] is None:
-        return None
-    kept = [one if one is not None and one.kind == found[0].kind else None for one in found]
-    low, high = (np.array([np.nan if one is None else getattr(one, end) for one in kept]) for end in ("low", "high"))
-    return Interval(low, high, found[0].kind)
-
-
-def _step_interval(top: Floats, bottom: Floats, kind: Kind) -> Scalar:
-    return intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)

@@ -1,161 +1,215 @@
-"""How often is a needle found from an evicted cache, by length and depth? (Paper, appendix E and figure 8.)."""
+"""Is a fact still found from an evicted cache, and does perturbation tell? (Paper, appendix E and figure 8.)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import intervals
-from perturbkv.analyses.arithmetic import plain, ratio
+from perturbkv.analyses import numbers
+from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.intervals import Band, Interval, Scalar, share_of
-from perturbkv.analyses.reading import Floats, at_step, held_shares, values
-from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import TraceError
+from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.naming import common, counted, short
+from perturbkv.analyses.needle_grid import ANALYSIS, Method, cells_of, grid_of, methods
+from perturbkv.analyses.needle_tables import ABOUT_RANKS, found_table, link_tables
+from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.reading import Floats, at_step
+from perturbkv.analyses.result import Result
+from perturbkv.analyses.retrieval import Correlation, Retrieval, correlate, measures
+from perturbkv.analyses.sentences import decided, ends, sentence, tally
+from perturbkv.display import Table
 from perturbkv.trace import Trace
 
-ANALYSIS = "needle"
-OUTCOMES = ("score", "digits")
-"""Exactly right, and the share of leading digits that are."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TELLS = {
+    -1: ("methods that perturb a prompt's first step more find fewer digits", "fewer"),
+    1: ("methods that perturb a prompt's first step more find more digits", "more"),
+    0: ("whether methods that perturb a prompt's first step more find fewer digits is undecided", "undecided"),
+}
 
 
-@dataclass(frozen=True)
-class Method:
-    """One configuration, or the full cache.
-
-    Attributes:
-        config: the configuration; None for the full cache.
-        score: share of prompts whose number was found, in [0, 1]; its exact interval.
-        digits: mean share of the number's leading digits that are right; its interval, over samples.
-        by_depth: (depth,) the score over all lengths, with exact intervals; NaN where no prompt fell.
-        digits_by_depth: (depth,) digits over all lengths.
-        grid: (depth, length) score per cell; NaN where no prompt fell.
-        digits_grid: (depth, length) digits per cell.
-        held: entries that the cache holds over those of the full cache; NaN where the trace does not tell.
-        kept_entries: mean entries kept per head and layer; the prompt's length for the full cache.
-    """
-
-    config: EvictionConfig | None
-    score: float
-    score_interval: Scalar
-    digits: float
-    digits_interval: Scalar
-    by_depth: Floats
-    by_depth_interval: Band
-    digits_by_depth: Floats
-    grid: Floats
-    digits_grid: Floats
-    held: float
-    kept_entries: float
-
-
-@dataclass(frozen=True)
-class Needle:
-    """Retrieval of every method.
+@dataclass(frozen=True, repr=False)
+class Needle(Result):
+    """Retrieval of every method, and what its perturbation tells of it.
 
     Attributes:
         identity: which run this is.
+        samples: names of the complete samples.
+        cells: (sample, 2) depth and length of each, as places in the grid.
         lengths, depths: of the grid, in the order of its axes.
         haystack, scenario: how the prompts were made and compressed.
         full: the full cache.
         methods: the configurations, in the run's order.
+        measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S as it is).
+        link: rank correlations between the measures and what was found.
     """
 
     identity: RunIdentity
+    samples: tuple[str, ...]
+    cells: NDArray[np.int64]
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
     haystack: str
     scenario: str
     full: Method
     methods: tuple[Method, ...]
+    measured: dict[str, Floats]
+    link: Retrieval
+
+    def conclusion(self) -> str:
+        """What the best and the worst method find beside the full cache, and whether perturbation tells."""
+        full = numbers.percent(self.full.score, self.full.score_interval)
+        prompts = f"n = {counted(self.identity.samples, 'prompt')}"
+        if not self.full.score:
+            return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
+        names = [name for name, _ in self._named()]
+        return sentence(f"{self._found()}; the full cache finds {full} ({prompts}); {self._told()}", *names)
+
+    def tables(self) -> list[Table | str]:
+        """What is found, and the ranks of what perturbation tells."""
+        shared = f"haystack: {self.haystack} · scenario: {self.scenario} · {common(self.identity.configs)}"
+        named = [("full cache", self.full), *self._named()]
+        return [shared, found_table(named, self.lengths), *link_tables(self.link)]
+
+    def notes(self) -> str:
+        """What intervals and ranks mean."""
+        ranks = f"{ABOUT_RANKS} " if self.link.budgets else ""
+        return (
+            f"{ranks}{numbers.about_intervals(self.identity.samples, exact=True)} Of shares of prompts found: exact "
+            f"ones. {numbers.ABOUT_HELD}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
-        document = {name: value for name, value in vars(self).items() if name not in ("identity", "full", "methods")}
-        methods = {"full": vars(self.full), "methods": [vars(method) for method in self.methods]}
-        found: dict[str, Any] = plain(document | methods)
-        return found
+        shown = ("lengths", "depths", "haystack", "scenario")
+        found: dict[str, Any] = plain({name: getattr(self, name) for name in shown})
+        told = {"full": self.full.to_dict(), "methods": [method.to_dict() for method in self.methods]}
+        return {**found, **told, "correlation": self.link.to_dict()}
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per sample and method: what it found in [0, 1], and what was measured; the full cache has no measures.
+
+        `score` is 1 where the whole number was found, `digits` the share of its leading digits that are right.
+        """
+        whole = {"config": "full cache", "policy": None, "selection": None, "budget": None}
+        rows: list[dict[str, Any]] = []
+        for place, sample in enumerate(self.samples):
+            depth, length = self.cells[place]
+            cell = {"sample": sample, "length": self.lengths[length], "depth": self.depths[depth]}
+            rows.append({**whole, **cell, **_outcomes(self.full, place)})
+            for column, (config, method) in enumerate(zip(self.identity.configs, self.methods, strict=True)):
+                measured = {name: float(array[place, column]) for name, array in self.measured.items()}
+                rows.append({**columns_of(config), **cell, **_outcomes(method, place), **measured})
+        return rows
+
+    def plot(self, width_mm: float = 174) -> Figure:
+        """Maps of the share of numbers found, length × depth, one per method (paper, figure 8)."""
+        from perturbkv.figures.needle import draw
+
+        return draw(self, width_mm)
+
+    def plot_digits(self, width_mm: float = 174) -> Figure:
+        """The same of their leading digits."""
+        from perturbkv.figures.needle import draw
+
+        return draw(self, width_mm, "digits")
+
+    def plot_depths(self, width_mm: float = 174) -> Figure:
+        """Both by depth, over all lengths."""
+        from perturbkv.figures.needle_depths import draw
+
+        return draw(self, width_mm)
+
+    def plot_correlation(self, width_mm: float = 174) -> Figure:
+        """Rank correlation of every measure with what was found."""
+        from perturbkv.figures.retrieval import draw
+
+        return draw(self.link, self.identity, width_mm)
+
+    def _named(self) -> list[tuple[str, Method]]:
+        names = [name or "evicted" for name in short(self.identity.configs)]
+        return list(zip(names, self.methods, strict=True))
+
+    def _found(self) -> str:
+        """The method that finds least and the one that finds most."""
+        ordered = sorted(self._named(), key=lambda pair: pair[1].score)
+        (worst, least), (best, most) = ordered[0], ordered[-1]
+        shares = [numbers.percent(one.score, one.score_interval) for one in (least, most)]
+        if len(ordered) == 1:
+            return f"from the evicted cache {shares[0]} of the numbers are found"
+        if least.score == most.score:
+            return f"all {len(ordered)} methods find {shares[0]} of the numbers"
+        unsure = " (their intervals overlap)" if _overlap(least, most) else ""
+        return f"{best} finds {shares[1]} of the numbers, {worst} {shares[0]}{unsure}"
+
+    def _told(self) -> str:
+        """Whether the first step's perturbation tells which methods find less."""
+        correlations = [_first(one.correlations) for one in self.link.budgets]
+        known = [one for one in correlations if not isnan(one.rho)]
+        if not known:
+            few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
+            return f"whether those that perturb more find less cannot be said: {few}"
+        told = ends([("", one.rho, numbers.decimal(one.rho, one.interval)) for one in known])
+        prompts = min(one.deciding for one in known)
+        few = ", too few for an interval" if prompts < LEAST else ""
+        verdicts = [decided(one.interval, 0) for one in known]
+        return f"{tally(verdicts, _TELLS, 'budget')}: ρ = {told} (n = {counted(prompts, 'deciding prompt')}{few})"
 
 
-def summarise(trace: Trace) -> Needle:
-    """The grid of a needle run that generated answers. Raises TraceError for any other run."""
+def needle(trace: Trace) -> Needle:
+    """What is found of a number hidden in a long text, and whether perturbation tells (paper, appendix E, figure 8).
+
+    Shares of prompts, and of leading digits, in [0, 1], by depth and length: (depth, length). Spearman's ρ between each
+    measure of the first decode step and what was found, across the methods of one prompt and one budget (METHOD: the
+    protocol, 7).
+
+    Args:
+        trace: of needle prompts, with answers that were generated from the full cache and from every evicted one.
+
+    Raises TraceError for any other trace, one without a complete sample, or not what is needed.
+
+    Example, of a `trace` of 2 lengths and 2 depths:
+        >>> import perturbkv as pk
+        >>> pk.needle(trace).full.grid.shape
+        (2, 2)
+    """
     at_step(trace, ANALYSIS, 0)
+    check_scored(trace)
     lengths, depths = grid_of(trace)
-    scores, full = ({name: values(trace, f"{name}{suffix}", ANALYSIS) for name in OUTCOMES} for suffix in ("", "_full"))
-    kept, tokens = values(trace, "kept_count", ANALYSIS), values(trace, "prompt_tokens", ANALYSIS)
-    cells = cells_of(trace)
-    depth_alone = np.stack([cells[:, 0], np.zeros_like(cells[:, 0])], axis=1)
-
-    def method(config: EvictionConfig | None, found: dict[str, Floats], entries: float, held: float) -> Method:
-        shape = len(depths), len(lengths)
-        return Method(
-            config=config,
-            score=float(found["score"].mean()),
-            score_interval=intervals.of_samples(found["score"] > 0),
-            digits=float(found["digits"].mean()),
-            digits_interval=intervals.of_mean(found["digits"], share_of(0)),
-            by_depth=_grid(found["score"], depth_alone, (len(depths), 1))[:, 0],
-            by_depth_interval=_depth_intervals(found["score"], cells[:, 0], len(depths)),
-            digits_by_depth=_grid(found["digits"], depth_alone, (len(depths), 1))[:, 0],
-            grid=_grid(found["score"], cells, shape),
-            digits_grid=_grid(found["digits"], cells, shape),
-            held=held,
-            kept_entries=entries,
-        )
-
-    shares = held_shares(trace, ANALYSIS)
+    full, *evicted = methods(trace)
+    measured = measures(trace)
     return Needle(
         identity=identity(trace, trace.run.configs),
+        samples=tuple(name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole),
+        cells=cells_of(trace),
         lengths=lengths,
         depths=depths,
         haystack=str(trace.run.dataset_options["haystack"]),
         scenario=trace.run.scenario,
-        full=method(None, full, float(tokens.mean()), 1.0),
-        methods=tuple(
-            method(
-                config,
-                {name: array[:, place] for name, array in scores.items()},
-                float(kept[:, place].mean()),
-                float(shares[place]),
-            )
-            for place, config in enumerate(trace.run.configs)
-        ),
+        full=full,
+        methods=tuple(evicted),
+        measured=measured,
+        link=correlate(trace, measured),
     )
 
 
-def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Lengths and depths of a needle run. Raises TraceError for a run of another dataset."""
-    options = trace.run.dataset_options
-    if trace.run.dataset != "needle" or "lengths" not in options or not trace.run.generate:
-        msg = (
-            f"{ANALYSIS} needs a trace of needle prompts with generated answers, got one of '{trace.run.dataset}'"
-            f"{'' if trace.run.generate else ' without answers'}; make one: perturbkv needle --model {trace.run.model}"
-        )
-        raise TraceError(msg)
-    return tuple(options["lengths"]), tuple(options["depths"])
+def _outcomes(method: Method, sample: int) -> dict[str, float]:
+    return {name: float(found[sample]) for name, found in method.found.items()}
 
 
-def cells_of(trace: Trace) -> NDArray[np.int64]:
-    """(sample, 2) depth and length of each complete sample, as places in the grid: samples go through it in turns."""
-    lengths, depths = grid_of(trace)
-    places = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
-    return np.stack([places % len(depths), places // len(depths)], axis=1)
+def _overlap(least: Method, most: Method) -> bool:
+    """True where the exact intervals of two methods share anything; False for a single prompt, which has none."""
+    low, high = most.score_interval, least.score_interval
+    return low is not None and high is not None and low.low <= high.high
 
 
-def _depth_intervals(found: Floats, depth: NDArray[np.int64], depths: int) -> Band:
-    """Exact intervals of each depth's share; NaN where fewer than two prompts fell, None where nowhere more did."""
-    each = [intervals.of_samples(found[depth == place] > 0) for place in range(depths)]
-    if not any(each):
-        return None
-    low, high = ([np.nan if one is None else getattr(one, end) for one in each] for end in ("low", "high"))
-    return Interval(np.array(low), np.array(high))
-
-
-def _grid(found: Floats, cells: NDArray[np.int64], shape: tuple[int, int]) -> Floats:
-    total, count = np.zeros(shape), np.zeros(shape)
-    np.add.at(total, tuple(cells.T), found)
-    np.add.at(count, tuple(cells.T), 1)
-    return np.asarray(ratio(total, count))
+def _first(correlations: tuple[Correlation, ...]) -> Correlation:
+    """Of the propagated perturbation with the digits: the whole number is lost with its first digit."""
+    (found,) = [one for one in correlations if (one.measure, one.outcome) == ("propagated", "digits")]
+    return found

@@ -23,6 +23,19 @@ def config_object(config: EvictionConfig) -> dict[str, Any]:
     return {"label": config.label(), **config.to_document()}
 
 
+def columns_of(config: EvictionConfig) -> dict[str, str]:
+    """A configuration as columns of a data frame: its label, and of its choices those that are most asked for.
+
+    A budget is text: 128 are entries, 0.05 a share of the prompt.
+    """
+    return {
+        "config": config.label(),
+        "policy": config.policy.name,
+        "selection": config.selection.name,
+        "budget": str(config.budget),
+    }
+
+
 def config_of(document: Mapping[str, Any]) -> EvictionConfig:
     """The configuration that `config_object` made this of."""
     return EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})

@@ -56,8 +56,8 @@ def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[st
     both = (("baseline", baseline), ("treatment", treatment))
     return {
         **{name: config.label() for name, config in both},
-        **{f"{name}_policy": config.policy for name, config in both},
-        **{f"{name}_selection": config.selection for name, config in both},
+        **{f"{name}_policy": config.policy.name for name, config in both},
+        **{f"{name}_selection": config.selection.name for name, config in both},
         "budget": baseline.budget.value,
     }
 

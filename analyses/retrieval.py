@@ -16,17 +16,15 @@ import numpy as np
 
 from perturbkv.analyses import intervals, kept_sets
 from perturbkv.analyses.arithmetic import plain, ratio
-from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.intervals import CORRELATION, Scalar
-from perturbkv.analyses.needle import OUTCOMES
+from perturbkv.analyses.needle_grid import ANALYSIS, OUTCOMES
 from perturbkv.analyses.ranks import spearman
-from perturbkv.analyses.reading import Floats, at_step, held_shares, measured_steps, values
+from perturbkv.analyses.reading import Floats, held_shares, measured_steps, values
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-ANALYSIS = "needle"
 LEAST_CONFIGS = 3
 """Ranks of fewer configurations are no ranks."""
 _APART = ("granularity", "protect_first", "protect_recent")
@@ -111,7 +109,6 @@ class Retrieval:
         steps: decode steps that the circular measures are the mean of.
         budgets: one entry per budget, granularity and protection of three configurations or more; `too_few`: the
             names of the others.
-        identity: of the run.
     """
 
     samples: int
@@ -119,23 +116,19 @@ class Retrieval:
     steps: int
     budgets: tuple[BudgetLink, ...]
     too_few: tuple[str, ...]
-    identity: RunIdentity
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers; the measures beside each score."""
         links = [{"budget": link.configs[0].budget, **vars(link)} for link in self.budgets]
-        document = {name: value for name, value in vars(self).items() if name != "identity"}
-        found: dict[str, Any] = plain({**document, "budgets": links})
+        found: dict[str, Any] = plain({**vars(self), "budgets": links})
         return found
 
 
-def summarise(trace: Trace) -> Retrieval:
-    """Correlations over a run that generated answers. Raises TraceError where it lacks them."""
-    at_step(trace, ANALYSIS, 0)
-    _check_scored(trace)
+def correlate(trace: Trace, measured: dict[str, Floats]) -> Retrieval:
+    """Correlations of the `measures` of a run that generated answers. Raises TraceError where it lacks these."""
     answered = values(trace, "score_full", ANALYSIS) == 1
     outcomes = {name: values(trace, name, ANALYSIS)[answered] for name in OUTCOMES}
-    measured = {name: array[answered] for name, array in measures(trace).items()}
+    measured = {name: array[answered] for name, array in measured.items()}
     budgets = _budgets(trace.run.configs)
     return Retrieval(
         samples=int(answered.sum()),
@@ -147,11 +140,10 @@ def summarise(trace: Trace) -> Retrieval:
             if len(places) >= LEAST_CONFIGS
         ),
         too_few=tuple(name for name, places in budgets.items() if len(places) < LEAST_CONFIGS),
-        identity=identity(trace, trace.run.configs),
     )
 
 
-def _check_scored(trace: Trace) -> None:
+def check_scored(trace: Trace) -> None:
     """Raise TraceError where an answer that was expected is no number: nothing says how right what came is."""
     unscored = np.isnan(np.asarray(trace.get("score_full", ANALYSIS), dtype=np.float64))
     if unscored.any():

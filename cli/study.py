@@ -60,15 +60,6 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats))
 
-    def finish(self, numbers: dict[str, Any], tables: Callable[[], None]) -> None:
-        """Write the numbers into summary.json and print them; exit with 1 where samples failed."""
-
-        def shown() -> None:
-            self._title()
-            tables()
-
-        self._leave(numbers, shown)
-
     def show(self, results: Result | Sequence[Result], document: dict[str, Any] | None = None) -> None:
         """Write results into summary.json and print them: what to conclude, then the run, tables, and notes once.
 

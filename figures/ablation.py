@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.ablation import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Ablation
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.naming import short
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
@@ -20,7 +20,7 @@ _WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
 _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
-def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     with style.use():
         ordered = by_held(results, lambda result: result.rows[0].compared.held[0])
@@ -42,21 +42,21 @@ def draw(results: Sequence[Ablation], identity: RunIdentity, width_mm: float = s
     return figure
 
 
-def _names(results: Sequence[Ablation]) -> list[str]:
+def _names(results: Sequence[Setting]) -> list[str]:
     """What tells a setting from the others; of a single one all of it."""
     if len(results) == 1:
         return [results[0].setting]
     return [name or "alike" for name in short([result.baseline for result in results], "alpha")]
 
 
-def _titles(results: Sequence[Ablation]) -> dict[str, str]:
+def _titles(results: Sequence[Setting]) -> dict[str, str]:
     """The rows that panels side by side share, with their ingredients: the baseline, then each at each α."""
     named = {row.title: row.name for result in results for row in result.rows}
     order = list(INGREDIENTS)
     return {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
-def _panel(axes: Axes, result: Ablation, name: str, titles: dict[str, str], *, named: bool) -> None:
+def _panel(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, named: bool) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row.compared for row in result.rows}
     for place, title in enumerate(titles):
@@ -75,7 +75,7 @@ def _panel(axes: Axes, result: Ablation, name: str, titles: dict[str, str], *, n
     axes.set_title(f"{name}\nheld / full {_held(result)}", loc="left")
 
 
-def _held(result: Ablation) -> str:
+def _held(result: Setting) -> str:
     """What the rows' caches hold, once where they hold the same."""
     shares = [style.number(share) for row in result.rows for share in row.compared.held]
     return " to ".join(dict.fromkeys((min(shares), max(shares))))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.assumption import READINGS, Assumption, ConfigAssumption
+from perturbkv.analyses.assumption import Assumption
 from perturbkv.analyses.naming import budgets, folded
+from perturbkv.analyses.sigma import READINGS, ConfigAssumption
 from perturbkv.figures import heatmaps, style
 from perturbkv.figures.labels import by_held
 

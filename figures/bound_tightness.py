@@ -11,10 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.bound_tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, BoundTightness, Tightness
+from perturbkv.analyses.bound_tightness import BoundTightness
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import budgets
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
+from perturbkv.analyses.tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import heatmaps, style
 from perturbkv.figures.labels import by_held, symbols
@@ -28,11 +29,11 @@ _BANDS = 2
 _WIDE = 5
 
 
-def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: float = style.WIDE_MM) -> Figure:
-    """Three panels, by budget; `result` holds the configurations of one selection. One column is 120 mm tall."""
+def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
+    """Three panels, by budget, of the configurations of one selection. One column is 120 mm tall."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        configs = by_held(result.configs, lambda config: config.held)
+        configs = by_held(result.shown, lambda config: config.held)
         figure = style.figure(width_mm, _NARROW_MM if narrow else _ROW_MM)
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
@@ -40,7 +41,7 @@ def draw(result: BoundTightness, agreements: Sequence[RankAgreement], width_mm: 
         legend = style.legend_beside if narrow else style.legend_below
         legend(axes[0], _ratios(axes[0], configs), 2)
         legend(axes[1], _against_mass(axes[1], configs), 3)
-        legend(axes[2], _agreement(axes[2], _in_order(agreements, configs)), 2)
+        legend(axes[2], _agreement(axes[2], _in_order(result.agreements, configs)), 2)
         style.foot(figure, result.identity, f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}")
     return figure
 
@@ -62,7 +63,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
     """L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples carry a dot."""
     with style.use():
         wide = 2 if width_mm < style.WIDE_MM else _WIDE
-        configs = by_held(result.configs, lambda config: config.held)
+        configs = by_held(result.shown, lambda config: config.held)
         maps = [_map(name, config) for name, config in zip(_names(configs), configs, strict=True)]
         largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
         figure = heatmaps.draw(

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from perturbkv.analyses.horizon import KINDS, ConfigHorizon, Horizon
+from perturbkv.analyses.growth import KINDS, ConfigHorizon
+from perturbkv.analyses.horizon import Horizon
 from perturbkv.analyses.naming import SIDE, apart, budgets, setting, short
 from perturbkv.figures import heatmaps, style
 from perturbkv.figures.labels import by_held, symbols

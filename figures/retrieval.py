@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.needle import OUTCOMES
+from perturbkv.analyses.needle_grid import OUTCOMES
 from perturbkv.analyses.retrieval import CIRCULAR, MEASURES, BudgetLink, Correlation, Retrieval
 from perturbkv.figures import style
 

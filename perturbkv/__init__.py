@@ -9,9 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perturbkv.analyses.ablation import ablation as ablation
+    from perturbkv.analyses.assumption import assumption as assumption
+    from perturbkv.analyses.bound_tightness import bound_tightness as bound_tightness
     from perturbkv.analyses.budgets import budget_curves as budget_curves
     from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
+    from perturbkv.analyses.horizon import horizon as horizon
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
+    from perturbkv.analyses.needle import needle as needle
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.api import generate as generate
     from perturbkv.api import load_model as load_model
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from perturbkv.datasets.encode import Prompt as Prompt
     from perturbkv.errors import PerturbkvError as PerturbkvError
     from perturbkv.selection.grid import grid as grid
+    from perturbkv.selection.policies.registry import register as register_policy
     from perturbkv.storage.trace_file import read_trace as read_trace
     from perturbkv.storage.writer import TraceWriter as TraceWriter
     from perturbkv.trace import SampleTrace as SampleTrace
@@ -43,14 +49,20 @@ _PUBLIC = {
     "TraceWriter": "perturbkv.storage.writer",
     "budget_curves": "perturbkv.analyses.budgets",
     "compare_heads": "perturbkv.analyses.head_comparisons",
-    "generate": "perturbkv.api",
-    "grid": "perturbkv.selection.grid",
     "last_layer": "perturbkv.analyses.sample_drifts",
     "layer_drift": "perturbkv.analyses.layer_drifts",
+    "ablation": "perturbkv.analyses.ablation",
+    "assumption": "perturbkv.analyses.assumption",
+    "bound_tightness": "perturbkv.analyses.bound_tightness",
+    "generate": "perturbkv.api",
+    "grid": "perturbkv.selection.grid",
+    "horizon": "perturbkv.analyses.horizon",
     "load_model": "perturbkv.api",
     "load_prompts": "perturbkv.api",
     "measure": "perturbkv.api",
+    "needle": "perturbkv.analyses.needle",
     "read_trace": "perturbkv.storage.trace_file",
+    "register_policy": "perturbkv.selection.policies.registry:register",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
@@ -62,7 +74,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         message = f"module 'perturbkv' has no attribute '{name}'"
         raise AttributeError(message)
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    module, _, attribute = _PUBLIC[name].partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:

@@ -78,3 +78,12 @@ def _cell(tag: str, text: str, side: str) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(text.strip("\n")).replace("\n", "<br>")
+
+
+def ends(text: str, width: int = 30) -> str:
+    """The text's first and last whole words, at most `width` characters each, in one line."""
+    line = " ".join(text.split())
+    if len(line) <= 2 * width:
+        return line
+    first, last = line[: width + 1].rpartition(" ")[0], line[-width - 1 :].partition(" ")[2]
+    return f"{first or line[:width]} … {last or line[-width:]}"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses import ablation
+from perturbkv.analyses import ingredients
 from perturbkv.analyses.intervals import Interval
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
@@ -34,12 +34,12 @@ def made(configs: list[EvictionConfig], perturbation: list[float], samples: int 
     return hand_made(configs, arrays)
 
 
-def isolated(rows: tuple[ablation.Row, ...]) -> dict[str, float]:
+def isolated(rows: tuple[ingredients.Row, ...]) -> dict[str, float]:
     return {row.title: row.compared.isolated.sum_ratio for row in rows}
 
 
 def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None:
-    (found,) = ablation.summarise(made(CHAIN, L1))
+    (found,) = ingredients.settings(made(CHAIN, L1))
     ratios = isolated(found.rows)
     assert ratios == pytest.approx(
         {"attention-unpooled": 0.8, "two-stage-uniform α=0.25": 0.6, "two-stage α=0.25": 0.3, "hindsight": 0.1}
@@ -56,10 +56,10 @@ def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None
 
 
 def test_what_a_trace_lacks_is_named_and_a_query_heads_group_is_not_missed() -> None:
-    (found,) = ablation.summarise(made(CHAIN, L1))
+    (found,) = ingredients.settings(made(CHAIN, L1))
     assert found.absent == ("value", "random", "hindsight-attention")
     grouped = [config("attention", granularity="kv"), config("two-stage", granularity="kv")]
-    (found,) = ablation.summarise(made(grouped, [2, 1]))
+    (found,) = ingredients.settings(made(grouped, [2, 1]))
     assert "mean-of-products" in found.absent
 
 
@@ -69,7 +69,7 @@ def test_the_groups_products_are_rows_of_one_table() -> None:
         config("two-stage", granularity="kv"),
         config("two-stage", granularity="kv", group_product="mean-of-products"),
     ]
-    (found,) = ablation.summarise(made(configs, [4, 2, 1]))
+    (found,) = ingredients.settings(made(configs, [4, 2, 1]))
     assert isolated(found.rows) == pytest.approx({"two-stage α=0.25": 0.5, "mean-of-products α=0.25": 0.25})
     assert isolated(found.brings) == pytest.approx({"mean of products α=0.25": 0.5})
 
@@ -77,7 +77,7 @@ def test_the_groups_products_are_rows_of_one_table() -> None:
 def test_rows_without_stages_stand_once_and_serve_every_alpha() -> None:
     names = ("attention", "two-stage", "hindsight")
     configs = [config(name, alpha=alpha) for alpha in (0.0, 0.5) for name in names]
-    (found,) = ablation.summarise(made(configs, [4, 2, 1, 4, 1, 1]))
+    (found,) = ingredients.settings(made(configs, [4, 2, 1, 4, 1, 1]))
     assert isolated(found.rows) == pytest.approx({"two-stage α=0": 0.5, "two-stage α=0.5": 0.25, "hindsight": 0.25})
     assert isolated(found.brings) == pytest.approx({"knowing the query α=0": 0.5, "knowing the query α=0.5": 1})
     assert found.baseline == configs[0]
@@ -85,7 +85,7 @@ def test_rows_without_stages_stand_once_and_serve_every_alpha() -> None:
 
 def test_settings_stay_apart() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in ("attention", "value")]
-    found = ablation.summarise(made(configs, [4, 2, 4, 1]))
+    found = ingredients.settings(made(configs, [4, 2, 4, 1]))
     assert [result.setting for result in found] == ["b=64 w=32 max7 query", "b=128 w=32 max7 query"]
     assert [result.rows[0].compared.isolated.sum_ratio for result in found] == pytest.approx([0.5, 0.25])
 
@@ -93,7 +93,7 @@ def test_settings_stay_apart() -> None:
 def test_controls_protect_what_the_methods_protect() -> None:
     protected = {"protect_first": 4, "protect_recent": 40}
     configs = [config(name, **more) for more in ({}, protected) for name in ("attention", "two-stage", "random")]
-    bare, kept = ablation.summarise(made(configs, [4, 2, 9, 3, 1, 6]))
+    bare, kept = ingredients.settings(made(configs, [4, 2, 9, 3, 1, 6]))
     assert bare.controls == (configs[0], configs[2])
     assert kept.controls == (configs[3], configs[5])
     assert isolated(kept.rows) == pytest.approx({"two-stage α=0.25": 1 / 3, "random": 2})
@@ -101,26 +101,26 @@ def test_controls_protect_what_the_methods_protect() -> None:
 
 def test_knowing_the_query_is_told_with_and_without_the_norms() -> None:
     names = ("attention", "two-stage", "hindsight-attention", "hindsight")
-    (found,) = ablation.summarise(made([config(name) for name in names], [4, 3, 2, 1]))
+    (found,) = ingredients.settings(made([config(name) for name in names], [4, 3, 2, 1]))
     assert isolated(found.brings) == pytest.approx({"knowing the query α=0.25": 1 / 3, "ν, knowing the query": 0.5})
     assert isolated(found.rows)["hindsight-attention"] == 0.5
 
 
 def test_one_sample_has_no_intervals() -> None:
-    (found,) = ablation.summarise(made(CHAIN, L1, samples=1))
+    (found,) = ingredients.settings(made(CHAIN, L1, samples=1))
     assert found.rows[0].compared.isolated.sum_ratio_interval is None
 
 
 @pytest.mark.parametrize("configs", [CHAIN[:1], CHAIN[1:]], ids=["nothing beside it", "no baseline"])
 def test_a_trace_without_a_comparison_is_refused(configs: list[EvictionConfig]) -> None:
     with pytest.raises(TraceError, match="ablation needs the selection 'attention' and another one"):
-        ablation.summarise(made(configs, L1[: len(configs)]))
+        ingredients.settings(made(configs, L1[: len(configs)]))
 
 
 def test_a_measured_trace_gives_every_row() -> None:
-    small, large = ablation.summarise(read_trace(MEASURED))
+    small, large = ingredients.settings(read_trace(MEASURED))
     missing = ("attention", "hindsight-attention")  # the baseline, and what the golden trace is older than
-    assert [row.name for row in small.rows] == [name for name in ablation.INGREDIENTS if name not in missing]
+    assert [row.name for row in small.rows] == [name for name in ingredients.INGREDIENTS if name not in missing]
     assert small.absent == ("hindsight-attention",)
     assert large.absent == ("mean-of-products", "hindsight-attention")
     assert [(one.policy.name, one.selection.name) for one in small.controls] == [

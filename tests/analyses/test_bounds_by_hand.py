@@ -10,9 +10,10 @@ import pytest
 from scipy.stats import spearmanr
 
 from perturbkv.analyses import bound_tightness, rank_agreement
-from perturbkv.analyses.bound_tightness import LEVELS, summarise
+from perturbkv.analyses.bound_tightness import bound_tightness as summarise
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import spearman
+from perturbkv.analyses.tightness import LEVELS
 from perturbkv.errors import BoundError, ConfigError, TraceError
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
@@ -200,6 +201,6 @@ def test_controls_are_ranked_apart_from_contenders() -> None:
 
 
 def test_a_measured_trace_holds_every_inequality() -> None:
-    result = bound_tightness.summarise(read_trace(MEASURED))
+    result = bound_tightness.bound_tightness(read_trace(MEASURED))
     assert result.checked["L ≤ θ"] == 3 * 15 * 2 * 4
-    assert len(result.of("two-stage").configs) == 3
+    assert len(result.of("two-stage").shown) == 3

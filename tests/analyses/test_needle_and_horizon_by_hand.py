@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses import horizon, needle, retrieval
+from perturbkv.analyses import horizon, needle
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import mean_ranks, spearman
 from perturbkv.configs.run import RunConfig
@@ -54,7 +54,7 @@ def made(
 
 def test_the_grid_counts_each_cell() -> None:
     scores = [[1, 0], [1, 1], [0, 0], [0, 1], [0, 0], [0, 0]]  # 0-100 twice, 1-100 twice, 0-200, 1-200
-    result = needle.summarise(made(scores, [1, 1, 1, 1, 0, 1], np.ones((6, 2))))
+    result = needle.needle(made(scores, [1, 1, 1, 1, 0, 1], np.ones((6, 2))))
     assert (result.lengths, result.depths, result.haystack, result.scenario) == (
         (100, 200),
         (0.0, 1.0),
@@ -74,16 +74,16 @@ def test_the_grid_counts_each_cell() -> None:
 
 
 def test_failed_samples_leave_their_cell_to_the_others() -> None:
-    result = needle.summarise(made([[1, 0]], [1], [[1, 1]], failures={"bad": "broke"}))
+    result = needle.needle(made([[1, 0]], [1], [[1, 1]], failures={"bad": "broke"}))
     np.testing.assert_array_equal(result.methods[0].grid, [[1, np.nan], [np.nan, np.nan]])
 
 
 def test_a_trace_without_answers_is_refused() -> None:
     with pytest.raises(TraceError, match="perturbkv needle --model m"):
-        needle.summarise(trace(sample_trace()))
+        needle.needle(trace(sample_trace()))
     plain = made([[1, 0]], [1], [[1, 1]])
     with pytest.raises(TraceError, match="without answers"):
-        needle.summarise(dataclasses.replace(plain, run=dataclasses.replace(plain.run, generate=0)))
+        needle.needle(dataclasses.replace(plain, run=dataclasses.replace(plain.run, generate=0)))
 
 
 def test_ranks_are_scipys() -> None:
@@ -125,7 +125,7 @@ MOVED = [[0.1, 0.9, 0.5], [0.2, 0.3, 0.1], [0.8, 0.7, 0.6], [5.0, 6.0, 7.0]]
 
 
 def test_ranks_are_within_a_prompt_that_the_full_cache_answers_and_whose_methods_differ() -> None:
-    result = retrieval.summarise(ranked(SCORES, [1, 1, 1, 0], MOVED))
+    result = needle.needle(ranked(SCORES, [1, 1, 1, 0], MOVED)).link
     assert (result.samples, result.left_out, len(result.budgets)) == (3, 1, 1)
     expected = np.mean([stats.spearmanr(MOVED[place], SCORES[place]).statistic for place in (0, 1)])
     (link,) = result.budgets
@@ -147,7 +147,7 @@ def test_answers_that_are_no_numbers_are_refused_in_words() -> None:
 
 def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> None:
     against = [[row[place] for place in (0, 1, 2)] for row in SCORES]  # later steps move as the score does
-    (link,) = retrieval.summarise(ranked(SCORES, [1] * 4, MOVED, [[9 * x for x in row] for row in against])).budgets
+    (link,) = needle.needle(ranked(SCORES, [1] * 4, MOVED, [[9 * x for x in row] for row in against])).link.budgets
     assert {one.measure for one in link.correlations} == {"isolated", "theta", "propagated", "lost"}
     assert {one.measure for one in link.circular} == {"kl", "drift", "kl_all", "drift_all", "propagated_all"}
     np.testing.assert_allclose(link.measured["propagated"], MOVED)  # of step 0 alone
@@ -160,11 +160,11 @@ def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> 
 def test_budgets_are_never_mixed_and_two_methods_have_no_ranks() -> None:
     more = [config(name, 128) for name in ("attention", "two-stage", "random")]
     scores, moved = [[1, 0, 0, 0, 0, 1]], [[0.1, 0.5, 0.9, 0.1, 0.5, 0.9]]
-    small, large = retrieval.summarise(ranked(scores, [1], moved, configs=[*THREE, *more])).budgets
+    small, large = needle.needle(ranked(scores, [1], moved, configs=[*THREE, *more])).link.budgets
     assert (small.name, large.name) == ("64", "128")
     assert small.of("score")[0].rho == pytest.approx(-large.of("score")[0].rho)
     assert small.of("score")[0].rho < 0
-    few = retrieval.summarise(made([[1, 0]], [1], [[0.1, 0.2]]))
+    few = needle.needle(made([[1, 0]], [1], [[0.1, 0.2]])).link
     assert (few.budgets, few.too_few) == ((), ("64",))
 
 
@@ -183,12 +183,12 @@ def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(
     more = [config(name, **other) for name in ("attention", "two-stage", "random")]
     measured_trace = ranked([[1, 0, 0, 1, 0, 0]], [1], [[0.3, 0.2, 0.1, 0.9, 0.8, 0.7]], configs=[*THREE, *more])
     measured_trace.arrays["held_share"] = np.array([[0.48] * 3 + [0.24] * 3])  # type: ignore[index]
-    links = retrieval.summarise(measured_trace).budgets
+    links = needle.needle(measured_trace).link.budgets
     assert tuple(link.name for link in links) == names
     assert [link.held_ends for link in links] == [(0.48, 0.48), (0.24, 0.24)]
     for link in links:
         assert link.of("score")[0].rho == pytest.approx(stats.spearmanr([3, 2, 1], [1, 0, 0]).statistic)
-    json.dumps(retrieval.summarise(measured_trace).to_dict(), allow_nan=False)
+    json.dumps(needle.needle(measured_trace).link.to_dict(), allow_nan=False)
 
 
 def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
@@ -197,14 +197,14 @@ def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
     for where in np.ndindex(2, 2):
         first, second = int(place[(1, *where)]), int(place[(2, *where)])
         made_trace.arrays["kept_position"][second : second + 3] = made_trace.arrays["kept_position"][first : first + 3]
-    measured = retrieval.summarise(made_trace).budgets[0].measured["propagated"]
+    measured = needle.needle(made_trace).link.budgets[0].measured["propagated"]
     assert measured[0, 1] == measured[0, 2] != measured[0, 0]
 
 
 def test_correlation_of_scores_that_are_all_alike_is_none() -> None:
-    (link,) = retrieval.summarise(ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])).budgets
+    (link,) = needle.needle(ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])).link.budgets
     assert all(np.isnan(one.rho) and one.interval is None and one.deciding == 0 for one in link.of("score"))
-    none = retrieval.summarise(ranked([[1, 0, 0]], [0], [[0.1, 0.2, 0.3]]))
+    none = needle.needle(ranked([[1, 0, 0]], [0], [[0.1, 0.2, 0.3]])).link
     assert none.samples == 0
     assert none.to_dict()["budgets"][0]["correlations"][0]["rho"] is None
 
@@ -225,7 +225,7 @@ def growing(samples: int = 3, steps: int = 6, floor: float = 0.1) -> Trace:
 
 
 def test_growth_is_the_last_third_over_the_first() -> None:
-    result = horizon.summarise(growing(7), ["attention", "two-stage"])
+    result = horizon.horizon(growing(7), ["attention", "two-stage"])
     assert (result.steps, result.grown, result.short, len(result.configs)) == (6, 7, 0, 2)
     curve = result.configs[0].curves["propagated"]
     np.testing.assert_allclose(curve.relative, [1.6] * 4 + [1.6 * 4.5 / 4] * 2)  # mean level 16 of norm 10
@@ -242,7 +242,7 @@ def test_growth_is_the_last_third_over_the_first() -> None:
 def test_what_is_within_two_noise_floors_has_no_growth_and_decides_nothing() -> None:
     """Where everything is kept the perturbation is the floor itself: head 0 would double for nothing."""
     rounding = growing(7, floor=9.0)  # relative: 1.6 and 1.8 of all heads, two floors are 1.8
-    curve = horizon.summarise(rounding, ["attention"]).configs[0].curves["propagated"]
+    curve = horizon.horizon(rounding, ["attention"]).configs[0].curves["propagated"]
     assert curve.first == pytest.approx(1.6)
     assert np.isnan(curve.growth)
     assert curve.growth_interval is None
@@ -255,19 +255,19 @@ def test_growth_by_no_more_than_two_noise_floors_is_undecided() -> None:
     for floor, verdict in ((14.1, 0), (0.9, 1)):
         rising = growing(7, floor=floor)
         rising.arrays["perturbation_propagated"][:] += 30  # type: ignore[index]
-        curve = horizon.summarise(rising, ["attention"]).configs[0].curves["propagated"]
+        curve = horizon.horizon(rising, ["attention"]).configs[0].curves["propagated"]
         assert curve.head_growth[0, 0] == pytest.approx((30 + 32) / (30 + 16))
         assert curve.head_verdict[0, 0] == verdict, floor
 
 
 def test_five_samples_are_too_few_to_decide_any_head() -> None:
-    decided = horizon.summarise(growing(5), ["attention"]).configs[0].curves["propagated"].decided
+    decided = horizon.horizon(growing(5), ["attention"]).configs[0].curves["propagated"].decided
     assert decided.least_together == 0  # the smallest p is 2/32, above 0.05
     assert not decided.verdict.any()
 
 
 def test_one_sample_has_no_intervals_and_no_verdicts() -> None:
-    curve = horizon.summarise(growing(1), ["attention"]).configs[0].curves["propagated"]
+    curve = horizon.horizon(growing(1), ["attention"]).configs[0].curves["propagated"]
     assert curve.growth_interval is None
     assert curve.relative_interval is None
     assert not curve.head_verdict.any()
@@ -282,7 +282,7 @@ def test_growth_is_of_each_samples_own_steps_and_short_texts_are_left_out() -> N
         by_step = np.moveaxis(whole.arrays[name], axis, 1)
         by_step[1, 3:], by_step[2, 2:] = np.nan, np.nan
     whole.arrays["perturbation_propagated"][1, :, 2] *= 3
-    result = horizon.summarise(whole, ["attention"])
+    result = horizon.horizon(whole, ["attention"])
     assert result.samples_at.tolist() == [3, 3, 2, 1, 1, 1]
     assert (result.grown, result.short) == (2, 1)
     curve = result.configs[0].curves["propagated"]
@@ -296,12 +296,12 @@ def test_growth_is_of_each_samples_own_steps_and_short_texts_are_left_out() -> N
     assert np.isnan(curve.relative_interval.low[3:]).all()  # one sample has these steps
     whole.arrays["steps_measured"][2] = 3
     with pytest.raises(TraceError, match="got NaN in 'output_norm'"):
-        horizon.summarise(whole, ["attention"])
+        horizon.horizon(whole, ["attention"])
 
 
 def test_two_steps_are_no_horizon() -> None:
     with pytest.raises(ConfigError, match="at least 3 decode steps, got a trace of 2; use --steps 32"):
-        horizon.summarise(growing(steps=2), ["attention"])
+        horizon.horizon(growing(steps=2), ["attention"])
 
 
 def test_the_run_config_keeps_what_is_new_and_reads_what_is_old() -> None:

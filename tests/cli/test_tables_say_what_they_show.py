@@ -10,22 +10,20 @@ import numpy as np
 
 from perturbkv.analyses import (
     ablation,
+    bound_tables,
     bound_tightness,
     budgets,
     horizon,
     last_layer,
     layers,
     layers_told,
+    needle,
     numbers,
     rank_agreement,
-    retrieval,
 )
+from perturbkv.analyses.result import Result
 from perturbkv.analyses.sign_flips import decide
-from perturbkv.cli import ablation as ablation_command
-from perturbkv.cli import bound_tightness as bounds_command
 from perturbkv.cli import console
-from perturbkv.cli import horizon as horizon_command
-from perturbkv.cli import needle as needle_command
 from perturbkv.display import as_text
 from tests.analyses.test_bounds_by_hand import one_config
 from tests.analyses.test_bounds_by_hand import ranked as bounded
@@ -41,10 +39,15 @@ def said(shown: Callable[..., None], *results: object) -> str:
     return " ".join(out.getvalue().split())
 
 
+def told_by(result: Result) -> str:
+    """All that a result says of itself, likewise."""
+    return " ".join(as_text([result.conclusion(), *result.tables(), result.notes()], width=200).split())
+
+
 def test_ranks_of_methods_say_what_their_caches_hold() -> None:
     trace = ranked(SCORES, [1] * 4, MOVED)
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
-    told = said(needle_command._print_link, retrieval.summarise(trace))
+    told = told_by(needle.needle(trace))
     assert told.count("held 0.48 to 0.51") == 2  # the circular ones apart
     assert "Only methods of one budget, one granularity and one protection are ranked together" in told
 
@@ -53,7 +56,7 @@ def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() 
     def shown(flagged: int) -> dict[str, list[str]]:
         sigma = [[0.9] * 3] * (6 - flagged) + [[0.4] * 3] * flagged
         (found,) = rank_agreement.summarise(bounded([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
-        return {row[1]: row[2:] for row in bounds_command._agreement_rows("64", found)}
+        return {row[1]: row[2:] for row in bound_tables.agreement_rows("64", found)}
 
     assert shown(1)["ρ where σ > 0.5"][0].startswith("0.50\n[")
     assert shown(1)["ρ where σ > 0.5"][0].endswith("\nn = 5 in 5")
@@ -63,8 +66,8 @@ def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() 
 
 
 def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
-    (found,) = bound_tightness.summarise(one_config()).configs  # no head flagged in s0, one of two in s1
-    shares = [row[2] for row in bounds_command._rows("64", found)]
+    (found,) = bound_tightness.bound_tightness(one_config()).configs  # no head flagged in s0, one of two in s1
+    shares = [row[2] for row in bound_tables.ratio_rows("64", found)]
     assert shares == ["75 %\n(50 … 100)", "25 %\n(0 … 50)"]
 
 
@@ -83,9 +86,9 @@ def test_every_caption_says_its_noise_floor() -> None:
     assert "Noise floor of KL: 7.0e-09 nat (median)." in budgets.summarise(trace, ["attention"]).notes()
     told = layers_told.drift_notes(layers.summarise(trace, *pair))
     assert "Noise floor: 3.0e-04 after the last layer (mean)." in told
-    assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in said(ablation_command._print, ablation.summarise(trace))
-    steps = horizon.summarise(growing(7), ["attention"])
-    assert "Noise floor: 1.0e-02 of Σ ‖o_h‖₁" in horizon_command._caption(steps)
+    assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in told_by(ablation.ablation(trace))
+    steps = horizon.horizon(growing(7), ["attention"])
+    assert "Noise floor: 1.0e-02 of Σ ‖o_h‖₁" in steps.notes()
 
 
 def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are() -> None:
@@ -99,8 +102,8 @@ def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are()
 
 
 def test_the_ablation_has_intervals_everywhere_and_a_half_per_setting() -> None:
-    results = ablation.summarise(made(samples=5))
-    told = said(ablation_command._print, results)
+    result = ablation.ablation(made(samples=5))
+    results, told = result.settings, told_by(result)
     assert told.count("half of the baseline's Σ lies in") == len(results) == 2
     for kind in (results[0].rows[0].compared.isolated, results[0].rows[0].compared.propagated):
         assert kind.median_ratio_interval is not None

@@ -91,7 +91,7 @@ def test_the_page_names_lines_that_stand_there_once() -> None:
 
 def test_policy_and_selection_are_measured(copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny"), "--dataset", data, "--window", 4, "--budget", 24]
-    wanted = ["--compare", "attention,recent-half:attention,snapkv:attention-by-age", "--json"]
+    wanted = ["--compare", "attention,recent-half(share=0.5):attention,snapkv:attention-by-age", "--json"]
     said = json.loads(perturbkv(copy, "heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
     asked = [config["policy"] + ":" + config["selection"] for config in said["run"]["configs"]]
     assert asked == ["snapkv:attention", "recent-half:attention", "snapkv:attention-by-age"]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses import ablation, assumption, bound_tightness, budgets, last_layer, layers, rank_agreement
-from perturbkv.analyses.bound_tightness import LEVELS, MASS_EDGES
+from perturbkv.analyses import assumption, bound_tightness, budgets, ingredients, last_layer, layers
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.pairing import series
+from perturbkv.analyses.sigma import READINGS
+from perturbkv.analyses.tightness import LEVELS, MASS_EDGES, RATIOS
 from perturbkv.figures import ablation as ablation_figure
 from perturbkv.figures import assumption as assumption_figure
 from perturbkv.figures import bound_tightness as bounds_figure
@@ -33,9 +34,9 @@ MEDIAN = LEVELS.index(0.5)
 
 @WIDTHS
 def test_assumption_maps_hold_sigma_and_dots_where_it_is_at_most_a_half(width: int) -> None:
-    result = assumption.summarise(TRACE)
+    result = assumption.assumption(TRACE)
     figure = assumption_figure.draw(result, width)
-    readings = list(assumption.READINGS)
+    readings = list(READINGS)
     order = (
         [(config, name) for config in result.configs for name in readings]
         if width == 84
@@ -52,19 +53,19 @@ def test_assumption_maps_hold_sigma_and_dots_where_it_is_at_most_a_half(width: i
 
 @WIDTHS
 def test_ratios_are_medians_with_flagged_ones_beside(width: int) -> None:
-    result = bound_tightness.summarise(TRACE).of("attention-unpooled")
-    figure = bounds_figure.draw(result, rank_agreement.summarise(TRACE), width)
-    for name in bound_tightness.RATIOS:
+    result = bound_tightness.bound_tightness(TRACE, "attention-unpooled")
+    figure = bounds_figure.draw(result, width)
+    for name in RATIOS:
         for gid, kind in ((name, "evidence"), (f"flagged {name}", "flagged")):
-            medians = [getattr(config.spreads[name], kind)[MEDIAN] for config in result.configs]
+            medians = [getattr(config.spreads[name], kind)[MEDIAN] for config in result.shown]
             drawn = [float(line.get_ydata()[0]) for line in artists(figure, 0, gid)]
             np.testing.assert_allclose(drawn, [median for median in medians if median > 0])
 
 
 def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
-    result = bound_tightness.summarise(TRACE).of("random")
-    figure = bounds_figure.draw(result, (), 174)
-    for config in result.configs:
+    result = bound_tightness.bound_tightness(TRACE, "random")
+    figure = bounds_figure.draw(replace(result, agreements=()), 174)
+    for config in result.shown:
         x, y = artist(figure, 1, f"mass {config.config.label()}").get_data()
         np.testing.assert_allclose(x, (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2)
         full = config.mass.count >= 10
@@ -75,8 +76,8 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
 
 @WIDTHS
 def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
-    result = bound_tightness.summarise(TRACE).of("two-stage")
-    drawn = words(bounds_figure.draw(result, rank_agreement.summarise(TRACE), width))
+    result = bound_tightness.bound_tightness(TRACE, "two-stage")
+    drawn = words(bounds_figure.draw(result, width))
     assert max(map(len, drawn.splitlines())) <= width  # a character of the foot is a millimetre wide, or less
     foot = " ".join(drawn.split())
     assert "median, quartiles (bars) over samples and heads" in foot
@@ -84,16 +85,16 @@ def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
 
 
 def test_bounds_in_one_column_are_at_most_120_mm_tall_and_carry_few_bars() -> None:
-    result = bound_tightness.summarise(TRACE).of("two-stage")
-    figure = bounds_figure.draw(result, rank_agreement.summarise(TRACE), 84)
+    result = bound_tightness.bound_tightness(TRACE, "two-stage")
+    figure = bounds_figure.draw(result, 84)
     assert figure.get_figheight() * 25.4 <= 120 + 1e-9
     bars = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) == 2]
-    assert len(bars) <= 1 + len(result.configs) * len(bound_tightness.RATIOS)  # the line at 1, and a bar per ratio
+    assert len(bars) <= 1 + len(result.shown) * len(RATIOS)  # the line at 1, and a bar per ratio
 
 
 def test_symbols_are_typeset_without_underscores() -> None:
-    result = bound_tightness.summarise(TRACE).of("two-stage")
-    figure = bounds_figure.draw(result, rank_agreement.summarise(TRACE), 174)
+    result = bound_tightness.bound_tightness(TRACE, "two-stage")
+    figure = bounds_figure.draw(result, 174)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert r"$\hat{\mathrm{θ}}$/$\hat{\mathrm{θ}}_{\mathrm{relax}}$" in labels
     assert not any("θ̂_relax" in label for label in labels)
@@ -102,8 +103,8 @@ def test_symbols_are_typeset_without_underscores() -> None:
 @WIDTHS
 def test_counts_of_heads_stand_clear_of_axes_lines_and_each_other(width: int) -> None:
     """Five budgets with five digits each: every label lies within the panel and below its zero line."""
-    result = bound_tightness.summarise(TRACE).of("two-stage")
-    one = rank_agreement.summarise(TRACE)[0]
+    result = bound_tightness.bound_tightness(TRACE, "two-stage")
+    one = result.agreements[0]
     many = [
         replace(found, evidence_values=10_286, evidence_samples=40, evidence_mean=0.9) for found in one.correlations
     ]
@@ -112,7 +113,7 @@ def test_counts_of_heads_stand_clear_of_axes_lines_and_each_other(width: int) ->
         replace(one, configs=(measured.config("attention", budget, window=8),), correlations=tuple(many))
         for budget in budgets
     ]
-    figure = bounds_figure.draw(result, five, width)
+    figure = bounds_figure.draw(replace(result, agreements=tuple(five)), width)
     render(figure)  # lays it out
     axes = figure.axes[2]
     boxes = [text.get_window_extent() for text in axes.texts if "in 40" in text.get_text()]
@@ -129,7 +130,7 @@ def test_budgets_stand_in_order_of_what_they_hold() -> None:
     configs = [measured.config(name, budget) for budget in (0.2, 128) for name in ("attention", "two-stage")]
     held = np.broadcast_to([0.6, 0.6, 0.48, 0.48], (2, 4))
     trace = measured.hand_made(configs, {"held_share": held, "theta": np.full((2, 4, 2, 2), 1e6)}, 2, 2)
-    shown = assumption_figure.draw(assumption.summarise(trace)).axes
+    shown = assumption_figure.draw(assumption.assumption(trace)).axes
     assert [axes.get_title(loc="left").split()[0].strip(",") for axes in shown[:2]] == ["b=128", "b=0.2"]
     (together,) = series(trace.run, "attention", "two-stage")
     figure = samples_figure.draw([last_layer.summarise(trace, *pair) for pair in together], SHOWN)
@@ -144,8 +145,9 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
               (("perturbation_isolated", 1), ("theta", 3), ("theta_hat", 5), ("theta_hat_relax", 7))}  # fmt: skip
     arrays |= {name: draw.uniform(0.6, 1, size) for name in ("sigma_stage1", "retained_mass")}
     trace = measured.hand_made([measured.config(name) for name in names], arrays, layers=2, heads=2)
-    (agreement,) = rank_agreement.summarise(trace)
-    figure = bounds_figure.draw(bound_tightness.summarise(trace).of("two-stage"), [agreement], 174)
+    result = bound_tightness.bound_tightness(trace)
+    (agreement,) = result.agreements
+    figure = bounds_figure.draw(result, 174)
     lines = {box.lines[0].get_gid(): box.lines[0] for box in figure.axes[2].containers}
     assert len(lines) == len(agreement.correlations) == 6
     for ranked in agreement.correlations:
@@ -154,8 +156,7 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
         assert (line.get_markerfacecolor() == "white") == ("random" in ranked.selections)
     assert "20\nin 5" in words(figure)
     trace.arrays["sigma_stage1"][0] = 0.4  # type: ignore[index]
-    (few,) = rank_agreement.summarise(trace)
-    figure = bounds_figure.draw(bound_tightness.summarise(trace).of("two-stage"), [few], 174)
+    figure = bounds_figure.draw(bound_tightness.bound_tightness(trace), 174)
     assert not figure.axes[2].containers
     assert "16\nin 4" in words(figure)
     assert "fewer than 5 samples have a head" in words(figure)
@@ -163,9 +164,9 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
 
 @WIDTHS
 def test_heads_of_theorem_2_are_mapped(width: int) -> None:
-    result = bound_tightness.summarise(TRACE).of("random")
+    result = bound_tightness.bound_tightness(TRACE, "random")
     figure = bounds_figure.draw_heads(result, width)
-    for panel, config in enumerate(result.configs):
+    for panel, config in enumerate(result.shown):
         np.testing.assert_allclose(artist(figure, panel, "map").get_array(), config.spreads["L/θ"].by_head[1])
         marks = artist(figure, panel, "marks").get_offsets()
         assert len(marks) == (config.flagged_heads > 0.5).sum()
@@ -257,7 +258,7 @@ def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
 
 @WIDTHS
 def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
-    results = ablation.summarise(TRACE)
+    results = ingredients.settings(TRACE)
     figure = ablation_figure.draw(results, identity(TRACE, TRACE.run.configs), width)
     for panel, result in enumerate(results):
         for kind in ("isolated", "propagated"):
@@ -273,7 +274,7 @@ def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
 @WIDTHS
 @pytest.mark.parametrize("ratio", [0.8, 0.97, 5.0])
 def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float) -> None:
-    (result, *_) = ablation.summarise(TRACE)
+    (result, *_) = ingredients.settings(TRACE)
     compared = result.rows[0].compared
     kind = replace(compared.isolated, sum_ratio=ratio, median_ratio=ratio, sum_ratio_interval=None)
     rows = tuple(replace(row, compared=replace(compared, isolated=kind, propagated=kind)) for row in result.rows[:2])
@@ -286,7 +287,7 @@ def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float
 
 @WIDTHS
 def test_sigma_is_on_colours_that_part_at_a_half_and_dots_cover_little(width: int) -> None:
-    figure = assumption_figure.draw(assumption.summarise(TRACE), width)
+    figure = assumption_figure.draw(assumption.assumption(TRACE), width)
     colours = artist(figure, 0, "map").cmap
     assert artist(figure, 0, "map").get_clim() == (0, 1)
     assert min(colours(0.5)[:3]) > 0.9
@@ -297,15 +298,15 @@ def test_sigma_is_on_colours_that_part_at_a_half_and_dots_cover_little(width: in
 
 DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     "assumption": (
-        lambda: assumption_figure.draw(assumption.summarise(TRACE)),
+        lambda: assumption_figure.draw(assumption.assumption(TRACE)),
         ["layer", "head", "σ or S (attention mass), mean over samples", "S: all that is kept", "held /"],
     ),
     "bounds": (
-        lambda: bounds_figure.draw(bound_tightness.summarise(TRACE).of("two-stage"), rank_agreement.summarise(TRACE)),
+        lambda: bounds_figure.draw(bound_tightness.bound_tightness(TRACE, "two-stage")),
         ["ratio (1 = tight)", "retained mass S (attention)", "Spearman's ρ with L", "budget b (entries)"],
     ),
     "bounds by head": (
-        lambda: bounds_figure.draw_heads(bound_tightness.summarise(TRACE).of("two-stage")),
+        lambda: bounds_figure.draw_heads(bound_tightness.bound_tightness(TRACE, "two-stage")),
         ["layer", "head", "L/θ, median over samples"],
     ),
     "layers": (
@@ -320,7 +321,10 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
         lambda: budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
         ["(%)", "medians over samples", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
     ),
-    "ablation": (lambda: ablation_figure.draw(ablation.summarise(TRACE), SHOWN), ["Σ L1 over attention's (log axis)"]),
+    "ablation": (
+        lambda: ablation_figure.draw(ingredients.settings(TRACE), SHOWN),
+        ["Σ L1 over attention's (log axis)"],
+    ),
 }
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from perturbkv.analyses import horizon, needle, retrieval
+from perturbkv.analyses import horizon, needle
+from perturbkv.analyses.growth import KINDS
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.intervals import Interval
 from perturbkv.configs.budget import Budget
@@ -31,7 +32,7 @@ def answered() -> Trace:
 
 @WIDTHS
 def test_a_map_per_method_holds_its_grid(width: int) -> None:
-    result = needle.summarise(answered())
+    result = needle.needle(answered())
     figure = needle_figure.draw(result, width)
     digits = needle_figure.draw(result, width, "digits")
     for panel, method in enumerate((result.full, *result.methods)):
@@ -49,7 +50,7 @@ def test_a_map_per_method_holds_its_grid(width: int) -> None:
 
 def test_more_methods_than_a_row_holds_flow_on() -> None:
     trace = made([[1, 0]], [1], [[1, 1]])
-    one = needle.summarise(trace)
+    one = needle.needle(trace)
     many = dataclasses.replace(one, methods=one.methods * 5)
     rows = needle_figure._rows(many, narrow=False)
     assert [len(row) for row in rows] == [5, 5, 5]
@@ -58,7 +59,7 @@ def test_more_methods_than_a_row_holds_flow_on() -> None:
 
 @WIDTHS
 def test_cells_hold_two_decimals(width: int) -> None:
-    figure = needle_figure.draw(needle.summarise(answered()), width)
+    figure = needle_figure.draw(needle.needle(answered()), width)
     cells = [text.get_text() for text in figure.axes[0].texts]
     assert "1.00" in cells
     assert all(len(cell) == 4 for cell in cells if cell)
@@ -68,7 +69,7 @@ def test_cells_hold_two_decimals(width: int) -> None:
 def test_a_dot_per_method_and_depth_is_the_share_found_over_all_lengths(width: int) -> None:
     """Six prompts run through two depths and two lengths in turns: the depth is 0, 1, 0, 1, …"""
     trace = answered()
-    figure = depths_figure.draw(needle.summarise(trace), width)
+    figure = depths_figure.draw(needle.needle(trace), width)
     scores = np.column_stack([[1, 1, 1, 1, 0, 1], SCORES])  # (sample, method), the full cache first
     for depth in range(2):
         expected = scores[depth::2].mean(axis=0)
@@ -83,11 +84,11 @@ def test_a_dot_per_method_and_depth_is_the_share_found_over_all_lengths(width: i
 def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
     trace = ranked([[0, 0, 0]] * 4, [1, 1, 1, 1], MOVED)
     trace.arrays["digits"][:] = 0  # type: ignore[index]
-    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.configs), width)
+    figure = retrieval_figure.draw(needle.needle(trace).link, identity(trace, trace.run.configs), width)
     assert "whole number: every method lost all" in words(figure)
     assert "leading digits: every method lost all" in words(figure)
     trace.arrays["digits"][:] = [0.1, 0.3, 0.6]  # type: ignore[index]
-    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.configs), width)
+    figure = retrieval_figure.draw(needle.needle(trace).link, identity(trace, trace.run.configs), width)
     axes = figure.axes[0]
     assert "\nwhole number: every method lost all" in axes.get_title(loc="left")
     assert [text.get_text() for text in axes.texts] == ["circular: nearly the score"]  # nothing over the points
@@ -96,7 +97,7 @@ def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
 @WIDTHS
 def test_words_of_the_correlations_touch_no_point(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
-    figure = retrieval_figure.draw(retrieval.summarise(trace), identity(trace, trace.run.configs), width)
+    figure = retrieval_figure.draw(needle.needle(trace).link, identity(trace, trace.run.configs), width)
     render(figure)
     axes = figure.axes[0]
     (words_,) = [text.get_window_extent() for text in axes.texts if "circular" in text.get_text()]
@@ -109,7 +110,7 @@ def test_words_of_the_correlations_touch_no_point(width: int) -> None:
 def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
-    result = retrieval.summarise(trace)
+    result = needle.needle(trace).link
     figure = retrieval_figure.draw(result, identity(trace, trace.run.configs), width)
     (link,) = result.budgets
     drawn = {box.lines[0].get_gid(): float(box.lines[0].get_xdata()[0]) for box in figure.axes[0].containers}
@@ -123,9 +124,9 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
 
 @WIDTHS
 def test_curves_and_maps_of_growth(width: int) -> None:
-    result = horizon.summarise(growing(7), ["attention", "two-stage"])
+    result = horizon.horizon(growing(7), ["attention", "two-stage"])
     figure = horizon_figure.draw(result, width)
-    for panel, kind in enumerate(horizon.KINDS):
+    for panel, kind in enumerate(KINDS):
         for line, config in zip(artists(figure, panel, kind), result.configs, strict=True):
             np.testing.assert_allclose(line.get_ydata(), config.curves[kind].relative)
     assert "everything kept: 1.0e-02" in words(figure)
@@ -141,7 +142,7 @@ def test_curves_and_maps_of_growth(width: int) -> None:
 
 def budgets_of(count: int) -> horizon.Horizon:
     """Both selections at so many budgets, the largest first, with a band of 0.1 to 3 nat around every KL."""
-    result = horizon.summarise(growing(7), ["attention", "two-stage"])
+    result = horizon.horizon(growing(7), ["attention", "two-stage"])
     many = [
         dataclasses.replace(
             config,
@@ -184,7 +185,7 @@ def test_kl_has_a_band() -> None:
 
 
 def test_the_mean_kl_has_an_interval_at_each_step_that_holds_it() -> None:
-    for config in horizon.summarise(growing(7), ["attention", "two-stage"]).configs:
+    for config in horizon.horizon(growing(7), ["attention", "two-stage"]).configs:
         ends = config.kl_interval
         assert ends is not None
         assert ((ends.low <= config.kl) & (config.kl <= ends.high)).all()
@@ -207,19 +208,19 @@ def test_growth_is_on_a_signed_map_whose_clipped_ends_are_arrows() -> None:
 def test_odd_runs_are_drawn(width: int) -> None:
     nothing = made([[1, 0]], [0], [[0.1, 0.2]])
     shown = identity(nothing, nothing.run.configs)
-    figure = retrieval_figure.draw(retrieval.summarise(nothing), shown, width)
+    figure = retrieval_figure.draw(needle.needle(nothing).link, shown, width)
     assert "no budget of three methods or more" in words(figure)
     three = ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])
-    alike = retrieval_figure.draw(retrieval.summarise(three), shown, width)
+    alike = retrieval_figure.draw(needle.needle(three).link, shown, width)
     assert "whole number: no method lost any" in words(alike)
     zero = made([[1, 0]], [1], [[0.0, 0.0]])
     for trace in (nothing, zero):
-        render(needle_figure.draw(needle.summarise(trace), width))
-        render(retrieval_figure.draw(retrieval.summarise(trace), shown, width))
+        render(needle_figure.draw(needle.needle(trace), width))
+        render(retrieval_figure.draw(needle.needle(trace).link, shown, width))
     one = growing(1)
-    render(horizon_figure.draw(horizon.summarise(one, ["attention"]), width))
+    render(horizon_figure.draw(horizon.horizon(one, ["attention"]), width))
     for name in ("perturbation_propagated", "perturbation_isolated", "noise_floor", "logit_kl"):
         one.arrays[name][:] = 0  # type: ignore[index]
-    result = horizon.summarise(one, ["attention"])
+    result = horizon.horizon(one, ["attention"])
     render(horizon_figure.draw(result, width))
     render(horizon_figure.draw_heads(result, width))

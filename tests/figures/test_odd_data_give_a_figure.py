@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses import ablation, assumption, bound_tightness, budgets, last_layer, layers, rank_agreement
+from perturbkv.analyses import assumption, bound_tightness, budgets, ingredients, last_layer, layers
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.pairing import series
 from perturbkv.figures import ablation as ablation_figure
@@ -60,14 +60,14 @@ def figures(trace: Trace, width: int) -> Iterator[Figure]:
     """Every figure of a trace."""
     (pairs,) = series(trace.run, "attention", "two-stage")
     shown = identity(trace, [config for pair in pairs for config in pair])
-    bounds = bound_tightness.summarise(trace).of("two-stage")
-    yield bounds_figure.draw(bounds, rank_agreement.summarise(trace), width)
+    bounds = bound_tightness.bound_tightness(trace, "two-stage")
+    yield bounds_figure.draw(bounds, width)
     yield bounds_figure.draw_heads(bounds, width)
-    yield assumption_figure.draw(assumption.summarise(trace), width)
+    yield assumption_figure.draw(assumption.assumption(trace), width)
     yield layers_figure.draw([layers.summarise(trace, *pair) for pair in pairs], shown, width)
     yield samples_figure.draw([last_layer.summarise(trace, *pair) for pair in pairs], shown, width)
     yield budgets_figure.draw(budgets.summarise(trace, list(NAMES)), width)
-    yield ablation_figure.draw(ablation.summarise(trace), shown, width)
+    yield ablation_figure.draw(ingredients.settings(trace), shown, width)
 
 
 ZERO = dict.fromkeys(

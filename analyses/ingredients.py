@@ -1,0 +1,181 @@
+"""Each ingredient of the two-stage selection and each control, against the baseline and against what lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from perturbkv.analyses import heads
+from perturbkv.analyses.arithmetic import plain
+from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.naming import setting
+from perturbkv.analyses.objects import setting_object
+from perturbkv.analyses.pairing import Pair, order
+from perturbkv.analyses.pairing import settings as alike
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import TraceError
+from perturbkv.trace import Trace
+
+ANALYSIS = "ablation"
+BASELINE = "attention"
+MEAN_OF_PRODUCTS = "mean-of-products"
+INGREDIENTS = {
+    BASELINE: "window attention, pooled: the baseline",
+    "attention-unpooled": "window attention without pooling",
+    "two-stage-uniform": "two stages, ν ≡ 1",
+    "two-stage": "two stages with ν, a group's product of means",
+    MEAN_OF_PRODUCTS: "two stages with ν, a group's mean of products",
+    "value": "ν alone",
+    "random": "a seeded random set",
+    "hindsight-attention": "realised A: knows the query",
+    "hindsight": "realised A·ν: knows the query",
+}
+"""Rows of the table, from the baseline to what knowing the query would bring."""
+BRINGS = {
+    "un-pooling": (BASELINE, "two-stage-uniform"),
+    "the value norms ν": ("two-stage-uniform", "two-stage"),
+    "mean of products": ("two-stage", MEAN_OF_PRODUCTS),
+    "knowing the query": ("two-stage", "hindsight"),
+    "ν, knowing the query": ("hindsight-attention", "hindsight"),
+}
+"""What one ingredient adds to the row before it: name -> (without, with)."""
+CONTROLS = (BASELINE, "random")
+"""What every method of a setting is to be held against: they protect the same first and recent entries."""
+_Members = dict[tuple[str, float | None], EvictionConfig]
+"""Ingredient and α (None without stages) -> configuration."""
+_APART = ("alpha", "product")
+"""What tells rows apart, beside their selection."""
+_FREE = ("selection", "selection_alpha", "granularity_product")
+"""The same, as a configuration holds it."""
+_STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
+"""Only these depend on α."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: an ingredient, or what it brings.
+        alpha: of the two stages; None for a row without stages, which is the same at every α.
+        compared: against the baseline, or against the row without the ingredient.
+    """
+
+    name: str
+    alpha: float | None
+    compared: HeadComparison
+
+    @property
+    def title(self) -> str:
+        """The name, with its α where it has one."""
+        return self.name if self.alpha is None else f"{self.name} α={self.alpha:g}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: everything but selection, group's product and α is shared.
+
+    Attributes:
+        baseline: the configuration that every row is held against.
+        rows: each ingredient, at each α, against the baseline, in the order of `INGREDIENTS`.
+        brings: what each ingredient adds, at each α, to the row without it.
+        absent: ingredients that the trace does not hold.
+        controls: the setting's `CONTROLS`: of the same budget and the same protection as every row.
+        identity: of the run.
+    """
+
+    baseline: EvictionConfig
+    rows: tuple[Row, ...]
+    brings: tuple[Row, ...]
+    absent: tuple[str, ...]
+    controls: tuple[EvictionConfig, ...]
+    identity: RunIdentity
+
+    @property
+    def setting(self) -> str:
+        """What all rows share, in words."""
+        return setting(self.baseline, *_APART)
+
+    @property
+    def granularity(self) -> str:
+        """What all rows keep a set for: query or kv."""
+        return self.baseline.granularity.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        document: dict[str, Any] = {
+            "setting": setting_object(self.identity.configs),
+            "granularity": self.granularity,
+            "baseline": self.baseline,
+            "absent": self.absent,
+            "controls": self.controls,
+            "rows": [_row_dict(row) for row in self.rows],
+            "brings": [_row_dict(row) for row in self.brings],
+        }
+        numbers: dict[str, Any] = plain(document)
+        return numbers
+
+
+def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
+    """One entry per setting of the trace.
+
+    Raises TraceError where no setting holds the baseline and another row, and as `heads.summarise`.
+    """
+    grouped = [_members(trace.run.configs[place] for place in group) for group in alike(trace.run, *_FREE)]
+    found = [_setting(trace, members, step) for members in grouped if (BASELINE, None) in members and len(members) > 1]
+    if not found:
+        held = ", ".join(dict.fromkeys(config.selection.name for config in trace.run.configs))
+        msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {held}"
+        raise TraceError(msg)
+    return tuple(found)
+
+
+def _ingredient(config: EvictionConfig) -> str:
+    """The row that a configuration stands for."""
+    grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
+    return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
+
+
+def _members(configs: Iterable[EvictionConfig]) -> _Members:
+    """Each row's configuration; of those without stages that of the least α."""
+    found: _Members = {}
+    for config in sorted(configs, key=order):
+        ingredient = _ingredient(config)
+        found.setdefault((ingredient, config.selection["alpha"] if ingredient in _STAGED else None), config)
+    return found
+
+
+def _setting(trace: Trace, members: _Members, step: int) -> Setting:
+    def compare(without: EvictionConfig, added: EvictionConfig) -> HeadComparison:
+        return heads.summarise(trace, without, added, step)
+
+    places = {name: place for place, name in enumerate(INGREDIENTS)}
+    rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: places[key[0]])
+    grouped = members[BASELINE, None].granularity.name == "kv"
+    expected = [name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or grouped]
+    return Setting(
+        baseline=members[BASELINE, None],
+        rows=tuple(Row(*key, compare(members[BASELINE, None], members[key])) for key in rows),
+        brings=tuple(Row(what, alpha, compare(*pair)) for what, alpha, pair in _steps(members)),
+        absent=tuple(name for name in expected if name not in {name for name, _ in members}),
+        controls=tuple(config for (name, _), config in members.items() if name in CONTROLS),
+        identity=identity(trace, list(members.values()), step),
+    )
+
+
+def _steps(members: _Members) -> list[tuple[str, float | None, Pair]]:
+    """What each ingredient brings, at each α that one of its sides depends on: the configurations without and with."""
+    alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
+    found: list[tuple[str, float | None, Pair]] = []
+    for what, sides in BRINGS.items():
+        for alpha in alphas if set(sides) & set(_STAGED) else [None]:
+            without, added = (members.get((name, alpha if name in _STAGED else None)) for name in sides)
+            if without and added:
+                found.append((what, alpha, (without, added)))
+    return found
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    return {"name": row.name, "alpha": row.alpha, **row.compared.to_dict()}
