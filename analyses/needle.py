@@ -19,7 +19,7 @@ from perturbkv.analyses.needle_tables import ABOUT_RANKS, found_table, link_tabl
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.reading import Floats, at_step
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.retrieval import Correlation, Retrieval, correlate, measures
+from perturbkv.analyses.retrieval import Correlation, Retrieval, check_scored, correlate, measures
 from perturbkv.analyses.sentences import decided, ends, sentence, tally
 from perturbkv.display import Table
 from perturbkv.trace import Trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from perturbkv.configs.choice import split
 from perturbkv.errors import ConfigError, UnknownNameError
 
 DEFAULT_COMPARE = "attention,two-stage"
@@ -34,7 +35,7 @@ def apart(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
 
 def parse_compare(text: str) -> list[str]:
     """`attention,two-stage` -> its names, the baseline first. Raises ConfigError for fewer than two, or one twice."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in split(text, ",") if name.strip()]
     if len(names) < 2:
         msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
         raise ConfigError(msg)

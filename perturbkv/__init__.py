@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from perturbkv.datasets.encode import Prompt as Prompt
     from perturbkv.errors import PerturbkvError as PerturbkvError
     from perturbkv.selection.grid import grid as grid
-    from perturbkv.selection.policies.registry import register as register_policy
+    from perturbkv.selection.policies.registry import register_policy as register_policy
     from perturbkv.storage.trace_file import read_trace as read_trace
     from perturbkv.storage.writer import TraceWriter as TraceWriter
     from perturbkv.trace import SampleTrace as SampleTrace
@@ -62,7 +62,7 @@ _PUBLIC = {
     "measure": "perturbkv.api",
     "needle": "perturbkv.analyses.needle",
     "read_trace": "perturbkv.storage.trace_file",
-    "register_policy": "perturbkv.selection.policies.registry:register",
+    "register_policy": "perturbkv.selection.policies.registry",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
@@ -74,8 +74,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         message = f"module 'perturbkv' has no attribute '{name}'"
         raise AttributeError(message)
-    module, _, attribute = _PUBLIC[name].partition(":")
-    return getattr(importlib.import_module(module), attribute or name)
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """The known eviction systems, by name: what each combines with, and its configurations with all options resolved.
 
-The systems are the files of this folder and what `register` adds. Their names are known without importing any of them.
+The systems are the files of this folder and what `register_policy` adds. Their names are known without importing any of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_POLICY = ("base", "registry")
 _ADDED: dict[str, type[Policy]] = {}
 
 
-def register(policy: type[Policy]) -> type[Policy]:
+def register_policy(policy: type[Policy]) -> type[Policy]:
     """Add a policy, a frozen dataclass; works as a decorator.
 
     Raises ConfigError for what is no policy, and where the name is taken.
