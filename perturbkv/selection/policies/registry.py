@@ -1,6 +1,6 @@
 """The known eviction systems, by name: what each combines with, and its configurations with all options resolved.
 
-The systems are the files of this folder and what `register_policy` adds. Their names are known without importing any of them.
+The systems are the files of this folder and what `register_policy` adds; names are known before any is imported.
 """
 
 from __future__ import annotations
