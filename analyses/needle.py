@@ -180,8 +180,8 @@ def needle(trace: Trace) -> Needle:
         (2, 2)
     """
     at_step(trace, ANALYSIS, 0)
-    check_scored(trace)
     lengths, depths = grid_of(trace)
+    check_scored(trace)
     full, *evicted = methods(trace)
     measured = measures(trace)
     return Needle(

@@ -112,6 +112,8 @@ def _asked(document: dict[str, Any]) -> dict[str, Any]:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:
         return {}
+    if any("policy_options" not in entry for entry in document["run"]["configs"]):
+        return {}  # of a version that named configurations otherwise, and its answers with them
     return {"run": json.loads(run.to_json()), "compress_every": document.get("compress_every")}
 
 

@@ -69,7 +69,7 @@ def main() -> None:
         sys.exit(app(prog_name="perturbkv", standalone_mode=False, obj=asked))
     except _UsageError as error:
         if said := error.format_message():  # nothing is left to say where the help was printed instead
-            _refuse(error, _about_usage(said, error.ctx), error.exit_code, asked)
+            _refuse(error, _about_usage(said, error), error.exit_code, asked)
         sys.exit(error.exit_code)
     except PerturbkvError as error:
         _refuse(error, " ".join(str(error).split()), error.exit_code, asked)
@@ -85,11 +85,23 @@ def _refuse(error: Exception, said: str, code: int, asked: Asked) -> NoReturn:
     sys.exit(code)
 
 
-def _about_usage(said: str, context: Any) -> str:
-    """What Click could not read, in one line that names the help."""
-    line = " ".join(said.split()).rstrip(".")
+def _about_usage(said: str, error: Any) -> str:
+    """What Click could not read, in one line that names the help, or whose option it is that no command has."""
+    line, context = " ".join(said.split()).rstrip("."), error.ctx
+    if belongs := _about_owner(getattr(error, "option_name", "")):
+        return f"No such option: {error.option_name}; {belongs}"
     border = "" if line.endswith("?") else ";"
     return f"{line}{border} {context.command_path} --help lists what there is" if context else line
+
+
+def _about_owner(option: str) -> str:
+    """Where an option belongs that a policy, a selection or a granularity has; empty for any other."""
+    from perturbkv.selection import spread
+
+    name = option.lstrip("-").replace("-", "_")
+    if name not in spread.known():
+        return ""
+    return f"it belongs to {' or '.join(spread.owners(name)[:3])}: write {spread.written(name)}"
 
 
 def _about_file(error: OSError) -> str:

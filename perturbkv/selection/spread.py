@@ -38,10 +38,21 @@ def known() -> dict[str, Option]:
 
 
 def owners(name: str) -> list[str]:
-    """Policies, selections and granularities that have an option of this name."""
+    """'policy adakv', …: who has an option of this name."""
+    return [" ".join(owned) for owned in _having(name)]
+
+
+def written(name: str) -> str:
+    """'adakv(floor=…)': how an option of this name is written behind its owner, the first of several."""
+    _, option, _ = _FORMER.get(name, ("", name, ""))
+    return f"{_having(name)[0][1]}({option}=…)"
+
+
+def _having(name: str) -> list[tuple[str, str]]:
+    """Kind and name of each owner of an option of this name."""
     where, option, only = _FORMER.get(name, ("", name, ""))
-    found = [of for (owner, of), options in _owners().items() if option in options and where in ("", owner)]
-    return [only] if only else found
+    found = [owned for owned, options in _owners().items() if option in options and where in ("", owned[0])]
+    return [owned for owned in found if only in ("", owned[1])]
 
 
 def check(name: str, value: Any) -> None:

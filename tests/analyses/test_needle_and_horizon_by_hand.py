@@ -142,7 +142,7 @@ def test_ranks_are_within_a_prompt_that_the_full_cache_answers_and_whose_methods
 def test_answers_that_are_no_numbers_are_refused_in_words() -> None:
     told = "needs answers that are numbers, got others or none in 2 of 4 samples of made.h5; give prompts"
     with pytest.raises(TraceError, match=told):
-        retrieval.summarise(ranked([[np.nan] * 3, *SCORES[1:3], [np.nan] * 3], [np.nan, 1, 1, np.nan], MOVED))
+        needle.needle(ranked([[np.nan] * 3, *SCORES[1:3], [np.nan] * 3], [np.nan, 1, 1, np.nan], MOVED))
 
 
 def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> None:

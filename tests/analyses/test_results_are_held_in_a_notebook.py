@@ -104,7 +104,7 @@ def test_curves_of_a_frame_are_those_of_the_document() -> None:
 def test_pairs_are_a_sequence_whose_slices_draw_themselves() -> None:
     result = pk.compare_heads(made(), treatments=NAMES)
     assert len(result) == 4 == len(list(result))
-    assert (result[0].treatment.selection, result[0].treatment.budget.value) == ("two-stage", 64)
+    assert (result[0].treatment.selection.name, result[0].treatment.budget.value) == ("two-stage", 64)
     single = result[1:2]
     assert single.identity.configs == (result[1].baseline, result[1].treatment)
     assert "isolated: " in words(single.plot())  # the scatter of one pair

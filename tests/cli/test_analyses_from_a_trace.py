@@ -23,7 +23,13 @@ Run = Callable[..., Any]
 GOLDEN = MEASURED.with_name("trace-v1.h5")
 ANALYSES = {
     "heads": ["heads"],
-    "layers": ["layers", "layers-samples", "layers-budgets"],
+    "layers": [  # a group's two products are two series
+        "layers-1-two-stage",
+        "layers-2-two-stage",
+        "layers-samples-1-two-stage",
+        "layers-samples-2-two-stage",
+        "layers-budgets",
+    ],
     "assumption": ["assumption"],
     "bound-tightness": ["bound-tightness", "bound-tightness-heads"],
     "ablation": ["ablation"],
@@ -133,7 +139,10 @@ def test_a_summary_holds_configurations_as_objects_and_types_as_types(perturbkv:
     assert [config_of(one) for one in told["run"]["configs"]] == list(run.configs)
     for drift in told["drifts"]:
         assert config_of(drift["baseline"]) in run.configs
-        assert (drift["baseline"]["selection"], drift["treatment"]["selection"]) == ("attention", "two-stage")
+        assert (drift["baseline"]["selection"], drift["treatment"]["selection"]) == (
+            "attention(alpha=0.75)",
+            "two-stage(alpha=0.75)",
+        )
     first = told["budgets"]["curves"][0]
     assert first["budgets"] == [one["budget"] for one in first["configs"]] == [16, 80]
     told = perturbkv("info", measured, "--json").json()
@@ -146,7 +155,9 @@ def test_each_distance_has_its_own_files_and_its_own_key(perturbkv: Run, measure
     for distance in ("l1", "l2"):
         ran = perturbkv("layers", measured, "--distance", distance, "-o", "out", "--format", "png")
         assert ran.code == 1, ran.err  # a sample of it failed
-    assert {path.name for path in Path("out").glob("*.png")} == {"layers.png", "layers-l2.png"}
+    assert {path.name for path in Path("out").glob("*.png")} == {
+        f"layers{distance}-{place}-two-stage.png" for distance in ("", "-l2") for place in (1, 2)
+    }
     assert set(json.loads(Path("out/summary.json").read_text())["analyses"]) == {"layers", "layers-l2"}
     assert "holds no noise floor of the distance: only equal is tied" in " ".join(ran.out.split())
     refused = perturbkv("heads", measured, "--compare", "attention,value", "--distance", "cosine")
@@ -228,7 +239,7 @@ def test_export_holds_a_row_per_head_in_both_formats(perturbkv: Run, measured: P
     assert row["logit_kl"] == trace.arrays["logit_kl"][sample, config, row["step"]]
     assert row["prompt_tokens"] == 96
     assert (row["selection"], row["budget"]) == (
-        trace.run.configs[config].selection,
+        trace.run.configs[config].selection.name,
         str(trace.run.configs[config].budget),
     )
     for name in ("theta", "hidden_drift_l1", "kept_count"):

@@ -310,12 +310,12 @@ def test_generating_holds_all_caches_at_once_or_says_so(perturbkv: Run, tiny: li
 
 def test_both_positions_of_streaming_llm_are_one_run(perturbkv: Run, tiny: list[object]) -> None:
     """Isolated quantities are those of the kept set, propagated ones of where its keys stand."""
-    inside = ["--policy", "streaming-llm", "--selection", "position", "--positions", "kept", "--positions", "in-cache"]
+    inside = ["--selection", "streaming-llm", "--selection", "streaming-llm(positions=in-cache)"]
     ran = perturbkv("trace", *tiny, *inside, "-o", "t.h5")
     assert ran.code == 0, ran.err
     made = read_trace(Path("t.h5"))
-    assert [config.positions for config in made.run.configs] == ["kept", "in-cache"]
-    assert made.run.labels()[1].endswith(" positions=in-cache")
+    assert [config.policy["positions"] for config in made.run.configs] == ["kept", "in-cache"]
+    assert made.run.labels()[1].startswith("streaming-llm(positions=in-cache)")
     isolated, moved = (made.arrays[f"perturbation_{kind}"] for kind in ("isolated", "propagated"))
     assert np.array_equal(isolated[:, 0], isolated[:, 1])
     assert not np.array_equal(moved[:, 0], moved[:, 1])

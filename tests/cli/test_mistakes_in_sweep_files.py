@@ -59,7 +59,7 @@ BAD = {
     "alpha out of range": ("alpha:\n- 0.5\n- 1.5\n", 3, "alpha", ["must lie in [0, 1], got 1.5"]),
     "alpha out of range in a grid": ("grids:\n- policy: adakv\n- alpha: 2", 3, "alpha", ["[0, 1], got 2"]),
     "alpha that is none": ("alpha: .nan", 1, "alpha", ["expected a number, got '.nan'"]),
-    "an even kernel": ("kernel: 6", 1, "kernel", ["odd and positive, got 6"]),
+    "an even kernel": ("kernel: 6", 1, "kernel", ["kernel must be odd, got 6; try 7"]),
     "an unknown pool": ("pool: [max, None]", 1, "pool", ["unknown pool 'None'; known: none"]),
     "an unknown policy": ("policy:\n- snapkv\n- snapvk", 3, "policy", ["unknown policy 'snapvk'; known: snapkv"]),
     "an unknown selection": ("selection: twostage", 1, "selection", ["unknown selection 'twostage'"]),
@@ -95,10 +95,6 @@ BAD = {
     "what a policy refuses in a grid": (
         "selection: value\ngrids:\n- selection: random\n- policy: streaming-llm", 1, "selection",
         ["'streaming-llm' does not combine with selection 'value'"],
-    ),
-    "positions that a policy refuses": (
-        "selection: [streaming-llm, value]\npositions:\n- kept\n- in-cache", 4, "positions",
-        ["'snapkv' leaves every entry at its own position", "a grid of its own in a --config file"],
     ),
     "positions that are none": ("positions: [kept, inside]", 1, "positions", ["unknown positions 'inside'"]),
     "what a cache refuses": (
@@ -144,7 +140,7 @@ def test_what_is_typed_wrongly_is_not_blamed_on_the_file(perturbkv: Run, tmp_pat
         return perturbkv("trace", "--config", "sweep.yaml", *typed)
 
     refused(trace("--budget", "many"), "a budget is tokens")
-    refused(trace("--kernel", "6"), "the pooling kernel must be odd")
+    refused(trace("--policy", "snapkv(kernel=6)"), "kernel of policy 'snapkv' must be odd")
     refused(trace("--policy", "snapvk"), "unknown policy 'snapvk'")
     refused(trace("--window", "8", "--budget", "4", "--selection", "random"), "budget 4 keeps 4 entries")
     refused(trace("--budget", "12"), "sweep.yaml:2: window: budget 12 keeps 12 entries")

@@ -60,7 +60,7 @@ def test_what_is_repeatable_makes_every_combination(perturbkv: Run, tiny: list[o
     ran = perturbkv("heads", *tiny, *several, "--preset", "paper", "--preset", "paper-v2", "-o", "out", "--json")
     assert ran.code == 0, ran.err
     configs = read_run(Path("out/trace.h5")).configs
-    assert len(configs) == len({(one.alpha, one.policy, one.granularity, one.selection) for one in configs}) == 16
+    assert len(configs) == len({(one.policy, one.granularity, one.selection) for one in configs}) == 16
     pairs = [(one["baseline"]["policy"], one["treatment"]["policy"]) for one in ran.json()["comparisons"]]
     assert sorted(pairs) == [("adakv", "adakv")] * 4 + [("snapkv", "snapkv")] * 4
 
@@ -76,28 +76,25 @@ IDLE = {
     "a folder for a file": (["trace", "--data-dir", "x"], ["--data-dir", "a LongBench name"]),
     "a folder for needle": (["trace", "--dataset", "needle", "--data-dir", "x"], ["--data-dir"]),
     "a seed of nothing drawn": (["trace", "--seed", "3"], ["--seed", "random"]),
-    "adakv's floor": (["heads", "--policy", "snapkv", "--floor", "0.2"], ["--floor", "--policy adakv"]),
-    "adakv's safeguard": (["trace", "--safeguard", "guaranteed"], ["--safeguard", "--policy adakv"]),
-    "pyramidkv's line": (["trace", "--pyramid-line", "total"], ["--pyramid-line", "--policy pyramidkv"]),
-    "pyramidkv's slope": (["trace", "--pyramid-beta", "20"], ["--pyramid-beta", "--policy pyramidkv"]),
-    "streaming-llm's sinks": (["trace", "--sinks", "4"], ["--sinks", "--policy streaming-llm"]),
-    "streaming-llm's positions": (["trace", "--positions", "kept"], ["--positions", "--policy streaming-llm"]),
-    "headkv's share": (["trace", "--head-beta", "2"], ["--head-beta", "--policy headkv"]),
     "headkv's scores": (["trace", "--head-scores", "x.json"], ["--head-scores", "--policy headkv"]),
-    "h2o's recent entries": (["trace", "--recent", "0.5"], ["--recent", "--policy h2o"]),
-    "scissorhands' history": (["trace", "--history", "9"], ["--history", "--policy scissorhands"]),
     "recent entries that the window holds": (["trace", "--protect-recent", "7"], ["--protect-recent", "the window"]),
     "recent entries that the window is": (["generate", "--protect-recent", "8"], ["--protect-recent", "the window"]),
     "a kernel of nothing pooled": (
-        ["trace", "--pool", "none", "--kernel", "3"],
-        ["--kernel", "--pool other than none"],
+        ["trace", "--policy", "snapkv(pool=none, kernel=3)"],
+        ["kernel of policy 'snapkv'", "a pool other than none"],
     ),
-    "a pool of values": (["trace", "--selection", "value", "--pool", "max"], ["--pool", "pooled attention"]),
-    "ε without a product": (["trace", "--selection", "two-stage-uniform", "--epsilon", "1"], ["--epsilon"]),
-    "a second stage of one": (["trace", "--selection", "attention", "--stage2-score", "pooled"], ["--stage2-score"]),
-    "a group of one": (["trace", "--group-score", "max"], ["--group-score", "--granularity kv"]),
-    "a product without a group": (["heads", "--group-product", "mean-of-products"], ["--group-product"]),
-    "what ablation measures": (["ablation", "--group-product", "mean-of-products"], ["--group-product", "both"]),
+    "a pool of values": (
+        ["trace", "--selection", "value", "--policy", "snapkv(pool=average)"],
+        ["pool of policy", "looks at attention"],
+    ),
+    "a second stage of nothing pooled": (
+        ["trace", "--policy", "snapkv(pool=none)", "--selection", "two-stage(score=pooled)"],
+        ["score of selection"],
+    ),
+    "a product without a second stage": (
+        ["trace", "--selection", "attention", "--granularity", "kv(product=mean-of-products)"],
+        ["product of granularity 'kv'", "a two-stage selection"],
+    ),
     "α of answers": (["generate", "--selection", "value", "--alpha", "0.5"], ["--alpha", "two-stage"]),
     "steps of answers": (["generate", "--steps", "2"], ["--steps", "--max-new-tokens"]),
     "outputs of answers": (["generate", "--save", "outputs"], ["--save", "perturbkv trace"]),
@@ -117,18 +114,18 @@ def test_an_option_without_effect_is_an_error(
 @pytest.mark.parametrize(
     "more",
     [
-        ["--policy", "adakv", "--floor", 0.2, "--protect-first", 4],
+        ["--policy", "adakv(floor=0.3)", "--protect-first", 4],
         ["--protect-recent", 9],
         ["--protect-recent", 0],
         ["--protect-recent", 0.25],
-        ["--compare", "attention,adakv", "--floor", 0.3],
+        ["--compare", "attention,adakv(floor=0.3)"],
         ["--seed", 1, "--compare", "attention,random"],
-        ["--alpha", 0.5, "--split", "total", "--compare", "attention,value"],
-        ["--granularity", "kv", "--group-product", "mean-of-products", "--group-score", "max"],
-        ["--preset", "paper-v2", "--group-score", "max"],
-        ["--policy", "adakv", "--compare", "value,random", "--kernel", 3],
+        ["--alpha", 0.5, "--compare", "attention,value"],
+        ["--compare", "attention(alpha=0.5, split=total),two-stage(alpha=0.5, split=total)"],
+        ["--granularity", "kv(reduce=max)"],
+        ["--policy", "adakv(kernel=3)", "--compare", "value,random"],
         ["--overwrite", "--columns", 1, "--format", "png"],
-        ["--compare", "snapkv:value,streaming-llm", "--positions", "kept"],
+        ["--compare", "snapkv:value,streaming-llm(positions=in-cache)"],
     ],
     ids=lambda more: " ".join(map(str, more)),
 )
@@ -183,9 +180,9 @@ def test_a_benchmark_replaces_no_file_unasked(perturbkv: Run, tmp_path: Path) ->
 
 
 SWEEPS = {
-    "a key of another policy": ("samples: 1\nfloor: 0.3", 2, "floor", "--policy adakv"),
-    "a key that no grid uses": ("floor: 0.3\ngrids:\n- policy: h2o\n- policy: tova", 1, "floor", "--policy adakv"),
-    "a grid's key": ("grids:\n- {policy: adakv, floor: 0.1}\n- {floor: 0.2}", 3, "floor", "--policy adakv"),
+    "a key of another policy": ("samples: 1\nfloor: 0.3", 2, "floor", "policy adakv"),
+    "a key that no grid uses": ("floor: 0.3\ngrids:\n- policy: h2o\n- policy: tova", 1, "floor", "policy adakv"),
+    "a grid's key": ("grids:\n- {policy: adakv, floor: 0.1}\n- {floor: 0.2}", 3, "floor", "policy adakv"),
     "recent entries of the window": ("window: 32\nprotect-recent: 32", 2, "protect-recent", "more entries than the"),
     "one such value": ("window: 32\nprotect-recent: [0, 16, 40]", 2, "protect-recent", "more entries than the"),
     "a length of LongBench": ("dataset: qasper\n\nlength: 500", 3, "length", "--dataset needle"),
@@ -238,7 +235,7 @@ def test_every_name_of_the_table_is_an_option() -> None:
 
 
 def test_an_option_whose_help_names_what_it_is_for_needs_that() -> None:
-    known = {info.name: f"--policy {info.name}" for info in registry.known()} | {"needle": "--dataset needle"}
+    known = {name: f"--policy {name}" for name in registry.names()} | {"needle": "--dataset needle"}
     for name, annotated in options(RunOptions).items():
         said = next(option.help for option in annotated.__metadata__).partition(":")[0]
         if said in known:

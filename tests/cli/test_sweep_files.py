@@ -17,8 +17,9 @@ from perturbkv.cli import sweep_keys, sweeping
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.sweeping import resolve
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.selection import spread
+from perturbkv.selection.grid import configuration
 from perturbkv.storage.trace_file import read_trace
 from tests.support import golden_sweep
 
@@ -36,7 +37,7 @@ def resolved(tmp_path: Path, text: str) -> sweeping.Sweep:
 def test_the_sweep_that_holds_versions_side_by_side_still_asks_for_all_that_it_asked_for(tmp_path: Path) -> None:
     path = golden_sweep.write_sweep(tmp_path / "sweep.yaml", {"model": "m", "dataset": "d"})
     configs = resolve(path, RunOptions(), BOTH, frozenset()).configs
-    assert len(configs) == len({config.label() for config in configs}) == 307
+    assert len(configs) == len({config.label() for config in configs}) == 305
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def asked(perturbkv: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ru
 def test_the_example_is_three_policies_two_selections_and_four_budgets() -> None:
     sweep = resolve(EXAMPLE, RunOptions(), BOTH, frozenset())
     expected = [
-        EvictionConfig(Budget(budget), policy, selection)
+        configuration(budget, policy=policy, selection=selection)
         for budget in (64, 128, 0.2, 0.4)
         for policy in ("snapkv", "pyramidkv", "adakv")
         for selection in ("attention", "two-stage")
@@ -76,7 +77,7 @@ def test_the_grids_that_the_example_comments_on_are_grids(tmp_path: Path) -> Non
     text = EXAMPLE.read_text()
     shown = text[text.index("# grids:") :].replace("# ", "")
     sweep = resolved(tmp_path, "budget: 64\n" + shown)
-    assert [(config.policy, config.selection, config.alpha) for config in sweep.configs] == [
+    assert [(config.policy.name, config.selection.name, config.selection["alpha"]) for config in sweep.configs] == [
         ("snapkv", "attention", 0.25),
         ("snapkv", "two-stage", 0.0),
         ("snapkv", "two-stage", 0.25),
@@ -103,10 +104,9 @@ def test_lists_make_the_product(tmp_path: Path) -> None:
         preset: [kvpress, paper]
         """,
     )
-    kvpress = {"split": "total", "stage2_score": "pooled", "epsilon": 1e-4, "pool": "average", "kernel": 5}
-    kvpress |= {"pyramid_line": "total", "safeguard": "guaranteed"}
+    kvpress = {"split": "total", "score": "pooled", "epsilon": 1e-4, "pool": "average", "kernel": 5}
     expected = [
-        EvictionConfig(Budget(budget), "snapkv", selection, 8, alpha, granularity=granularity, **preset)  # type: ignore[arg-type]
+        configuration(budget, selection=selection, window=8, alpha=alpha, granularity=granularity, **preset)
         for preset, budget, alpha, granularity, selection in product(
             (kvpress, {}), (0.05, 64), (0.0, 0.001), ("query", "kv"), ("value", "two-stage")
         )
@@ -116,18 +116,18 @@ def test_lists_make_the_product(tmp_path: Path) -> None:
 
 def test_a_policy_keeps_its_own_defaults_until_the_file_chooses(tmp_path: Path) -> None:
     sweep = resolved(tmp_path, "policy: [scissorhands, tova]\nselection: attention\npool: [none, max]\nbudget: 64")
-    assert [(one.policy, one.window, one.pool) for one in sweep.configs] == [
+    assert [(one.policy.name, one.window, one.policy["pool"]) for one in sweep.configs] == [
         ("scissorhands", 10, "none"),
         ("tova", 1, "none"),
         ("scissorhands", 10, "max"),
         ("tova", 1, "max"),
     ]
-    assert resolved(tmp_path, "policy: tova").configs[0].pool == "none"
+    assert resolved(tmp_path, "policy: tova").configs[0].policy["pool"] == "none"
 
 
 def test_a_selection_may_name_its_policy(tmp_path: Path) -> None:
     sweep = resolved(tmp_path, "policy: adakv\nselection: [value, 'h2o:value', streaming-llm]")
-    assert [(one.policy, one.selection) for one in sweep.configs] == [
+    assert [(one.policy.name, one.selection.name) for one in sweep.configs] == [
         ("adakv", "value"),
         ("h2o", "value"),
         ("streaming-llm", "position"),
@@ -151,10 +151,10 @@ def test_grids_take_the_rest_from_above_and_stand_one_after_the_other(tmp_path: 
         """,
     )
     expected = [
-        *(EvictionConfig(Budget(b), "snapkv", "random", 8, seed=seed) for b in (64, 128) for seed in (1, 2)),
-        *(EvictionConfig(Budget(256), "snapkv", "two-stage", 8, alpha, seed=5) for alpha in (0.0, 0.5)),
+        *(configuration(b, selection=f"random(seed={seed})", window=8) for b in (64, 128) for seed in (1, 2)),
+        *(configuration(256, selection="two-stage", window=8, alpha=alpha) for alpha in (0.0, 0.5)),
         *(
-            EvictionConfig(Budget(b), "streaming-llm", "position", 8, sinks=2, seed=5, positions=positions)
+            configuration(b, policy="streaming-llm", selection="position", window=8, sinks=2, positions=positions)
             for b in (64, 128)
             for positions in ("kept", "in-cache")
         ),
@@ -200,7 +200,9 @@ def test_every_long_option_is_a_key_but_those_that_say_what_to_do_this_time() ->
     not_keys = {"config", "overwrite", "dry-run", "json", "help"}
     assert not_keys - {"help"} <= set(long)
     expected = {name: field for name, field in long.items() if name not in not_keys}
-    assert {name: key.field for name, key in sweep_keys.known().items()} == expected
+    options = {name.replace("_", "-"): name for name in spread.known()}
+    assert {name: key.field for name, key in sweep_keys.known().items()} == expected | options
+    assert {"floor", "kernel", "pyramid-beta", "stage2-score", "positions"} <= set(options), "as files always said"
 
 
 def test_what_is_typed_replaces_the_files_key_as_a_whole(asked: Run) -> None:
@@ -212,7 +214,7 @@ def test_what_is_typed_replaces_the_files_key_as_a_whole(asked: Run) -> None:
         samples: 3
         """
     run, configs = asked(text, "--budget", 512, "--selection", "two-stage", "--steps", 1)
-    assert [(one.budget.value, one.policy, one.selection) for one in configs] == [
+    assert [(one.budget.value, one.policy.name, one.selection.name) for one in configs] == [
         (512, "snapkv", "two-stage"),
         (512, "adakv", "two-stage"),
     ]
@@ -221,7 +223,7 @@ def test_what_is_typed_replaces_the_files_key_as_a_whole(asked: Run) -> None:
 
 def test_a_default_that_is_typed_counts_as_typed(asked: Run) -> None:
     run, configs = asked("policy: adakv\nmodel: tiny\nseed: 3", "--policy", "snapkv", "--seed", 0)
-    assert [one.policy for one in configs] == ["snapkv", "snapkv"]
+    assert [one.policy.name for one in configs] == ["snapkv", "snapkv"]
     assert (run.seed, run.model) == (0, "tiny")
 
 
@@ -233,11 +235,11 @@ def test_what_is_typed_replaces_the_key_in_every_grid(asked: Run) -> None:
           - {selection: random, budget: [128, 256]}
         """
     _, configs = asked(text, "-b", 0.5, "-b", 80, "--alpha", 1, "--seed", 9)
-    assert [(one.selection, one.budget.value, one.alpha, one.seed) for one in configs] == [
-        ("value", 0.5, 1.0, 9),
-        ("value", 80, 1.0, 9),
-        ("random", 0.5, 1.0, 9),
-        ("random", 80, 1.0, 9),
+    assert [(str(one.selection), one.budget.value) for one in configs] == [
+        ("value(alpha=1.0)", 0.5),
+        ("value(alpha=1.0)", 80),
+        ("random(alpha=1.0, seed=9)", 0.5),
+        ("random(alpha=1.0, seed=9)", 80),
     ]
 
 
@@ -269,11 +271,11 @@ def test_a_sweep_runs_and_its_trace_holds_the_resolved_grid(
     dry = perturbkv("trace", "--config", "sweep.yaml", "--dry-run")
     assert dry.code == 0, dry.err
     assert all(len(line) <= 80 for line in dry.out.splitlines())
-    assert "snapkv:two-stage b=0.25 a=0.25 w=8 max7 query" in dry.out
+    assert "snapkv:two-stage b=0.25 w=8 query" in dry.out
     assert not (tmp_path / "t.h5").exists()
     assert perturbkv("trace", "--config", "sweep.yaml").code == 0
     assert read_trace(tmp_path / "t.h5").run.configs == tuple(
-        EvictionConfig(Budget(budget), "snapkv", selection, window)
+        configuration(budget, selection=selection, window=window)
         for budget in (24, 0.25)
         for window in (4, 8)
         for selection in BOTH

@@ -75,7 +75,7 @@ def test_what_only_looks_like_json_asked_for_is_not(perturbkv: Run, words: list[
     ("typed", "offered"),
     [
         ("perturbkv he", ["heads", "head-scores"]),
-        ("perturbkv heads --policy s", ["snapkv", "scissorhands", "streaming-llm"]),
+        ("perturbkv heads --policy s", ["scissorhands", "snapkv", "streaming-llm"]),
         ("perturbkv heads --dataset qa", ["qasper"]),
         ("perturbkv trace --preset re", ["released-v2"]),
         ("perturbkv layers --model mis", ["mistral-7b"]),
@@ -91,14 +91,14 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("adakv", {"floor": 0.2, "safeguard": "mixture"}),
-        ("snapkv", {}),
+        ("adakv", {"floor": 0.2, "safeguard": "mixture", "pool": "max", "kernel": 7}),
+        ("snapkv", {"pool": "max", "kernel": 7}),
         ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0}),
     ],
 )
 def test_a_policy_tells_its_parameters(perturbkv: Run, name: str, options: dict[str, Any]) -> None:
     document = perturbkv("policies", name, "--json").json()
-    assert {option: one["default"] for option, one in document["parameters"].items()} == options
+    assert {option: one["default"] for option, one in document["options"].items()} == options
     shown = perturbkv("policies", name)
     assert shown.code == 0
     assert all(len(line) <= 80 for line in shown.out.splitlines())
@@ -109,10 +109,9 @@ def test_a_policy_tells_its_parameters(perturbkv: Run, name: str, options: dict[
 def test_parameters_are_written_behind_their_policy(perturbkv: Run) -> None:
     asked = ["--policy", "adakv(floor=0.1)", "--policy", "snapkv", "--model", "random:smollm2-135m", "--samples", 1]
     kept = perturbkv("trace", *asked, "--length", 200, "--budget", 64, "--dry-run", "--json").json()["kept"]
-    assert [(one["config"]["policy"], one["config"]["floor"]) for one in kept] == [
-        ("adakv", 0.1), ("adakv", 0.1), ("snapkv", 0.2), ("snapkv", 0.2),
-    ]  # fmt: skip
+    assert [one["config"]["policy"] for one in kept] == ["adakv(floor=0.1)"] * 2 + ["snapkv"] * 2
+    assert kept[0]["config"]["policy_options"] == {"floor": 0.1, "safeguard": "mixture", "pool": "max", "kernel": 7}
     wrong = perturbkv("trace", "--policy", "adakv(flor=1)")
     assert (wrong.code, wrong.err.strip()) == (
-        2, "error: policy 'adakv' has no option 'flor'; its options: floor, safeguard",
+        2, "error: policy 'adakv' has no option 'flor'; its options: floor, safeguard, pool, kernel",
     )  # fmt: skip

@@ -108,10 +108,10 @@ def test_an_option_goes_to_those_who_have_it_and_makes_no_second_configuration_o
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"floor": 0.1}, "floor has no effect here: it needs adakv; leave it out"),
+        ({"floor": 0.1}, "floor has no effect here: it needs policy adakv; leave it out"),
         ({"selection": "value", "kernel": 5}, "kernel has no effect here: it needs a selection or policy that looks"),
         ({"pool": "none", "kernel": 5}, "kernel has no effect here: it needs a pool other than none"),
-        ({"group_score": "max"}, "group_score has no effect here: it needs kv"),
+        ({"group_score": "max"}, "group_score has no effect here: it needs granularity kv"),
         ({"selection": "attention", "granularity": "kv(product=mean-of-products)"}, "product of granularity 'kv'"),
         ({"policy": "snapkv(pool=average)", "selection": "random"}, "pool of policy 'snapkv' has no effect here"),
     ],

@@ -26,7 +26,7 @@ from tests.support import measured
 from tests.support.artists import artist, artists, render, words
 
 TRACE = read_trace(measured.MEASURED)
-(PAIRS,) = series(TRACE.run, "attention", "two-stage")
+PAIRS, _ = series(TRACE.run, "attention", "two-stage")
 SHOWN = identity(TRACE, [config for pair in PAIRS for config in pair])
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
 MEDIAN = LEVELS.index(0.5)

@@ -22,6 +22,10 @@ from tests.support.traces import KEPT, run_config, sample_trace
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
 GOLDEN = Path(__file__).parent / "golden" / "trace-v1.h5"
 GOLDEN_2 = GOLDEN.with_name("measured-v2.h5")
+GOLDEN_3 = GOLDEN.with_name("measured-v3.h5")
+
+
+GOLDEN_THETA = [40.52332799, 34.65600929, 39.2767747, 39.47052015, 31.53859482, 22.91896914, 23.67227235]
 
 
 def write(path: Path, *samples: SampleTrace | FailedSample, **run: object) -> Path:
@@ -209,6 +213,27 @@ def test_the_golden_file_of_version_2_is_read_for_ever() -> None:
     with xr.open_dataset(GOLDEN_2, engine="h5netcdf") as data:
         assert int(data["steps_measured"].sel(sample="ends")) == 2
         assert data["perturbation_isolated_l2"].attrs["units"] == "L2"
+
+
+def test_the_golden_file_of_version_3_is_read_for_ever() -> None:
+    trace = read_trace(GOLDEN_3)
+    assert trace.attrs["format_version"] == "3"
+    assert trace.run.labels() == [
+        "snapkv(pool=average, kernel=5):attention b=16 w=8 query",
+        "snapkv(pool=average, kernel=5):two-stage b=16 w=8 query",
+        "adakv(floor=0.5):attention b=16 w=8 query",
+        "adakv(floor=0.5):two-stage b=16 w=8 query",
+        "snapkv:two-stage(alpha=0.5) b=16 w=8 kv(product=mean-of-products)",
+        "snapkv:random(seed=3) b=0.5 w=8 query",
+        "streaming-llm(sinks=2, positions=in-cache):position b=0.5 w=8 query",
+    ]
+    first, *_, drawn, streaming = trace.run.configs
+    assert first.selection["alpha"] == 0.25, "what nobody said is stored too"
+    assert dict(drawn.policy.options) == {}, "nothing pools what is drawn"
+    assert dict(streaming.policy.options) == {"sinks": 2, "positions": "in-cache"}
+    assert trace.kept(0, 6, 0, 0).tolist() == [0, 1, *range(26, 48)]
+    assert trace.arrays["token_id"].tolist() == [[54], [174], [0]]
+    np.testing.assert_allclose(trace.arrays["theta"][0, :, 0, 0, 0], GOLDEN_THETA, rtol=1e-7)
 
 
 def test_a_trace_of_version_1_that_is_extended_tells_which_of_its_samples_are_older(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.samples import trace_sample
+from perturbkv.selection.grid import configuration
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample
 from tests.support.folders import model_folder
@@ -23,10 +23,8 @@ SELECTIONS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage
 def configs() -> tuple[EvictionConfig, ...]:
     """Two budgets of every selection, σ > 0.5 in most heads at the larger one; the group's other product at one."""
     shared = {"window": 8, "granularity": "kv", "alpha": 0.75}
-    made = [
-        EvictionConfig(budget=Budget(budget), selection=name, **shared) for budget in (16, 80) for name in SELECTIONS
-    ]
-    return (*made, EvictionConfig(budget=Budget(16), group_product="mean-of-products", **shared))
+    made = [configuration(budget, selection=name, **shared) for budget in (16, 80) for name in SELECTIONS]
+    return (*made, configuration(16, group_product="mean-of-products", **shared))
 
 
 if __name__ == "__main__":
