@@ -9,7 +9,7 @@ import numpy as np
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.intervals import LEAST, Scalar
-from perturbkv.analyses.naming import SIDE, apart, counted
+from perturbkv.analyses.naming import apart, counted
 from perturbkv.configs.eviction import EvictionConfig
 
 LESS, MORE, ALIKE, UNDECIDED, FEW = "less", "more", "alike", "undecided", "few"
@@ -90,10 +90,16 @@ def too_few(samples: int) -> str:
     return f"{'One sample is' if samples == 1 else f'{samples} samples are'} too few to decide"
 
 
-def settings(configs: Sequence[EvictionConfig]) -> list[str]:
-    """Of each configuration what tells it from the others beside policy and selection: 'at budget 64'; or nothing."""
-    found = [
-        " ".join(f"budget {config.budget}" if choice == "budget" else word for choice, word in told.items())
-        for config, told in zip(configs, apart(configs, *SIDE), strict=True)
+def settings(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
+    """Of each configuration what tells it from the others beside its selection: 'with adakv at budget 64'; or nothing.
+
+    Choices of `without` are left out.
+    """
+    return [_setting(config, told) for config, told in zip(configs, apart(configs, "selection", *without), strict=True)]
+
+
+def _setting(config: EvictionConfig, told: Mapping[str, str]) -> str:
+    words = [
+        f"budget {config.budget}" if choice == "budget" else word for choice, word in told.items() if choice != "policy"
     ]
-    return [f"at {words}" if words else "" for words in found]
+    return " ".join([*([f"with {told['policy']}"] if "policy" in told else []), *(["at"] if words else []), *words])

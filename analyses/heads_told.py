@@ -9,7 +9,7 @@ from perturbkv.analyses.conclusions import ALIKE, FEW, LESS, MORE, UNDECIDED, Ou
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.naming import SIDE, common, counted, folded, short, sides
+from perturbkv.analyses.naming import common, counted, folded, short, sides
 from perturbkv.display import Table
 
 _PAIR = ["treatment", "#heads\n+ / = / −", "#beyond\nchance\n+ / −", "#share\nbetter", "#Σ over\nbaseline's",
@@ -121,7 +121,9 @@ def _names(pairs: Sequence[HeadComparison], both: Sequence[tuple[str, str]]) -> 
     """What tells each pair from the others: its sides where they are not all the same, and its setting."""
     several = [len({names[place] for names in both}) > 1 for place in (0, 1)]
     found = []
-    for (first, second), words in zip(both, conclusions.settings([pair.baseline for pair in pairs]), strict=True):
+    crossing = any(pair.baseline.policy.name != pair.treatment.policy.name for pair in pairs)
+    settings = conclusions.settings([pair.baseline for pair in pairs], *(["policy"] if crossing else []))
+    for (first, second), words in zip(both, settings, strict=True):
         own = f"{first} → {second}" if several[0] else second if several[1] else ""
         found.append(" ".join(filter(None, (own and f"with {own}", words))))
     return found
@@ -141,7 +143,7 @@ def _pairs_table(pairs: Sequence[HeadComparison]) -> list[Table | str]:
     shared = common([side for pair in pairs for side in (pair.baseline, pair.treatment)])
     baselines = ", ".join(dict.fromkeys(sides(pair.baseline, pair.treatment)[0] for pair in pairs))
     rows = []
-    for pair, words in zip(pairs, short([pair.baseline for pair in pairs], *SIDE), strict=True):
+    for pair, words in zip(pairs, short([pair.baseline for pair in pairs], "selection"), strict=True):
         rows.append([_name(pair), numbers.held(pair.held[1]), "isol.", *_short_row(pair.isolated)])
         rows.append([folded(words, 20), "", "prop.", *_short_row(pair.propagated)])
     title = f"isolated and propagated perturbation, {DISTANCES[pairs[0].distance]}"

@@ -65,6 +65,10 @@ class DriftSeries(Sequenced[LayerDrift], Result):
 class LayerDrifts(Several[DriftSeries]):
     """Drift of every treatment and setting: a `DriftSeries` each."""
 
+    def conclusion(self) -> str:
+        """A sentence of each, on a line of its own, and before it what tells it from the others."""
+        return layers_told.told_apart([one[0].treatment for one in self], [one.conclusion() for one in self])
+
     def to_dict(self) -> dict[str, Any]:
         """`drifts`: one object per series and budget, as `docs/json.md` says."""
         return {"drifts": [drift.to_dict() for one in self.members for drift in one]}

@@ -10,10 +10,17 @@ from perturbkv.analyses.conclusions import ALIKE, FEW, LESS, MORE, UNDECIDED, Ou
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.last_layer import LastLayer
 from perturbkv.analyses.layers import LayerDrift
-from perturbkv.analyses.naming import counted, setting, sides
+from perturbkv.analyses.naming import common, counted, short, sides
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 
 Compared = LayerDrift | LastLayer
+
+
+def told_apart(treatments: Sequence[EvictionConfig], sentences: Sequence[str]) -> str:
+    """What several series say, each with what tells its treatment from the others beside budget and selection."""
+    named = zip(short(treatments, "budget", "selection"), sentences, strict=True)
+    return "\n".join(f"{name}: {one}" if name else one for name, one in named)
 
 
 def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
@@ -142,7 +149,8 @@ def _about_ties(drift: LayerDrift) -> str:
 
 
 def _compared(result: Compared) -> str:
-    return f"{' → '.join(sides(result.baseline, result.treatment))}, {setting(result.baseline, 'budget')}"
+    both = result.baseline, result.treatment
+    return f"{' → '.join(sides(*both))}, {common(both, 'budget')}"
 
 
 def _held(result: Compared) -> str:

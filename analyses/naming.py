@@ -21,12 +21,11 @@ def setting(config: EvictionConfig, *more: str) -> str:
     return " ".join(word for choice, word in config.words().items() if choice not in (*SIDE, *more))
 
 
-def common(configs: Sequence[EvictionConfig]) -> str:
-    """The choices that all configurations share."""
-    shared = _shared(configs)
-    return " ".join(
-        {choice: word for one in configs for choice, word in one.words().items() if choice in shared}.values()
-    )
+def common(configs: Sequence[EvictionConfig], *without: str) -> str:
+    """The choices that all configurations share, those of `without` left out."""
+    shared = _shared(configs) - set(without)
+    said = {choice: word for one in configs for choice, word in one.words().items() if choice in shared}
+    return " ".join(said.values())
 
 
 def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
@@ -55,12 +54,14 @@ def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]
 
 
 def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
-    """The choices of which every configuration that has them says the same."""
-    said: dict[str, set[str]] = {}
+    """The choices of which every configuration that has them says the same; a policy's own are shared with no other."""
+    said: dict[str, list[str]] = {}
     for config in configs:
         for choice, word in config.words(every=True).items():
-            said.setdefault(choice, set()).add(word)
-    return {choice for choice, words in said.items() if len(words) == 1}
+            said.setdefault(choice, []).append(word)
+    own = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
+    alike = {choice for choice, words in said.items() if len(set(words)) == 1}
+    return {choice for choice in alike if choice not in own or len(said[choice]) == len(configs)}
 
 
 def folded(name: str, width: int = 16) -> str:

@@ -64,6 +64,10 @@ class SampleSeries(Sequenced[LastLayer], Result):
 class SampleDrifts(Several[SampleSeries]):
     """The last layer's drift of each sample, of every treatment and setting: a `SampleSeries` each."""
 
+    def conclusion(self) -> str:
+        """A sentence of each, on a line of its own, and before it what tells it from the others."""
+        return layers_told.told_apart([one[0].treatment for one in self], [one.conclusion() for one in self])
+
     def to_dict(self) -> dict[str, Any]:
         """`per_sample`: one object per series and budget, as `docs/json.md` says."""
         return {"per_sample": [budget.to_dict() for one in self.members for budget in one]}

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.naming import SIDE, common, folded, short, sides
+from perturbkv.analyses.naming import common, folded, short, sides
 from perturbkv.figures import style
 from perturbkv.figures.head_points import limits, outside, scatter
 from perturbkv.figures.heads import legend, told
@@ -129,7 +129,7 @@ def _named(result: HeadComparison, baselines: bool, treatments: bool) -> str:
 
 def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
     """What tells a pair from the others; of both kinds the heads that are better, and Σ over the baseline's."""
-    apart = short([result.baseline for result in results], *SIDE)
+    apart = short([result.baseline for result in results], "selection")
     baselines, treatments = _sides(results)
     found = []
     for result, words in zip(results, apart, strict=True):
