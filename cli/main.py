@@ -39,14 +39,13 @@ app = typer.Typer(
 )
 _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, needle, horizon)
 _COMMANDS = {
-    "Analyses, of a finished trace or of one that they make": (
-        heads, layers, assumption, bound_tightness, ablation, needle, horizon,
-    ),
+    "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Running a model, and its trace": (trace, generate, head_scores, info, export),
     "What there is to choose from": (models, datasets, policies),
     "This machine": (doctor, selfcheck),
-}  # fmt: skip
+}
 for panel, commands in _COMMANDS.items():
     for command in commands:
         app.command(cls=OnceCommand, rich_help_panel=panel)(command)

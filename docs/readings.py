@@ -81,7 +81,7 @@ def decomposition(trace: Trace) -> None:
 
 def single_heads(trace: Trace) -> None:
     """Where, at the smallest budget, attention and two-stage differ most in what they keep: S and L, each way round."""
-    selections = [config.selection for config in trace.run.configs]
+    selections = [config.selection.name for config in trace.run.configs]
     sides = [selections.index(name) for name in ("attention", "two-stage")]
     mass, perturbation = (
         trace.arrays[name][:, sides, 0].mean(axis=0) for name in ("retained_mass", "perturbation_isolated")
