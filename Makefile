@@ -8,7 +8,7 @@ BIN    = $(VENV)/bin/perturbkv
 GPU_PY ?= $(PY)
 
 NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500
-INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare snapkv:attention,snapkv:two-stage
+INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attention,two-stage
 CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
@@ -100,7 +100,7 @@ needle: install
 	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --output runs/needle --overwrite
 	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --scenario context-only --output runs/needle/context --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --budget 512 --preset paper --preset paper-v2 --output runs/needle/pooled --overwrite
-	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --kernel 21 --output runs/needle/kernel --overwrite
+	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --policy 'snapkv(kernel=21)' --output runs/needle/kernel --overwrite
 	$(PY) docs/needle.py runs/needle
 	cp runs/needle/needle.png runs/needle/needle-digits.png runs/needle/needle-depths.png docs/figures/
 	cp runs/needle/needle-correlation.png docs/figures/

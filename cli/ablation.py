@@ -17,10 +17,10 @@ _STAGED = ["two-stage-uniform", "two-stage"]
 
 @with_options
 def ablation(run: RunOptions, look: LookOptions) -> None:
-    """Tell apart what un-pooling, the value norms and the group's product bring, between the baseline and hindsight.
+    """Tell apart what each ingredient of a method brings.
 
-    Without --granularity both are measured: one kept set per query head, and one per kv head, where alone the group's
-    product is a choice.
+    Un-pooling, the value norms and the group's product, between the baseline and hindsight. Without --granularity both
+    are measured: one kept set per query head, and one per kv head, where alone the group's product is a choice.
     """
     study = open_study("ablation", run, look, lambda: _configs(run))
     if study is None:

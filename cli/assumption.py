@@ -15,9 +15,12 @@ from perturbkv.cli.study import open_study
 def assumption(
     run: RunOptions,
     look: LookOptions,
-    selection: Annotated[str, Option(help="Whose stage 1 is looked at.")] = "two-stage",
+    selection: Annotated[str, Option(metavar="NAME", help="Whose stage 1 is looked at")] = "two-stage",
 ) -> None:
-    """Check Assumption 1 per layer and head: as the paper states σ, as stage 1 holds it, and S."""
+    """Check Assumption 1 per head, in three readings of σ.
+
+    As the paper states it, as stage 1 holds it, and S (its figure 4). Without --budget at 0.025 to 0.4 of the prompt.
+    """
     wanted = run.with_budgets(FRACTIONS)
     study = open_study("assumption", wanted, look, lambda: wanted.configs([selection]), leave_out_unfit=not run.budget)
     if study is None:

@@ -31,19 +31,17 @@ bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command
 @bench.callback()
 def run(
     context: typer.Context,
-    model: Annotated[str, Option("--model", "-m", help="Model to run.")] = DEFAULT,
-    tokens: Annotated[int, Option(help="Prompt length; growth is from half of it to twice.")] = 4096,
-    repeats: Annotated[int, Option(help="How often each thing is timed, in turns; medians count.")] = 3,
-    only: Annotated[
-        list[str] | None, Option(help="A row's name; repeatable. Default: every row.", show_default=False)
-    ] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    device: Annotated[str, Option(help="Of all rows but those of a GPU.")] = "cpu",
+    model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
+    tokens: Annotated[int, Option(metavar="N", help="Prompt length; growth is from half of it to twice")] = 4096,
+    repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed, in turns; medians count")] = 3,
+    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto",
+    device: Annotated[str, Option(metavar="NAME", help="Of all rows but those of a GPU")] = "cpu",
     output: Annotated[
         Path | None,
-        Option("--output", "-o", help="Where the JSON goes. Default: runs/<time>-bench.json.", show_default=False),
+        Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-bench.json"),
     ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure every row: time, memory, growth, value norms, writing, generating; those of a GPU where there is one.
@@ -77,9 +75,9 @@ def run(
 
 @bench.command(cls=OnceCommand)
 def compare(
-    old: Annotated[Path, Argument(help="JSON of the earlier run.", show_default=False)],
-    new: Annotated[Path, Argument(help="JSON of the later run.", show_default=False)],
-    tolerance: Annotated[float, Option(help="How much worse a value may become, as a share.")] = 0.1,
+    old: Annotated[Path, Argument(help="JSON of the earlier run", show_default=False)],
+    new: Annotated[Path, Argument(help="JSON of the later run", show_default=False)],
+    tolerance: Annotated[float, Option(metavar="X", help="How much worse a value may become, as a share")] = 0.1,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two files of `perturbkv bench`; exit with 1 where a row became worse by more than the tolerance."""

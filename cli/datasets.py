@@ -19,33 +19,39 @@ if TYPE_CHECKING:
 
 def datasets(
     name: Annotated[
-        str | None, Argument(help="A dataset or .jsonl file to look at; without it all are listed.", show_default=False)
+        str | None, Argument(help="A data set or .jsonl file to look at; without it all are listed", show_default=False)
     ] = None,
-    show: Annotated[
-        bool, Option("--show", help="Print the encoded prompt's beginning and end, and where it splits.")
-    ] = False,
-    tokens: Annotated[int, Option(help="How many tokens of the beginning and of the end.")] = 100,
-    sample: Annotated[int | None, Option(help="Which sample, from 0.", show_default=False)] = None,
-    samples: Annotated[int, Option(help="How many samples, the first ones.")] = 1,
-    model: Annotated[str, Option("--model", "-m", help="Whose tokenizer; no weights are loaded.")] = DEFAULT,
+    show: Annotated[bool, Option("--show", help="Print the encoded prompt's ends and where it splits")] = False,
+    tokens: Annotated[int, Option(metavar="N", help="How many tokens of the beginning and of the end")] = 100,
+    sample: Annotated[int | None, Option(metavar="N", help="Which sample, from 0")] = None,
+    samples: Annotated[int, Option(metavar="N", help="How many samples, the first ones")] = 1,
+    model: Annotated[
+        str, Option("--model", "-m", metavar="NAME", help="Whose tokenizer; no weights are loaded")
+    ] = DEFAULT,
     data_dir: Annotated[
-        Path | None, Option(help="Folder with LongBench's jsonl files.", envvar="PERTURBKV_DATA_DIR")
+        Path | None,
+        Option(metavar="PATH", help="LongBench's jsonl files; also PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
     ] = None,
-    max_tokens: Annotated[int | None, Option(help="Cut longer prompts in the middle.")] = None,
+    max_tokens: Annotated[int | None, Option(metavar="N", help="Cut longer prompts in the middle")] = None,
     chat_template: Annotated[
         bool | None,
-        Option("--chat-template/--no-chat-template", help="Default: as in a run.", show_default=False),
+        Option("--chat-template/--no-chat-template", help="Use the model's template", show_default="as in a run"),
     ] = None,
-    length: Annotated[list[str] | None, Option("--length", "--lengths", help="needle: tokens of a prompt.")] = None,
-    depth: Annotated[list[str] | None, Option("--depth", "--depths", help="needle: where the fact lies.")] = None,
-    haystack: Annotated[str, Option(help="needle: prose or noise.")] = "prose",
-    seed: Annotated[int, Option(help="Seed of the data.")] = 0,
+    length: Annotated[
+        list[str] | None, Option("--length", "--lengths", metavar="N", help="needle: tokens of a prompt")
+    ] = None,
+    depth: Annotated[
+        list[str] | None, Option("--depth", "--depths", metavar="X", help="needle: where the fact lies")
+    ] = None,
+    haystack: Annotated[str, Option(metavar="NAME", help="needle: prose or noise")] = "prose",
+    seed: Annotated[int, Option(metavar="N", help="Seed of the data")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """List the datasets; any .jsonl file with `prompt`, or with LongBench's fields, works too.
+    """List the data sets, or look at one and its prompts.
 
-    With a name, say how that dataset asks and grades. With --show, print prompts as the model sees them, special
-    tokens included: what --model, --max-tokens, --chat-template and the others make of them, as in a run.
+    Any .jsonl file with `prompt`, or with LongBench's fields, works too. With a name, say how that data set asks and
+    grades. With --show, print prompts as the model sees them, special tokens included: what --model, --max-tokens,
+    --chat-template and the others make of them, as in a run.
     """
     if name is None:
         if show:

@@ -15,7 +15,7 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib"
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Report versions, devices, the embedded model, the caches and the data folder."""
+    """Report versions, devices, the embedded model and folders."""
     findings = _findings()
     if as_json:
         console.print_json(findings)

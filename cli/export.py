@@ -15,16 +15,18 @@ from perturbkv.cli.trace import say_failures
 
 
 def export(
-    trace: Annotated[Path, Argument(help="A finished trace.", show_default=False)],
+    trace: Annotated[Path, Argument(help="A finished trace", show_default=False)],
     output: Annotated[
         list[Path] | None,
-        Option("--output", "-o", help="A file ending in .csv or .parquet; repeatable. Default: both, beside the trace.",
-               show_default=False),
+        Option("--output", "-o", metavar="PATH", help="A .csv or .parquet file", show_default="both, beside the trace"),
     ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace files that are there.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace files that are there")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Write one row per sample × configuration × step × layer × head, with every variable as a column."""
+    """Write a trace as a table, CSV or Parquet.
+
+    One row per sample × configuration × step × layer × head, with every variable as a column.
+    """
     from perturbkv.storage.export import SUFFIXES, check_suffix, columns, write
     from perturbkv.storage.trace_file import read_trace
 

@@ -34,22 +34,21 @@ def generate(
     run: RunOptions,
     selection: Annotated[
         list[str] | None,
-        Option(help="How entries are selected; repeatable. Default: attention and two-stage.", show_default=False),
+        Option(metavar="NAME", help="How entries are selected", show_default="attention, two-stage"),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, Option(help="Tokens of an answer at most. Default: the dataset's own, else 64.", show_default=False)
+        int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
     ] = None,
     compress_every: Annotated[
         int | None,
-        Option(help="Compress to the budget again whenever a cache holds more entries than this.", show_default=False),
+        Option(metavar="N", help="Compress again whenever a cache holds more than this"),
     ] = None,
 ) -> None:
-    """Generate greedily from the full cache and from every evicted one, all in one batch, and compare the answers.
+    """Answer from the full and the evicted caches; compare.
 
-    The accepted answers stand beside them, and how good each answer is where the dataset has a metric: LongBench's own
-    for its data sets, 0 to 1. generation.jsonl holds the run, then one line per sample: token ids, text and score of
-    every answer, how many entries each evicted cache held when it began, as a share of the full cache's, and with
-    --compress-every the perturbation that each compression caused. A killed run goes on with the next sample.
+    Greedily, all caches in one batch, beside the accepted answers and with the data set's own metric, 0 to 1.
+    generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
+    held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     """
     from perturbkv.pipeline.generation import check_asked, check_memory
 

@@ -18,21 +18,22 @@ _SHOWN = 10
 
 
 def head_scores(
-    model: Annotated[str, Option("--model", "-m", help="As for the other commands.")] = DEFAULT,
-    samples: Annotated[int, Option(help="Needle prompts.")] = 8,
-    length: Annotated[list[int] | None, Option(help="Tokens of a prompt; repeatable. Default: 1000.")] = None,
-    haystack: Annotated[str, Option(help="prose or noise.")] = "prose",
-    seed: Annotated[int, Option(help="Of the prompts.")] = 1,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    device: Annotated[str, Option(help="auto, cpu, cuda, …")] = "auto",
-    output: Annotated[Path, Option("--output", "-o", help="The JSON file.")] = Path("head-scores.json"),
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
+    model: Annotated[str, Option("--model", "-m", metavar="NAME", help="As for the other commands")] = DEFAULT,
+    samples: Annotated[int, Option(metavar="N", help="Needle prompts")] = 8,
+    length: Annotated[list[int] | None, Option(metavar="N", help="Tokens of a prompt", show_default="1000")] = None,
+    haystack: Annotated[str, Option(metavar="NAME", help="prose or noise")] = "prose",
+    seed: Annotated[int, Option(metavar="N", help="Of the prompts")] = 1,
+    dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto",
+    device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto",
+    output: Annotated[Path, Option("--output", "-o", metavar="PATH", help="The JSON file")] = Path("head-scores.json"),
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Score every head by its attention on the sentence that holds the answer while the model answers; headkv's file.
+    """Score heads by their attention on the answer's sentence.
 
-    As HeadKV's released detection: the model's own greedy answer, right answers only, a distractor beside the needle;
-    but on needle's prompts, so that scores are not those of the released files.
+    While the model answers; the file is for --head-scores of the policy headkv. As HeadKV's released detection: the
+    model's own greedy answer, right answers only, a distractor beside the needle; but on needle's prompts, so that
+    scores are not those of the released files.
     """
     clear_leftovers(free(output, overwrite))
     with written_whole(output) as beside:

@@ -17,9 +17,12 @@ def heads(
     run: RunOptions,
     look: LookOptions,
     compare: CompareOption = DEFAULT_COMPARE,
-    distance: Annotated[str, Option(help="l1, l2 or cosine.")] = "l1",
+    distance: Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")] = "l1",
 ) -> None:
-    """Compare selections head by head: perturbation isolated and propagated, heads improved, tied and worsened."""
+    """Compare selections head by head, isolated and propagated.
+
+    Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
+    """
     from perturbkv.analyses.distances import DISTANCES
     from perturbkv.analyses.head_comparisons import compare_heads
 

@@ -15,7 +15,10 @@ _STEPS, _LEAST = 32, 3
 
 @with_options
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> None:
-    """Follow the perturbation over --steps (32) decode steps, teacher-forced on the full cache's own text."""
+    """Follow the perturbation over --steps (32) decode steps.
+
+    Teacher-forced on the full cache's own text; does the error grow, and does one selection's lead last?
+    """
     names = parse_compare(compare)
     wanted = dataclasses.replace(run, steps=_STEPS if run.steps is None else run.steps)
     if look.trace is None and wanted.step_count < _LEAST:

@@ -13,9 +13,9 @@ from perturbkv.cli.options import JsonOption
 
 
 def info(
-    trace: Annotated[Path, Argument(help="A trace file.", show_default=False)], as_json: JsonOption = False
+    trace: Annotated[Path, Argument(help="A trace file", show_default=False)], as_json: JsonOption = False
 ) -> None:
-    """Show a trace's run, samples, variables, sizes and provenance."""
+    """Show a trace's run, samples, variables and provenance."""
     from perturbkv.analyses.objects import provenance_object, run_object
     from perturbkv.storage.trace_file import describe
 

@@ -25,13 +25,14 @@ def layers(
     run: RunOptions,
     look: LookOptions,
     compare: CompareOption = DEFAULT_COMPARE,
-    distance: Annotated[str, Option(help="l1, l2 or cosine.")] = "l1",
-    per_sample: Annotated[bool, Option("--per-sample", help="Also the last layer's drift of every sample.")] = False,
-    budgets: Annotated[
-        bool, Option("--budgets", help="Also last-layer drift, KL and top-1 agreement against the budget.")
-    ] = False,
+    distance: Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")] = "l1",
+    per_sample: Annotated[bool, Option("--per-sample", help="Also the last layer's drift of every sample")] = False,
+    budgets: Annotated[bool, Option("--budgets", help="Also last-layer drift, KL and top-1 by budget")] = False,
 ) -> None:
-    """Follow the drift of the residual stream from layer to layer, baseline against treatment."""
+    """Follow the residual stream's drift from layer to layer.
+
+    Baseline against treatment (paper, figures 3, 5, 6). Without --budget at 0.025 to 0.4 of the prompt.
+    """
     from perturbkv.analyses.budgets import budget_curves
     from perturbkv.analyses.distances import DISTANCES
     from perturbkv.analyses.layer_drifts import layer_drift

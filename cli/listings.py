@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def models(as_json: JsonOption = False) -> None:
-    """List the model aliases; any hub id, folder or .gguf file of a supported family works too."""
+    """List the model aliases, and what else is a model.
+
+    Any hub id, folder or .gguf file of a supported family works too.
+    """
     from perturbkv.models.aliases import ALIASES, DEFAULT
 
     rows = [
@@ -44,11 +47,15 @@ def models(as_json: JsonOption = False) -> None:
 
 def policies(
     name: Annotated[
-        str | None, Argument(help="One policy or selection: its own parameters.", autocompletion=completion.policies)
+        str | None,
+        Argument(help="One policy, selection or granularity: its own options", autocompletion=completion.policies),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the eviction systems and the selections that each combines with, or what one of them can be told."""
+    """List policies and selections, or the options of one.
+
+    An option is written behind its owner's name: --policy 'adakv(floor=0.1)', --selection 'two-stage(alpha=0.5)'.
+    """
     if name is None:
         _list_policies(as_json)
     else:
@@ -68,19 +75,15 @@ def _list_policies(as_json: bool) -> None:
         return
     console.table(
         "policies",
-        ["policy", "what", "budgets", "its own options"],
+        ["policy", "what, and its own options", "budgets"],
         [
-            (
-                row.name,
-                "\n".join(filter(None, (row.summary, row.paper.removeprefix("https://")))),
-                row.budgets,
-                ", ".join(row.options()) or "–",
-            )
+            (row.name, f"{row.summary}\n({', '.join(row.options()) or 'none of its own'})", row.budgets)
             for row in known()
         ],
     )
     console.table("what combines with what", ["policies", "selections", "cache"], pairs())
     console.table("selections", ["selection", "what"], list(SELECTIONS.items()))
+    console.say("`perturbkv policies NAME` tells the options of one, with their defaults")
 
 
 def _describe(name: str, as_json: bool) -> None:
@@ -92,13 +95,14 @@ def _describe(name: str, as_json: bool) -> None:
     if name not in others and name not in registry.names():
         raise UnknownNameError(name, "policy or selection", [*registry.names(), *others])
     if name in others:
-        summary, options = others[name], {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[name]
+        summary, paper, options = others[name], "", {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[name]
     else:
-        summary, options = registry.info(name).summary, registry.info(name).options()
+        policy = registry.info(name)
+        summary, paper, options = policy.summary, policy.paper, policy.options()
     if as_json:
         console.print_json({"name": name, "summary": summary, "options": _told(options)})
         return
-    console.say(f"{name}: {summary}")
+    console.say(f"{name}: {summary}{f' ({paper})' if paper else ''}")
     if not options:
         console.say("It has no options of its own.")
         return

@@ -40,9 +40,16 @@ app = typer.Typer(
 _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, needle, horizon)
-for command in (*ANALYSES, trace, generate, head_scores, info, export, models, datasets, policies, doctor, selfcheck):
-    app.command(cls=OnceCommand)(command)
-app.add_typer(bench, name="bench")
+_COMMANDS = {
+    "Analyses, of a finished trace or of one that they make": ANALYSES,
+    "Running a model, and its trace": (trace, generate, head_scores, info, export),
+    "What there is to choose from": (models, datasets, policies),
+    "This machine": (doctor, selfcheck),
+}
+for panel, commands in _COMMANDS.items():
+    for command in commands:
+        app.command(cls=OnceCommand, rich_help_panel=panel)(command)
+app.add_typer(bench, name="bench", rich_help_panel="This machine")
 
 
 def _say_version(asked: bool) -> None:
@@ -54,7 +61,7 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, Option("--version", callback=_say_version, is_eager=True, help="Print the version and leave.")
+        bool, Option("--version", callback=_say_version, is_eager=True, help="Print the version and leave")
     ] = False,
 ) -> None:
     """What KV-cache eviction does to attention outputs, per head and per layer."""

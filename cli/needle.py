@@ -24,14 +24,20 @@ _STEPS = 8
 def needle(
     run: RunOptions,
     look: LookOptions,
-    compare: Annotated[str, Option(help="Methods: policy:selection, separated by commas.")] = _METHODS,
-    max_new_tokens: Annotated[int, Option(help="Tokens of an answer; the needle's number has 7 digits.")] = 12,
+    compare: Annotated[
+        str,
+        Option(
+            metavar="NAMES",
+            help="Methods, separated by commas: policy:selection",
+            show_default="attention and two-stage of snapkv, pyramidkv, adakv",
+        ),
+    ] = _METHODS,
+    max_new_tokens: Annotated[int, Option(metavar="N", help="Tokens of an answer; the number has 7 digits")] = 12,
 ) -> None:
-    """Ask for a number hidden in a long text, from the full cache and from every evicted one.
+    """Ask every cache for a number hidden in a long text.
 
-    One prompt per length and depth unless --samples asks for more. The first decode step's perturbation is correlated
-    with what was found, between the methods of one prompt and one budget; what is measured over all --steps (8) of the
-    full cache's own answer nearly is the score, and is shown apart.
+    One prompt per length and depth unless --samples asks for more. What is found is held against the first step's
+    perturbation; what is measured over all --steps (8) nearly is the score, and stands apart.
     """
     wanted = _with_defaults(run, max_new_tokens)
     study = open_study("needle", wanted, look, lambda: wanted.configs(_names(compare)), generate=max_new_tokens)

@@ -12,6 +12,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from perturbkv.cli.choices import apart
+from perturbkv.cli.help import Compact
 from perturbkv.errors import ConfigError
 
 
@@ -43,7 +44,7 @@ class _Once:
         return left
 
 
-class OnceCommand(_Once, TyperCommand):
+class OnceCommand(Compact, _Once, TyperCommand):
     """A command whose options are given once."""
 
     def asks_for_json(self, options: Mapping[str, Any], rest: list[str]) -> bool:
@@ -51,7 +52,7 @@ class OnceCommand(_Once, TyperCommand):
         return bool(options.get("as_json"))
 
 
-class OnceGroup(_Once, TyperGroup):
+class OnceGroup(Compact, _Once, TyperGroup):
     """A group whose own options are given once."""
 
     def asks_for_json(self, options: Mapping[str, Any], rest: list[str]) -> bool:

@@ -27,11 +27,13 @@ COLUMNS = (1, 2)
 _LOOK = "Analysis and figures"
 _DATA, _EVICT, _RUN = "Model and data", "Eviction", "Running and output"
 
-JsonOption = Annotated[bool, Option("--json", help="Print JSON instead of a table.", rich_help_panel=_RUN)]
+_BY_PRESET = "by preset"
+_JSON = "Print JSON (docs/json.md) instead of tables"
 
-
+JsonOption = Annotated[bool, Option("--json", help=_JSON)]
 CompareOption = Annotated[
-    str, Option(help="Baseline and treatments: selections, or policy:selection, separated by commas.")
+    str,
+    Option(metavar="NAMES", help="Baseline and treatments, separated by commas: selections, or policy:selection"),
 ]
 
 
@@ -59,7 +61,8 @@ class RunOptions:
         _data(
             "--model",
             "-m",
-            help="Alias, hub id, folder, .gguf file, or random:<alias> (`perturbkv models`).",
+            metavar="NAME",
+            help="Alias, hub id, folder, .gguf file",
             autocompletion=completion.models,
         ),
     ] = DEFAULT
@@ -68,97 +71,96 @@ class RunOptions:
         _data(
             "--dataset",
             "-d",
-            help="needle, a LongBench name, or a .jsonl file (`perturbkv datasets`).",
+            metavar="NAME",
+            help="needle, a LongBench name or a .jsonl file",
             autocompletion=completion.datasets,
         ),
     ] = "needle"
-    samples: Annotated[
-        int | None, _data(help="How many samples. Default: 8, or all where there are fewer.", show_default=False)
-    ] = None
-    seed: Annotated[int, _data(help="Seed of the data, of random weights and of the random selection.")] = 0
+    samples: Annotated[int | None, _data(metavar="N", help="How many; all where there are fewer", show_default="8")] = (
+        None
+    )
+    seed: Annotated[int, _data(metavar="N", help="Of data, random weights and random selections")] = 0
     data_dir: Annotated[
-        Path | None, _data(help="Folder with LongBench's jsonl files.", envvar="PERTURBKV_DATA_DIR")
+        Path | None,
+        _data(metavar="PATH", help="LongBench's jsonl files; also PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
     ] = None
     length: Annotated[
         list[str] | None,
-        _data("--length", "--lengths", help="needle: tokens of a prompt; repeatable, or with commas.",
-              show_default=False),
-    ] = None  # fmt: skip
+        _data("--length", "--lengths", metavar="N", help="needle: tokens of a prompt, also with commas"),
+    ] = None
     depth: Annotated[
         list[str] | None,
-        _data("--depth", "--depths", help="needle: where the fact lies, 0 to 1; repeatable, or with commas.",
-              show_default=False),
-    ] = None  # fmt: skip
-    haystack: Annotated[str, _data(help="needle: prose or noise.")] = "prose"
-    max_tokens: Annotated[int | None, _data(help="Cut longer prompts in the middle.")] = None
+        _data("--depth", "--depths", metavar="X", help="needle: where the fact lies, 0 to 1, also with commas"),
+    ] = None
+    haystack: Annotated[str, _data(metavar="NAME", help="needle: prose or noise")] = "prose"
+    max_tokens: Annotated[int | None, _data(metavar="N", help="Cut longer prompts in the middle")] = None
     chat_template: Annotated[
         bool | None,
-        _data("--chat-template/--no-chat-template", help="Default: on where the tokenizer has one, but off for "
-              "LongBench's few-shot and code sets.", show_default=False),
+        _data("--chat-template/--no-chat-template", help="Use the model's template",
+              show_default="yes; few-shot and code: no"),
     ] = None  # fmt: skip
     policy: Annotated[
         list[str] | None,
         _evict(
-            help="Eviction system (`perturbkv policies`), with its own parameters in brackets: adakv(floor=0.1); "
-            "repeatable. Default: snapkv.",
-            show_default=False,
+            metavar="NAME",
+            help="Eviction system, such as adakv(floor=0.1); perturbkv policies lists them and their options",
+            show_default="snapkv",
             autocompletion=completion.policies,
         ),
     ] = None
     budget: Annotated[
         list[str] | None,
-        _evict("--budget", "-b", help="Entries kept per head, window included: tokens (128) or a fraction (0.05); "
-               "repeatable. Default: 128.", show_default=False),
+        _evict("--budget", "-b", metavar="B", help="Entries per head, window included: 128 or 0.05",
+               show_default="128"),
     ] = None  # fmt: skip
     preset: Annotated[
         list[str] | None,
-        _evict(
-            help=f"{', '.join(PRESETS)}; repeatable. Default: paper.",
-            show_default=False,
-            autocompletion=completion.presets,
-        ),
+        _evict(metavar="NAME", help=", ".join(PRESETS), show_default="paper", autocompletion=completion.presets),
     ] = None
-    alpha: Annotated[list[float] | None, _evict(help="Share of stage 1, 0 to 1; repeatable.")] = None
-    window: Annotated[int | None, _evict(help="Last queries that vote and always stay.")] = None
+    alpha: Annotated[
+        list[float] | None, _evict(metavar="X", help="Share of stage 1, 0 to 1", show_default=_BY_PRESET)
+    ] = None
+    window: Annotated[
+        int | None, _evict(metavar="N", help="Last queries, which vote and always stay", show_default=_BY_PRESET)
+    ] = None
     granularity: Annotated[
-        list[str] | None, _evict(help="One kept set per query head or per kv head: query, kv; repeatable.")
+        list[str] | None,
+        _evict(metavar="NAME", help="Heads with a kept set each: query or kv", show_default=_BY_PRESET),
     ] = None
     protect_first: Annotated[
-        str | None, _evict(help="First entries that always stay: entries (4) or a share of b (0.1). Default: 0.")
+        str | None, _evict(metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
     ] = None
     protect_recent: Annotated[
-        str | None, _evict(help="Most recent entries that always stay, likewise. Default: the window.")
+        str | None, _evict(metavar="N", help="Last entries that always stay, likewise", show_default="the window")
     ] = None
     head_scores: Annotated[
-        Path | None, _evict(help='headkv: JSON of {"layer-head": score} (`perturbkv head-scores`).')
+        Path | None, _evict(metavar="PATH", help="headkv's file, which perturbkv head-scores writes")
     ] = None
-    scenario: Annotated[str, _evict(help=f"{' or '.join(SCENARIOS)}: is the question compressed too?")] = "regular"
-    cache: Annotated[str, _evict(help=f"Layout of evicted caches: {' or '.join(CACHES)}.")] = "ragged"
+    scenario: Annotated[str, _evict(metavar="NAME", help=f"{' or '.join(SCENARIOS)} (without question)")] = "regular"
+    cache: Annotated[str, _evict(metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")] = "ragged"
     steps: Annotated[
-        int | None,
-        _run(help="Decode steps measured, teacher-forced on the full run. Default: 1.", show_default=False),
+        int | None, _run(metavar="N", help="Decode steps measured, of the full run's text", show_default="1")
     ] = None
-    dtype: Annotated[str, _run(help="auto, float32, bfloat16, float16.")] = "auto"
-    device: Annotated[str, _run(help="auto, cpu, cuda, cuda:1, …")] = "auto"
-    device_map: Annotated[
-        str, _run(help="auto: the model's layers over all GPUs, for one larger than a GPU; none.")
-    ] = "none"
-    save: Annotated[list[str] | None, _run(help="outputs: also head outputs, hidden states, attention.")] = None
+    dtype: Annotated[str, _run(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
+    device: Annotated[str, _run(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
+    device_map: Annotated[str, _run(metavar="NAME", help="auto: layers over all GPUs; none")] = "none"
+    save: Annotated[
+        list[str] | None, _run(metavar="NAME", help="outputs: also head outputs, hidden states, attention")
+    ] = None
     max_memory: Annotated[
         str | None,
-        _run(help="Most that evicted caches which are decoded together may take: 512MiB, 2GiB; more go in several "
-             "batches. Default: half of what weights and full cache take.", show_default=False),
-    ] = None  # fmt: skip
-    chunk_mib: Annotated[int, _run(help="Bound on the working memory of value norms and sums over entries.")] = 256
-    norm_kernel: Annotated[str, _run(help="How value norms are computed: auto, triton, chunked.")] = "auto"
-    output: Annotated[
-        Path | None, _run("--output", "-o", help="Where results go. Default: runs/<time>-<model>-<dataset>.")
+        _run(metavar="SIZE", help="Of evicted caches at once: 2GiB", show_default="half of the model's"),
     ] = None
-    overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run.")] = False
-    dry_run: Annotated[
-        bool, _run("--dry-run", help="Print samples, tokens, configurations and memory; run nothing.")
-    ] = False
-    as_json: JsonOption = False
+    chunk_mib: Annotated[int, _run(metavar="N", help="Working memory of value norms and sums, MiB")] = 256
+    norm_kernel: Annotated[str, _run(metavar="NAME", help="Of value norms: auto, triton, chunked")] = "auto"
+    output: Annotated[
+        Path | None,
+        _run("--output", "-o", metavar="PATH", help="Where results go",
+             show_default="runs/<time>-<model>-<dataset>"),
+    ] = None  # fmt: skip
+    overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run")] = False
+    dry_run: Annotated[bool, _run("--dry-run", help="Tell samples, configurations, memory; run nothing")] = False
+    as_json: Annotated[bool, _run("--json", help=_JSON)] = False
     typed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -235,17 +237,15 @@ class LookOptions:
     """
 
     trace: Annotated[
-        Path | None,
-        Argument(help="A finished trace; without it the options below make one first.", show_default=False),
+        Path | None, Argument(help="A finished trace; without it one is made first", show_default=False)
     ] = None
-    step: Annotated[int, Option(help="Which decode step is looked at.", rich_help_panel=_LOOK)] = 0
+    step: Annotated[int, Option(metavar="N", help="Decode step that is looked at", rich_help_panel=_LOOK)] = 0
     figure_format: Annotated[
         list[str] | None,
-        Option("--format", help="png, svg, pdf; repeatable. Default: png and svg.", rich_help_panel=_LOOK,
-               show_default=False),
-    ] = None  # fmt: skip
+        Option("--format", metavar="NAME", help="png, svg, pdf", rich_help_panel=_LOOK, show_default="png, svg"),
+    ] = None
     columns: Annotated[
-        int, Option(help="Width of the figures in a journal's columns: 1 (84 mm) or 2 (174 mm).", rich_help_panel=_LOOK)
+        int, Option(metavar="N", help="Figures' width: 1 (84 mm) or 2 (174 mm) columns", rich_help_panel=_LOOK)
     ] = 2
     asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -30,26 +30,27 @@ _HALVES = ("bfloat16", "float16")
 
 
 def selfcheck(
-    device: Annotated[str, Option(help="What is checked; cpu checks what a CPU can.")] = "cuda",
+    device: Annotated[str, Option(metavar="NAME", help="What is checked; cpu checks what a CPU can")] = "cuda",
     model: Annotated[
         str | None,
-        Option(help="Trained model of the table of ties. Default: the embedded one; without one there is no table.",
-               show_default=False),
+        Option(metavar="NAME", help="Trained model of the table of ties", show_default="the embedded one, if any"),
     ] = None,
-    samples: Annotated[int, Option(help="Needle prompts of the table of ties.")] = 4,
-    length: Annotated[int, Option(help="Tokens of each of them.")] = 1000,
-    entries: Annotated[int, Option(help="Entries of the cache that is checked.")] = 1024,
-    placed: Annotated[str, Option(help="Random model that --device-map auto lays out.")] = "random:smollm2-135m",
+    samples: Annotated[int, Option(metavar="N", help="Needle prompts of the table of ties")] = 4,
+    length: Annotated[int, Option(metavar="N", help="Tokens of each of them")] = 1000,
+    entries: Annotated[int, Option(metavar="N", help="Entries of the cache that is checked")] = 1024,
+    placed: Annotated[
+        str, Option(metavar="NAME", help="Random model that --device-map auto lays out")
+    ] = "random:smollm2-135m",
     output: Annotated[
-        Path | None, Option("--output", "-o", help="The JSON file. Default: runs/gpu.json.", show_default=False)
+        Path | None, Option("--output", "-o", metavar="PATH", help="The JSON file", show_default="runs/gpu.json")
     ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Hold the compact cache, the Triton kernel and layers over several GPUs against their references.
+    """Hold what runs on a GPU against its reference.
 
-    Beside that the table of ties in half precision, and the benchmark's rows of a GPU. Exits with 1 where something is
-    not equal, or could not be checked.
+    The compact cache, the Triton kernel, layers over several GPUs; beside that the table of ties in half precision,
+    and the benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
     """
     from perturbkv.storage.files import written_whole
 

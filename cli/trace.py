@@ -25,19 +25,18 @@ def trace(
         Path | None,
         Option(
             "--config",
-            help="Sweep file (YAML): keys are the options below; lists of choices of how to evict make every "
-            "combination. What is typed replaces its key.",
-            show_default=False,
+            metavar="PATH",
+            help="Sweep file (YAML) of the options below; what is typed replaces its key",
         ),
     ] = None,
     selection: Annotated[
         list[str] | None,
-        Option(help="How entries are selected; repeatable. Default: attention and two-stage.", show_default=False),
+        Option(metavar="NAME", help="How entries are selected", show_default="attention, two-stage"),
     ] = None,
 ) -> None:
-    """Run a model with its full cache and with evicted ones, and write the trace (HDF5).
+    """Run a model with full and evicted caches; write a trace.
 
-    Every preset × budget × alpha × selection is measured from one prefill per sample. A killed run goes on where it
+    Every configuration is measured from one prefill per sample, into one HDF5 file. A killed run goes on where it
     stopped when the same command is given the same --output.
     """
     selections = selection or ["attention", "two-stage"]

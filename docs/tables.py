@@ -10,6 +10,7 @@ from typing import Any
 from perturbkv.analyses import naming
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.objects import config_of
+from perturbkv.configs.choice import parse
 
 CONTENDERS = 4
 """Selections that rank by the window's attention; the others are controls."""
@@ -55,11 +56,16 @@ def at(band: dict[str, Any] | None, place: int) -> Ends:
     return {"low": band["low"][place], "high": band["high"][place], "kind": band["kind"]}
 
 
+def selection(config: dict[str, Any]) -> str:
+    """A configuration's selection, without its options."""
+    return parse(config["selection"]).name
+
+
 def bound_tightness(found: dict[str, Any]) -> None:
     """The two-stage selection's ratios, then rank agreement."""
     rows = []
     for config in found["configurations"]:
-        if config["config"]["selection"] != "two-stage":
+        if selection(config["config"]) != "two-stage":
             continue
         for where, name in (("evidence", "> 0.5"), ("sigma_at_most_half", "≤ 0.5")):
             share = config["sigma_at_most_half_share"]
@@ -117,7 +123,7 @@ def layers(found: dict[str, Any]) -> None:
     samples = found.get("per_sample", [None] * len(found["drifts"]))
     for drift, sample in zip(found["drifts"], samples, strict=True):
         last = len(drift["ratio"]) - 1
-        cells = [f"{drift['treatment']['selection']}, {drift['baseline']['budget']}"]
+        cells = [f"{selection(drift['treatment'])}, {drift['baseline']['budget']}"]
         for layer in (0, last // 2, last):
             sides = f"{drift['baseline_median_drift'][layer]:,.0f} → {drift['treatment_median_drift'][layer]:,.0f}"
             cells.append(f"{sides}, × {number(drift['ratio'][layer], at(drift['ratio_interval'], layer))}")
@@ -155,7 +161,7 @@ def _budget(curve: dict[str, Any], place: int) -> list[str]:
 def ablation(found: dict[str, Any]) -> None:
     """L1 over the baseline's for every row and α, isolated and propagated."""
     for setting in found["settings"]:
-        shared = naming.setting(config_of(setting["baseline"]), "alpha", "group_product")
+        shared = naming.setting(config_of(setting["baseline"]), "alpha", "product")
         for part in ("rows", "brings"):
             rows = []
             for row in setting[part]:
@@ -182,7 +188,7 @@ def heads(found: dict[str, Any]) -> None:
     rows, before = [], ""
     for one in found["comparisons"]:
         setting = naming.setting(config_of(one["baseline"]))
-        cells = [setting if setting != before else "", one["treatment"]["selection"],
+        cells = [setting if setting != before else "", selection(one["treatment"]),
                  number(one["held_over_full_treatment"])]  # fmt: skip
         for kind in (one["isolated"], one["propagated"]):
             counts = " / ".join(str(kind[name]) for name in ("improved", "tied", "worsened"))
@@ -201,7 +207,7 @@ def horizon(found: dict[str, Any]) -> None:
     for config in found["configs"]:
         for curve in config["curves"]:
             decided = curve["sign_flips"]
-            rows.append([config["config"]["selection"], curve["kind"], number(curve["first"], digits=3),
+            rows.append([selection(config["config"]), curve["kind"], number(curve["first"], digits=3),
                          number(curve["last"], digits=3), number(curve["growth"], curve["growth_interval"]),
                          f"{decided['above']} / {decided['below']}"])  # fmt: skip
     table(

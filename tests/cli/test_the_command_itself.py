@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import perturbkv as pk
+from perturbkv.cli.main import app
 
 Run = Callable[..., Any]
 
@@ -26,6 +29,58 @@ def test_h_is_help(perturbkv: Run, command: list[str]) -> None:
     short, long = perturbkv(*command, "-h"), perturbkv(*command, "--help")
     assert short.code == long.code == 0
     assert short.out == long.out != ""
+
+
+COMMANDS: list[list[str]] = [
+    [], *([name] for name in get_command(app).commands), ["bench", "compare"],  # type: ignore[attr-defined]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_is_one_screen_that_tells_of_every_option(
+    perturbkv: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """At most 60 lines of 80 columns; at 120 no more lines than that; behind each option what it does."""
+    narrow = perturbkv(*words, "--help").out
+    assert len(narrow.splitlines()) <= 60
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert not any(missing_in(narrow, parameter) for parameter in parameters(words))
+    monkeypatch.setenv("COLUMNS", "120")
+    wide = perturbkv(*words, "--help").out
+    assert len(wide.splitlines()) <= len(narrow.splitlines())
+
+
+def parameters(words: list[str]) -> list[Any]:
+    """What a command takes, as Typer knows it."""
+    command = get_command(app)
+    for word in words:
+        command = command.commands[word]  # type: ignore[attr-defined]
+    return [one for one in command.params if not one.hidden]
+
+
+def missing_in(screen: str, parameter: Any) -> bool:
+    """Whether no line begins with the parameter's names and goes on with the beginning of its help."""
+    argument = parameter.param_type_name == "argument"
+    names = [parameter.name.upper()] if argument else [name.replace("--no-", "--[no-]") for name in parameter.opts]
+    names = [f"--[no-]{name[2:]}" if parameter.secondary_opts else name for name in names]
+    about = parameter.help.split()[0]
+    return not re.search(rf"^  {re.escape(', '.join(names))}( \S+)? +{re.escape(about)}", screen, re.MULTILINE)
+
+
+def test_an_option_without_a_line_or_without_words_is_found() -> None:
+    (policy,) = [one for one in parameters(["heads"]) if one.name == "policy"]
+    line = f"  --policy NAME…          {policy.help}"
+    assert not missing_in(line, policy)
+    assert missing_in(line.replace("--policy", "--polciy"), policy)
+    assert missing_in("  --policy NAME…  [snapkv]", policy)
+
+
+def test_help_shows_defaults_that_matter_and_what_may_be_repeated(perturbkv: Run) -> None:
+    screen = perturbkv("heads", "--help").out
+    for part in ("--budget, -b B… ", " [128]", " [snapkv]", "--seed N ", " [0]", " [attention,two-stage]", "--json "):
+        assert part in screen
+    assert "[False]" not in screen
+    assert "[None]" not in screen
 
 
 def test_an_error_is_a_document_too_where_json_is_asked_for(perturbkv: Run) -> None:
@@ -75,7 +130,7 @@ def test_what_only_looks_like_json_asked_for_is_not(perturbkv: Run, words: list[
     ("typed", "offered"),
     [
         ("perturbkv he", ["heads", "head-scores"]),
-        ("perturbkv heads --policy s", ["scissorhands", "snapkv", "streaming-llm"]),
+        ("perturbkv heads --policy s", ["snapkv", "scissorhands", "streaming-llm"]),
         ("perturbkv heads --dataset qa", ["qasper"]),
         ("perturbkv trace --preset re", ["released-v2"]),
         ("perturbkv layers --model mis", ["mistral-7b"]),
@@ -93,10 +148,11 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
     [
         ("adakv", {"floor": 0.2, "safeguard": "mixture", "pool": "max", "kernel": 7}),
         ("snapkv", {"pool": "max", "kernel": 7}),
+        ("query", {}),
         ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0}),
     ],
 )
-def test_a_policy_tells_its_parameters(perturbkv: Run, name: str, options: dict[str, Any]) -> None:
+def test_a_policy_tells_its_options(perturbkv: Run, name: str, options: dict[str, Any]) -> None:
     document = perturbkv("policies", name, "--json").json()
     assert {option: one["default"] for option, one in document["options"].items()} == options
     shown = perturbkv("policies", name)
@@ -106,7 +162,7 @@ def test_a_policy_tells_its_parameters(perturbkv: Run, name: str, options: dict[
     assert perturbkv("policies", "adavk").code == 2
 
 
-def test_parameters_are_written_behind_their_policy(perturbkv: Run) -> None:
+def test_options_are_written_behind_their_policy(perturbkv: Run) -> None:
     asked = ["--policy", "adakv(floor=0.1)", "--policy", "snapkv", "--model", "random:smollm2-135m", "--samples", 1]
     kept = perturbkv("trace", *asked, "--length", 200, "--budget", 64, "--dry-run", "--json").json()["kept"]
     assert [one["config"]["policy"] for one in kept] == ["adakv(floor=0.1)"] * 2 + ["snapkv"] * 2

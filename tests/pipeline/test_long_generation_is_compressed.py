@@ -201,7 +201,7 @@ def test_a_long_prompt_is_compressed_while_it_is_read() -> None:
 
 def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
     for policy in ("h2o", "scissorhands"):
-        with pytest.raises(ConfigError, match="--compress-every works with adakv"):
+        with pytest.raises(ConfigError, match="--compress-every works with snapkv"):
             registry.check_compressible(config(policy))
     for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"):
         registry.check_compressible(config(policy))

@@ -47,8 +47,9 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def names() -> list[str]:
-    """Every policy's name, those of files first; nothing is imported."""
+    """Every policy's name, SnapKV's first and those that were added last; nothing is imported."""
     files = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    files.sort(key=lambda name: name != "snapkv")
     return [*(name.replace("_", "-") for name in files if name not in _NO_POLICY), *_ADDED]
 
 

@@ -1,0 +1,102 @@
+"""A command's help: one line an option, in groups; the defaults in brackets, what may be repeated with an ellipsis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from perturbkv.cli import console
+
+Sections = dict[str, list[tuple[str, str]]]
+_WIDEST = 100
+_OWN = "Options"
+_NO_DEFAULT = ("", "None", "False")
+_LEGEND = "  [default]  … repeatable"
+
+
+class Compact:
+    """A command that prints its help itself, and leaves Click's formatter empty."""
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        """Print usage, what the command does, its options and its subcommands."""
+        _paragraph(f"Usage: {_usage(self, ctx)}")
+        for text in (self.help or "").split("\n\n"):
+            _paragraph(" ".join(text.split()))
+        found = {**_options(self, ctx), **_commands(self)}
+        column = max(len(name) for rows in found.values() for name, _ in rows)
+        for title, rows in found.items():
+            _section(title, rows, column)
+
+
+def _usage(command: Any, ctx: Any) -> str:
+    arguments = [
+        _name(one) if one.required else f"[{_name(one)}]"
+        for one in command.get_params(ctx)
+        if one.param_type_name == "argument"
+    ]
+    behind = [command.subcommand_metavar] if _has_commands(command) else []
+    return " ".join([ctx.command_path, "[OPTIONS]", *arguments, *behind])
+
+
+def _options(command: Any, ctx: Any) -> Sections:
+    """Group -> names and texts; arguments come first."""
+    found: Sections = {}
+    for one in sorted(command.get_params(ctx), key=lambda one: one.param_type_name != "argument"):
+        if not one.hidden:
+            panel = getattr(one, "rich_help_panel", None) or _OWN
+            found.setdefault(panel, []).append((_name(one), _about(one, ctx)))
+    return found
+
+
+def _commands(command: Any) -> Sections:
+    """Group -> names of subcommands and what they do: the first paragraph of their own help."""
+    found: Sections = {}
+    for name, one in (command.commands if _has_commands(command) else {}).items():
+        about = " ".join((one.help or "").partition("\n\n")[0].split()).rstrip(".")
+        found.setdefault(one.rich_help_panel or "Commands", []).append((name, about))
+    return found
+
+
+def _has_commands(command: Any) -> bool:
+    return isinstance(getattr(command, "commands", None), Mapping)
+
+
+def _name(parameter: Any) -> str:
+    """`--model, -m NAME`; an argument's name in capitals."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.name).upper()
+    if parameter.secondary_opts:  # --chat-template/--no-chat-template
+        return str(parameter.opts[0]).replace("--", "--[no-]")
+    names = ", ".join(sorted(parameter.opts, key=lambda name: not name.startswith("--")))
+    value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+    return names + value + ("…" if parameter.multiple else "")
+
+
+def _about(parameter: Any, ctx: Any) -> str:
+    """What it does, and its default: in words where its declaration has them."""
+    default = str(parameter.get_default(ctx, call=False) if parameter.show_default is True else parameter.show_default)
+    return f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
+
+
+def _paragraph(text: str) -> None:
+    console.out.print(text, markup=False, highlight=False, emoji=False, width=_width())
+    console.out.print()
+
+
+def _section(title: str, rows: list[tuple[str, str]], column: int) -> None:
+    legend = any(name.endswith("…") for name, _ in rows) or any(about.endswith("]") for _, about in rows)
+    console.out.print(Text.assemble((title, "bold"), (_LEGEND if title == _OWN and legend else "", "dim")))
+    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    grid.add_column(no_wrap=True, min_width=column)
+    grid.add_column(overflow="fold")
+    for name, about in rows:
+        grid.add_row(Text(name, "cyan"), Text(about))
+    console.out.print(Padding(grid, (0, 0, 0, 2)), width=_width())
+
+
+def _width() -> int:
+    return min(console.out.width, _WIDEST)
