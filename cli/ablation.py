@@ -41,7 +41,7 @@ def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
     for granularity in map(as_choice, run.granularity or ["query", "kv"]):
         plain = granularity.without(["product"])
         wanted = dataclasses.replace(run, granularity=[str(plain)])
-        made += dataclasses.replace(wanted, alpha=alphas[:1]).configs(_UNSTAGED)
+        made += dataclasses.replace(wanted, alpha=run.alpha and run.alpha[:1]).configs(_UNSTAGED)
         made += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
         if granularity.name == "kv":
             product = Choice(plain.name, {**plain.options, "product": MEAN_OF_PRODUCTS})
