@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from perturbkv.configs.budget import Budget
@@ -14,6 +14,7 @@ from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
+_STAGE1 = ("alpha", "split")
 Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
@@ -85,10 +86,15 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
 
 def _fitting(firsts: list[EvictionConfig], second: EvictionConfig) -> list[EvictionConfig]:
     """Baselines of a treatment: of its stage 1 and group if there are any, else the first that is alike."""
-    alike = [first for first in firsts if first != second and _alike(first, second)]
-    same = [first for first in alike if _same_stage1(first, second)]
-    grouped = [first for first in same if first.granularity == second.granularity]
-    return grouped or same or alike[:1]
+    found = [first for first in firsts if first != second and _alike(first, second)]
+    alike = list({dataclasses.replace(first, twin=""): first for first in reversed(found)}.values())[::-1]
+    same = [first for first in alike if _agree(first.selection, second.selection, _STAGE1)]
+    close = [
+        first
+        for first in same
+        if _agree(first.selection, second.selection) and _agree(first.granularity, second.granularity)
+    ]
+    return close or same or alike[:1]
 
 
 def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
@@ -137,7 +143,8 @@ def _matches(config: EvictionConfig, side: str) -> bool:
 
 
 def _fits(told: Choice, held: Choice) -> bool:
-    return told.name == held.name and told.options.items() <= held.options.items()
+    options = {name: "none" if value is None else value for name, value in told.options.items()}
+    return told.name == held.name and options.items() <= held.options.items()
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig) -> bool:
@@ -150,8 +157,10 @@ def _alike(first: EvictionConfig, second: EvictionConfig) -> bool:
     return all(one[name] == other[name] for name in one.keys() & other.keys() if not name.startswith(free))
 
 
-def _same_stage1(first: EvictionConfig, second: EvictionConfig) -> bool:
-    return all(first.selection[name] == second.selection[name] for name in ("alpha", "split"))
+def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
+    """Whether two choices have the same values of the options that both have, or of the named ones."""
+    both = first.options.keys() & second.options.keys() if names is None else names
+    return all(first[name] == second[name] for name in both)
 
 
 def of_selection(run: RunConfig, side: str) -> list[int]:

@@ -24,8 +24,9 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
 from perturbkv.selection import spread
-from perturbkv.selection.grid import FIELDS, combinations, configuration, unique
+from perturbkv.selection.grid import FIELDS, asked, check_told, combinations, configuration, unique
 from perturbkv.selection.policies import registry
+from perturbkv.selection.spread import Asked
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
@@ -83,7 +84,9 @@ def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[E
     for own in file.grids:
         entries = {**file.options, **own}
         choices = {**given, **{name: entry.values for name, entry in entries.items() if entry.key.sweeps}}
-        grid = [_made(combination, entries, run.cache) for combination in combinations(choices)]
+        asked = [_made(combination, entries, run.cache) for combination in combinations(choices)]
+        check_told(asked)
+        grid = [one.config for one in asked]
         _check_used(own, run, grid)
         made += grid
     _check_used(file.options, run, made)
@@ -97,19 +100,20 @@ def _check_used(entries: Entries, run: RunOptions, configs: list[EvictionConfig]
             raise entry.place.refusal(reason)
 
 
-def _made(combination: dict[str, Any], entries: Entries, cache: str) -> EvictionConfig:
+def _made(combination: dict[str, Any], entries: Entries, cache: str) -> Asked:
     try:
-        config = configuration(**combination)
+        made = asked(**combination)
     except BudgetError as error:  # each value alone is right: budget and window do not go together
         raise _blamed(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
-        registry.check(config, cache)
+        registry.check(made.config, cache)
     except ConfigError as error:
+        config = made.config
         fits = config.selection.name in registry.info(config.policy.name).selections
         own = config.policy.name == as_choice(combination["policy"]).name
         first = ("policy",) if fits and own else ("selection", "policy")
         raise _blamed((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
-    return config
+    return made
 
 
 def _blamed(

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
@@ -243,8 +244,11 @@ def _own_kept(arrays: Mapping[str, NDArray[Any]], kept: NDArray[Any]) -> dict[st
 
 def _has(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
     """Whether a configuration has these values, or one of the values of a list."""
-    held = config.flat()
-    return all(name in held and held[name] in map(_plain, _listed(wanted)) for name, wanted in choices.items())
+    held, written = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
+    return all(
+        name in held and any(_plain(one) in (held[name], written.get(name, held[name])) for one in _listed(wanted))
+        for name, wanted in choices.items()
+    )
 
 
 def _listed(wanted: Any) -> Iterable[Any]:
@@ -252,7 +256,7 @@ def _listed(wanted: Any) -> Iterable[Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Budget) else value
+    return value.value if isinstance(value, Budget) else str(value) if isinstance(value, Choice) else value
 
 
 def _of_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> SampleTrace | FailedSample:

@@ -96,8 +96,11 @@ def split(text: str, separator: str) -> list[str]:
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Choice) and not value.told:
+        return f"{value}()"  # a call: a bare name is text
     if isinstance(value, str) and (not _NAME.fullmatch(value) or _typed(value) != value):
-        return f'"{value}"'
+        quote = "'" if '"' in value else '"'
+        return f"{quote}{value}{quote}"
     return str(value)
 
 

@@ -37,6 +37,8 @@ class EvictionConfig:
         granularity: one kept set per `query` head or per `kv` head.
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
+        twin: of a trace of format 1 or 2 that measured one configuration twice: what was said otherwise the second
+            time, without effect. Labels alone show it.
 
     >>> from perturbkv import EvictionConfig
     >>> EvictionConfig(128, "adakv(floor=0.1)").label()
@@ -50,6 +52,7 @@ class EvictionConfig:
     granularity: Choice
     protect_first: int | float
     protect_recent: int | float
+    twin: str
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class EvictionConfig:
         granularity: Choice | str = "query",
         protect_first: float | str = 0,
         protect_recent: float | str = 0,
+        twin: str = "",
     ) -> None:
         held = {
             "budget": _budget(budget),
@@ -69,6 +73,7 @@ class EvictionConfig:
             "granularity": _chosen("granularity", granularity, GRANULARITY_OPTIONS),
             "protect_first": _protected("protect_first", protect_first),
             "protect_recent": _protected("protect_recent", protect_recent),
+            "twin": twin,
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
@@ -114,7 +119,7 @@ class EvictionConfig:
         """Unique, readable name: the `config` coordinate of a trace."""
         protected = [f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED if getattr(self, name)]
         parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"w={self.window}", str(self.granularity)]
-        return " ".join([*parts, *protected])
+        return " ".join(filter(None, [*parts, *protected, self.twin]))
 
     def __repr__(self) -> str:
         return f"<EvictionConfig {self.label()}>"
@@ -132,31 +137,34 @@ class EvictionConfig:
         for choice in (self.policy, self.selection, self.granularity):
             for name, value in (choice.options if every else choice.told).items():
                 said |= {} if name in (*said, "kernel") else {name: f"{name}={value}"}
-        return said | {
-            name: f"{name.replace('_', '-')}={value}" for name in _PROTECTED if (value := getattr(self, name))
-        }
+        protected = {name: getattr(self, name) for name in _PROTECTED}
+        told = {name: value for name, value in protected.items() if value or every}
+        return said | {name: f"{name.replace('_', '-')}={value}" for name, value in told.items()}
 
     def flat(self) -> dict[str, Any]:
         """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`."""
         found: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            found[field.name] = value.name if isinstance(value, Choice) else _plain(value)
+        for name, value in self._choices():
+            found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found |= {f"{field.name}_{name}": option for name, option in value.options.items()}
+                found |= {f"{name}_{option}": held for option, held in value.options.items()}
         return found
 
     def to_document(self) -> dict[str, Any]:
         """As JSON holds it: each choice as it is written, and all of its options behind it."""
-        found: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            found[field.name] = str(value) if isinstance(value, Choice) else _plain(value)
+        found: dict[str, Any] = {"twin": self.twin} if self.twin else {}
+        for name, value in self._choices():
+            found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found[f"{field.name}_options"] = {
-                    name: str(one) if isinstance(one, Choice) else one for name, one in value.options.items()
+                options = {
+                    option: str(held) if isinstance(held, Choice) else held for option, held in value.options.items()
                 }
+                found[f"{name}_options"] = options
         return found
+
+    def _choices(self) -> list[tuple[str, Any]]:
+        """What was chosen, by field."""
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.name != "twin"]
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:

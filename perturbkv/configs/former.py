@@ -5,6 +5,7 @@ This table is history: it never changes when a policy does.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,11 @@ def configurations(entries: Sequence[Mapping[str, Any]]) -> tuple[EvictionConfig
 
     Raises KeyError, TypeError, ConfigError for entries that are none.
     """
-    made = [_configuration(entry, {}) for entry in entries]
-    twins = [[other for other, one in zip(entries, made, strict=True) if one == config] for config in made]
-    return tuple(_configuration(entry, _idle(entry, alike)) for entry, alike in zip(entries, twins, strict=True))
+    made = [_configuration(entry) for entry in entries]
+    return tuple(
+        dataclasses.replace(config, twin=_otherwise(entry, entries[made.index(config)]))
+        for entry, config in zip(entries, made, strict=True)
+    )
 
 
 def label(entry: Mapping[str, Any]) -> str:
@@ -75,27 +78,22 @@ def label(entry: Mapping[str, Any]) -> str:
     )
 
 
-def _configuration(entry: Mapping[str, Any], idle: Mapping[str, Any]) -> EvictionConfig:
-    """The configuration; options in `idle` are told with its policy."""
-    of_policy = _own(entry, "policy", _POLICIES[entry["policy"]])
-    of_selection = _own(entry, "selection", {**_STAGE1, **_SELECTIONS.get(entry["selection"], {})})
-    of_group = _own(entry, "granularity", _GROUP if entry["granularity"] == "kv" else {})
-    usual = of_policy.options.keys() - of_policy.told.keys() - idle.keys()
-    policy = Choice(entry["policy"], {**of_policy.options, **idle}, frozenset(usual))
-    selection = Choice(entry["selection"], of_selection.options, of_selection.usual)
-    granularity = Choice(entry["granularity"], of_group.options, of_group.usual)
+def _configuration(entry: Mapping[str, Any]) -> EvictionConfig:
+    of_group = _GROUP if entry["granularity"] == "kv" else {}
     return EvictionConfig(
-        policy=policy, selection=selection, granularity=granularity,
+        policy=_own(entry, "policy", _POLICIES[entry["policy"]]),
+        selection=_own(entry, "selection", {**_STAGE1, **_SELECTIONS.get(entry["selection"], {})}),
+        granularity=_own(entry, "granularity", of_group),
         **{name: entry.get(name, _LATER.get(name)) for name in _KEPT},
-    )  # fmt: skip
+    )
 
 
 def _own(entry: Mapping[str, Any], owner: str, defaults: Mapping[str, Any]) -> Choice:
     """Options of one owner under today's names, as far as they made a difference."""
     without = _without_effect(entry, owner)
-    held = {name: entry.get(name, default) for name, default in defaults.items() if name not in without}
+    held = {name: type(default)(entry.get(name, default)) for name, default in defaults.items() if name not in without}
     usual = frozenset(_NAMES.get(name, name) for name, value in held.items() if value == defaults[name])
-    return Choice("", {_NAMES.get(name, name): value for name, value in held.items()}, usual)
+    return Choice(entry[owner], {_NAMES.get(name, name): value for name, value in held.items()}, usual)
 
 
 def _without_effect(entry: Mapping[str, Any], owner: str) -> set[str]:
@@ -113,6 +111,6 @@ def _without_effect(entry: Mapping[str, Any], owner: str) -> set[str]:
     return found
 
 
-def _idle(entry: Mapping[str, Any], twins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the entry says otherwise than one of its twins, which are the same configuration."""
-    return {_NAMES.get(name, name): value for name, value in entry.items() if any(one[name] != value for one in twins)}
+def _otherwise(entry: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """What the entry says otherwise than the first one that is the same configuration."""
+    return " ".join(f"{name.replace('_', '-')}={value}" for name, value in entry.items() if first[name] != value)

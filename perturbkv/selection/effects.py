@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 Owned = tuple[str, str]
 """A field of `EvictionConfig` that is a choice, and the name of one of its options."""
+_POOLING = ("pool", "kernel")
 _LOOKS = "a selection or policy that looks at attention"
 _POOLED = "a selection or policy that looks at pooled attention"
 _POOLS = "a pool other than none"
@@ -27,14 +28,24 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
         found |= {("policy", name): _LOOKS for name in policy.votes_alone}
         found["granularity", "reduce"] = _LOOKS
     elif not pooled:
-        found |= {("policy", name): _POOLED for name in ("pool", "kernel")}
+        found |= {("policy", name): _POOLED for name in _POOLING if name in policy.votes_alone}
     elif unpooled:
-        found |= {("policy", "kernel"): _POOLS, ("selection", "score"): _POOLS}
+        found |= {("policy", name): _POOLS for name in _POOLING[1:] if name in policy.votes_alone}
+        found["selection", "score"] = _POOLS
     if not staged:
         found["granularity", "product"] = "a two-stage selection"
+    elif _mean_of_one(config, unpooled):
+        found["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
     known = {
         "policy": policy.options(),
         "selection": SELECTION_OPTIONS[config.selection.name],
         "granularity": GRANULARITY_OPTIONS[config.granularity.name],
     }
     return {(owner, name): needs for (owner, name), needs in found.items() if name in known[owner]}
+
+
+def _mean_of_one(config: EvictionConfig, unpooled: bool) -> bool:
+    """Whether the group's product is a mean either way: ν ≡ 1 and nothing but means is taken."""
+    raw = unpooled or config.selection.options.get("score") == "accumulated"
+    means = config.granularity.options.get("reduce", "mean") == "mean"
+    return config.selection.name == "two-stage-uniform" and raw and means

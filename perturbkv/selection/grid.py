@@ -16,14 +16,18 @@ from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import effects, spread
 from perturbkv.selection.policies import registry
+from perturbkv.selection.spread import Asked
 
 FIELDS = ("preset", "budget", "window", "granularity", "protect_first", "protect_recent", "policy", "selection")
 """What every configuration has; all else is an option of some policy, selection or granularity."""
 ORDER = (
     "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "pool", "kernel", "granularity",
-    "group_score", "reduce", "group_product", "product", "protect_first", "protect_recent", "policy", "selection",
+    "group_score", "reduce", "group_product", "product", "sinks", "seed", "pyramid_beta", "pyramid_line", "beta",
+    "line", "floor", "safeguard", "head_beta", "recent", "history", "protect_first", "protect_recent", "positions",
+    "policy", "selection",
 )  # fmt: skip
-"""The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy."""
+"""The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy, by
+name."""
 
 
 def grid(
@@ -54,8 +58,8 @@ def grid(
     >>> [config.label() for config in pk.grid(128, policy=("snapkv", "adakv"), floor=(0.1, 0.2))]  # doctest: +ELLIPSIS
     ['snapkv:two-stage b=128 ...', 'adakv(floor=0.1):two-stage b=128 ...', 'adakv:two-stage b=128 ...']
     """
-    asked = {"budget": budget, "preset": preset, "policy": policy, "selection": selection, **choices}
-    made = every(asked, cache)
+    wanted = {"budget": budget, "preset": preset, "policy": policy, "selection": selection, **choices}
+    made = every(wanted, cache)
     for name, value in choices.items():
         if name not in FIELDS and value is not None and (needs := idle(name, made)):
             msg = f"{name} has no effect here: it needs {needs}; leave it out"
@@ -65,10 +69,11 @@ def grid(
 
 def every(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[EvictionConfig, ...]:
     """`grid`, whether or not every choice makes a difference."""
-    made = [configuration(**combination) for combination in combinations(choices)]
-    for config in made:
-        registry.check(config, cache)
-    return unique(made)
+    made = [asked(**combination) for combination in combinations(choices)]
+    for one in made:
+        registry.check(one.config, cache)
+    check_told(made)
+    return unique(one.config for one in made)
 
 
 def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -89,8 +94,29 @@ def configuration(
 ) -> EvictionConfig:
     """One combination, as `grid` reads it; whether policy and selection go together is not asked.
 
-    Raises ConfigError, BudgetError or UnknownNameError for a value out of its range.
+    Raises ConfigError, BudgetError or UnknownNameError for a value out of its range, and an option without effect.
     """
+    made = asked(budget, preset, policy, selection, **choices)
+    check_told([made])
+    return made.config
+
+
+def check_told(made: Iterable[Asked]) -> None:
+    """Raise ConfigError for an option that stands in a choice and makes no difference wherever that choice stands."""
+    needed: dict[tuple[str, str, str], list[str]] = {}
+    for one in made:
+        for place, needs in one.told.items():
+            needed.setdefault(place, []).append(needs)
+    for (owner, choice, option), lacks in needed.items():
+        if all(lacks):
+            msg = f"{option} of {owner} '{choice}' has no effect here: it needs {lacks[0]}; leave it out"
+            raise ConfigError(msg)
+
+
+def asked(
+    budget: Any, preset: str = "paper", policy: Any = "snapkv", selection: Any = "two-stage", **choices: Any
+) -> Asked:
+    """One combination, and which options that stand in its choices make a difference to it."""
     if preset not in PRESETS:
         raise UnknownNameError(preset, "preset", PRESETS)
     chosen = {name: value for name, value in choices.items() if value is not None}
@@ -111,7 +137,8 @@ def configuration(
 def _check_once(owners: Mapping[str, Choice], beside: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that a choice says itself and that is given beside it too."""
     for (owner, choice), name in itertools.product(owners.items(), beside):
-        if spread.takes(choice, owner, name) in choice.options:
+        option = spread.takes(choice, owner, name)
+        if option and option in choice.options:
             msg = f"'{name}' is given beside {choice} and in it; give it once"
             raise ConfigError(msg)
 
@@ -134,8 +161,8 @@ def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:
     return tuple(dict.fromkeys(configs))
 
 
-def _place(name: str) -> int:
-    return ORDER.index(name if name in ORDER else "policy") * 2 - (name not in ORDER)
+def _place(name: str) -> tuple[int, str]:
+    return (ORDER.index(name), "") if name in ORDER else (ORDER.index("policy") - 1, name)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

@@ -7,13 +7,14 @@ sweep names an option once. Presets are such options too.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
 from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
-from perturbkv.errors import UnknownNameError
+from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import effects
 from perturbkv.selection.policies import registry
 
@@ -75,7 +76,18 @@ def takes(choice: Choice, owner: str, name: str) -> str:
     return option if where == owner and only in ("", choice.name) and option in _options(choice.name, owner) else ""
 
 
-def configured(chosen: Mapping[str, Choice], beside: Mapping[str, Any], **fields: Any) -> EvictionConfig:
+@dataclass(frozen=True)
+class Asked:
+    """A configuration, and for every option that stood in its choices what it needs to make a difference; else ''.
+
+    `told` is by owner, the choice's name and the option.
+    """
+
+    config: EvictionConfig
+    told: Mapping[tuple[str, str, str], str]
+
+
+def configured(chosen: Mapping[str, Choice], beside: Mapping[str, Any], **fields: Any) -> Asked:
     """The configuration of a policy, a selection and a granularity, with what is given `beside` them.
 
     An option goes wherever it belongs and makes a difference; what a choice says itself comes first.
@@ -84,9 +96,17 @@ def configured(chosen: Mapping[str, Choice], beside: Mapping[str, Any], **fields
     """
     held = {owner: _taken(choice, owner, beside) for owner, choice in chosen.items()}
     whole = _made(chosen, held, fields)
-    for owner, option in effects.idle(whole, registry.build(whole.policy)):
+    idle = effects.idle(whole, registry.build(whole.policy))
+    for owner, option in idle:
         held[owner].pop(option, None)
-    return registry.resolved(_made(chosen, held, fields))
+    told = {
+        (owner, choice.name, option): idle.get((owner, option), "")
+        for owner, choice in chosen.items()
+        for option in choice.options
+        if getattr(whole, owner).options[option] != _options(choice.name, owner)[option].default
+    }
+    kept = {owner: choice.without(option for of, option in idle if of == owner) for owner, choice in chosen.items()}
+    return Asked(registry.resolved(_made(kept, held, fields)), told)
 
 
 def _made(
@@ -100,7 +120,11 @@ def _made(
 
 def _taken(choice: Choice, owner: str, beside: Mapping[str, Any]) -> dict[str, Any]:
     """Of what is given beside the choices what this one takes and does not say itself."""
-    found = {takes(choice, owner, name): value for name, value in beside.items()}
+    names = [name for name in beside if takes(choice, owner, name)]
+    found = {takes(choice, owner, name): beside[name] for name in names}
+    if len(found) < len(names):
+        msg = f"{' and '.join(names)} name one option of {owner} '{choice.name}' twice; give it once"
+        raise ConfigError(msg)
     return {option: value for option, value in found.items() if option and option not in choice.options}
 
 

@@ -26,6 +26,7 @@ from perturbkv.trace import Trace
 AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")
 _COUNTS = ("budget", "protect_first", "protect_recent")
+_WIDER = {frozenset({int, float}): float}
 _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
 
@@ -103,8 +104,8 @@ def _choices(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, 
         values = [one.get(name) for one in flat]
         if name in _COUNTS:
             values = list(map(str, values))
-        (kind,) = {_TYPES[type(value)] for value in values if value is not None}
-        found[name] = (kind, values)
+        kinds = {type(value) for value in values if value is not None}
+        found[name] = (_TYPES[kinds.pop() if len(kinds) == 1 else _WIDER.get(frozenset(kinds), str)], values)
     return found
 
 

@@ -21,7 +21,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
-from perturbkv.selection.grid import configuration
+from perturbkv.selection.grid import configuration, grid
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.measured import hand_made as hand_measured
@@ -265,6 +265,25 @@ def test_pairs_differ_in_selection_alone() -> None:
     assert pairs(both, "streaming-llm", "snapkv:value") == [(configs[4], configs[1]), (inside, configs[1])]
     with pytest.raises(TraceError, match="got a trace of snapkv:attention, snapkv:value, streaming-llm:position"):
         pairs(run, "attention", "two-stage")
+
+
+def paired(sides: tuple[str, str], **choices: Any) -> list[tuple[str, str]]:
+    run = RunConfig("m", "d", grid(128, **choices))
+    return [(str(one.selection), str(other.selection)) for one, other in pairs(run, *sides)]
+
+
+def test_a_control_is_compared_with_the_method_of_its_own_score() -> None:
+    asked = {"selection": ["two-stage", "two-stage-uniform"], "score": ["pooled", "accumulated"]}
+    assert paired(("two-stage-uniform", "two-stage"), **asked) == [
+        ("two-stage-uniform(score=pooled)", "two-stage(score=pooled)"),
+        ("two-stage-uniform", "two-stage"),
+    ]
+
+
+def test_a_side_may_say_its_options_as_a_label_does() -> None:
+    asked = {"selection": ["attention", "two-stage(alpha=0.5)"], "policy": ["snapkv(pool=none)", "snapkv"]}
+    sides = ("snapkv(pool=none):attention", "snapkv(pool=none):two-stage(alpha=0.5)")
+    assert paired(sides, **asked) == [("attention", "two-stage(alpha=0.5)")]
 
 
 def test_bare_selections_are_compared_within_each_policy() -> None:

@@ -45,6 +45,18 @@ def test_sides_are_told_by_what_they_differ_in() -> None:
     assert sides(treatment, inside) == ("snapkv two-stage", "streaming-llm position")
 
 
+def test_what_one_protects_and_the_other_does_not_is_no_common_choice() -> None:
+    configs = [config("two-stage"), config("two-stage", protect_first=4)]
+    assert short(configs) == ["", "protect-first=4"]
+    assert "protect" not in common(configs)
+
+
+def test_a_policys_option_is_not_shared_with_a_policy_that_lacks_it() -> None:
+    configs = [config("two-stage"), config("two-stage", policy="adakv(floor=0.1)")]
+    assert short(configs) == ["snapkv", "adakv floor=0.1"]
+    assert "floor" not in common(configs)
+
+
 def test_budgets_of_two_policies_have_two_names() -> None:
     configs = [configuration(budget, policy=policy) for budget in (64, 0.1) for policy in ("snapkv", "adakv")]
     assert budgets(configs) == [["64", "snapkv"], ["64", "adakv"], ["0.1", "snapkv"], ["0.1", "adakv"]]
@@ -56,7 +68,7 @@ def test_budgets_of_two_policies_have_two_names() -> None:
 def test_an_unpooled_configuration_says_nothing_of_a_width() -> None:
     assert setting(ODD) == "b=0.05 a=0.25 w=32 unpooled query floor=0.3 protect-first=0.1"
     assert short([ODD, configuration(0.05, policy="adakv")]) == [
-        "unpooled floor=0.3",
+        "unpooled floor=0.3 protect-first=0.1",
         "max7",
     ]
 

@@ -44,7 +44,9 @@ def test_the_order_is_preset_budget_alpha_the_other_choices_policy_selection() -
 
 
 def test_every_choice_of_a_configuration_is_one_of_the_grid() -> None:
-    assert sorted(FIELDS) == sorted(["preset", *(field.name for field in dataclasses.fields(EvictionConfig))])
+    assert sorted(FIELDS) == sorted(
+        ["preset", *(field.name for field in dataclasses.fields(EvictionConfig) if field.name != "twin")]
+    )
     assert set(FIELDS) <= set(ORDER)
 
 
@@ -116,6 +118,32 @@ def test_an_option_goes_to_those_who_have_it_and_makes_no_second_configuration_o
         ({"policy": "snapkv(pool=average)", "selection": "random"}, "pool of policy 'snapkv' has no effect here"),
     ],
 )  # fmt: skip
+def test_an_option_that_stands_in_a_choice_is_left_out_where_it_makes_no_difference() -> None:
+    found = grid(64, policy="snapkv(pool=none)", selection=("attention", "random"))
+    assert [f"{config.policy}:{config.selection}" for config in found] == [
+        "snapkv(pool=none):attention",
+        "snapkv:random",
+    ]
+    grouped = grid(64, granularity="kv(product=mean-of-products)", selection=("attention", "two-stage"))
+    assert [str(config.granularity) for config in grouped] == ["kv", "kv(product=mean-of-products)"]
+
+
+def test_one_option_under_two_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="beta and pyramid_beta name one option of policy 'pyramidkv' twice"):
+        grid(128, policy="pyramidkv", beta=3, pyramid_beta=7)
+
+
+def test_the_order_of_options_does_not_hang_on_how_they_are_written() -> None:
+    first = grid(64, policy="adakv", floor=(0.1, 0.3), safeguard=("mixture", "guaranteed"))
+    assert first == grid(64, policy="adakv", safeguard=("mixture", "guaranteed"), floor=(0.1, 0.3))
+
+
+def test_a_mean_of_means_is_the_same_whatever_the_product() -> None:
+    with pytest.raises(ConfigError, match="product of granularity 'kv' has no effect here: it needs the value norms"):
+        grid(64, selection="two-stage-uniform", granularity="kv(product=mean-of-products)")
+    assert grid(64, selection="two-stage-uniform(score=pooled)", granularity="kv(product=mean-of-products)")
+
+
 def test_an_option_without_effect_is_refused(choices: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         grid(128, **choices)

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
 
 _PACKAGE = "perturbkv.selection.policies"
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _NO_POLICY = ("base", "registry")
 _ADDED: dict[str, type[Policy]] = {}
 
@@ -36,8 +38,15 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
     """
     from perturbkv.selection.policies.base import Policy as Base
 
-    if not (inspect.isclass(policy) and issubclass(policy, Base) and hasattr(policy, "name")):
-        msg = f"expected a subclass of Policy with a name, got {policy!r}"
+    if not (inspect.isclass(policy) and issubclass(policy, Base) and "__dataclass_params__" in vars(policy)):
+        msg = f"expected a subclass of Policy that is a frozen dataclass, got {policy!r}"
+        raise ConfigError(msg)
+    name = getattr(policy, "name", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in SELECTIONS:
+        msg = f"expected a policy's name of small letters, digits, '-' and '_' that no selection has, got {name!r}"
+        raise ConfigError(msg)
+    if bare := [field.name for field in dataclasses.fields(policy) if "option" not in field.metadata]:
+        msg = f"policy '{name}': expected {bare[0]} to be an option(default, 'what it does'), got a plain field"
         raise ConfigError(msg)
     if policy.name in names():
         msg = f"a policy named '{policy.name}' is registered already; choose another name"
