@@ -22,6 +22,7 @@ SMALL = {
     "own_prompts": "MAX_TOKENS, TEXTS = 400, {name: TEXTS[name] for name in list(TEXTS)[:2]}",
 }
 """What makes each take seconds; a tiny model's tokens are bytes."""
+NOTHING = {"text/plain": "", "text/html": ""}
 LARGEST = 400 * 1024
 OF_A_MACHINE = re.compile(r"(?<![\w.<])/(?:home|root|tmp|usr|var|opt|work|Users|mnt|private)/|[A-Z]:\\")
 """A folder of somebody's machine."""
@@ -55,6 +56,7 @@ def noise(book: Notebook) -> list[Any]:
         if output.output_type == "error"
         or output.get("name") == "stderr"
         or any("widget" in kind for kind in output.get("data", {}))
+        or "<progress" in output.get("data", {}).get("text/html", "")
         or "Warning" in "".join(map(str, output.get("data", {}).values()))
     ]
 
@@ -91,15 +93,13 @@ def test_a_notebook_runs_on_a_tiny_model_and_says_nothing_of_its_own(name: str, 
     assert noise(book) == []
     assert silent(book) == []
     assert any("image/png" in output.get("data", {}) for output in outputs(book))
-    bars = [one for one in outputs(book) if one.output_type == "display_data" and "image/png" not in one.data]
-    assert bars
-    assert all(set(one.data.values()) == {""} for one in bars), "a bar leaves nothing behind it"
+    assert any(output.get("data") == NOTHING for output in outputs(book)), "a bar was there, and is gone"
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_notebook_stands_with_the_embedded_models_output(name: str) -> None:
     book, path = read(name), EXAMPLES / f"{name}.ipynb"
-    assert 8 <= len(book.cells)
+    assert 8 <= len(book.cells) <= 14
     assert path.stat().st_size < LARGEST
     assert noise(book) == []
     assert silent(book) == []
@@ -125,6 +125,7 @@ def test_a_stored_figure_is_a_small_one(name: str) -> None:
         nbformat.v4.new_output("stream", name="stderr", text="100%|█████|"),
         nbformat.v4.new_output("error", ename="E", evalue="", traceback=[]),
         nbformat.v4.new_output("display_data", {"application/vnd.jupyter.widget-view+json": {}}),
+        nbformat.v4.new_output("display_data", {"text/plain": "samples: 1", "text/html": "<progress>"}),
         nbformat.v4.new_output("display_data", {"text/plain": "live.py:260: UserWarning: install ipywidgets"}),
     ],
 )
