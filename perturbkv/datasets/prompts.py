@@ -80,7 +80,8 @@ class Prompts(Sequence[Prompt]):
 
     def _title(self) -> str:
         template = "with" if self.chat_template else "without"
-        return f"{self.dataset}: {len(self.prompts)} prompts, {template} chat template"
+        counted = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
+        return f"{self.dataset}: {counted}, {template} chat template"
 
     @overload
     def __getitem__(self, place: int) -> Prompt: ...

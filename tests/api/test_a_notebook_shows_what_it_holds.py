@@ -137,6 +137,7 @@ def test_prompts_show_themselves(model: Adapter) -> None:
     first, *rest = repr(prompts).splitlines()
     assert first == "needle: 2 prompts, without chat template"
     assert rest == [f"  {prompt}" for prompt in prompts]
+    assert repr(prompts[:1]).startswith("needle: 1 prompt, ")
     page = prompts._repr_html_()
     assert page.count("<tr>") == 3
     assert prompts[1].answers[0] in page

@@ -23,6 +23,7 @@ SMALL = {
 }
 """What makes each take seconds; a tiny model's tokens are bytes."""
 NOTHING = {"text/plain": "", "text/html": ""}
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]+)")
 LARGEST = 400 * 1024
 OF_A_MACHINE = re.compile(r"(?<![\w.<])/(?:home|root|tmp|usr|var|opt|work|Users|mnt|private)/|[A-Z]:\\")
 """A folder of somebody's machine."""
@@ -108,6 +109,13 @@ def test_a_notebook_stands_with_the_embedded_models_output(name: str) -> None:
     assert not any("execution" in cell.metadata for cell in book.cells), "times of this machine"
     assert set(book.metadata) == {"kernelspec"}
     assert [cell.execution_count for cell in code(book)] == list(range(1, len(code(book)) + 1))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_a_notebook_links_to_is_there(name: str) -> None:
+    links = LINK.findall("\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown"))
+    assert links
+    assert [link for link in links if not (EXAMPLES / link).exists()] == []
 
 
 @pytest.mark.parametrize("name", SMALL)
