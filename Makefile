@@ -15,7 +15,7 @@ SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 
-.PHONY: demo test test-kvpress test-oldest check figures tables needle bench gpu install develop clean
+.PHONY: demo test test-kvpress test-oldest check examples figures tables needle bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -67,6 +67,10 @@ check: develop
 	$(VENV)/bin/ruff format --check .
 	rm -rf build/typed && $(PY) -m pip install -q --no-deps --target build/typed .
 	cd build/typed && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p perturbkv
+
+# The notebooks with the embedded model's output, three minutes on two cores.
+examples: develop
+	$(PY) examples/remake.py
 
 figures: demo
 	$(BIN) bound-tightness --dataset needle --samples 8 --length 2000 --output runs/tour --overwrite

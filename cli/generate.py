@@ -50,6 +50,7 @@ def generate(
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     """
+    from perturbkv.pipeline.answered import metrics_of
     from perturbkv.pipeline.generation import check_asked, check_memory
 
     configs = run.configs(selection or ["attention", "two-stage"])
@@ -62,7 +63,7 @@ def generate(
 
         dry_run.show(planned, run.as_json)
         return
-    metrics = answers.metrics_of(planned.prompts)
+    metrics = metrics_of(planned.prompts)
     path = run_folder(run) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
     rows = _answered(planned, path, header, metrics, run.overwrite)
@@ -144,9 +145,10 @@ def _generate(
     metrics: dict[str, Metric],
 ) -> list[dict[str, Any]]:
     """Answer the prompts that are missing, one line each as soon as it is there."""
+    from perturbkv.pipeline.answered import row
     from perturbkv.pipeline.generation import answer
 
-    names = {row["sample"] for row in done}
+    names = {line["sample"] for line in done}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
     if not todo:
         return []
@@ -158,7 +160,7 @@ def _generate(
                 adapter, prompt, config.configs, config.generate, scenario=config.scenario, layout=config.cache,
                 head_scores=config.head_scores, compress_every=compress_every, resources=planned.resources,
             )  # fmt: skip
-            rows.append(answers.row(prompt, made, labels, adapter.tokenizer.decode, metrics))
+            rows.append(row(prompt, made, labels, adapter.tokenizer.decode, metrics))
             file.write(_line(rows[-1]))
             file.flush()
             os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
@@ -23,6 +24,7 @@ from perturbkv.figures import ticks
 
 COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
+_SCREEN_DPI = 100
 _FOOT_POINTS = 5.0
 _LINE_MM = 2.4
 _TITLE_LETTER_MM = 1.8
@@ -35,9 +37,18 @@ def use() -> Iterator[None]:
         yield
 
 
+class NotebookFigure(Figure):
+    """A figure that a notebook shows without anybody importing pyplot there."""
+
+    def _repr_png_(self) -> bytes:
+        held = io.BytesIO()
+        self.savefig(held, format="png", dpi=_SCREEN_DPI)
+        return held.getvalue()
+
+
 def figure(width_mm: float, height_mm: float) -> Figure:
     """An empty figure of a printed size, laid out so that nothing is clipped. Call inside `use()`."""
-    return Figure(figsize=(width_mm / _INCH_MM, height_mm / _INCH_MM), layout="constrained")
+    return NotebookFigure(figsize=(width_mm / _INCH_MM, height_mm / _INCH_MM), layout="constrained")
 
 
 def layer_colours() -> Colormap:

@@ -6,6 +6,7 @@ Public names are loaded when they are first used: importing this package imports
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         message = f"module 'perturbkv' has no attribute '{name}'"
         raise AttributeError(message)
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    with warnings.catch_warnings():  # tqdm, which the hub imports, complains in a notebook that has no ipywidgets
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

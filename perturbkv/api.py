@@ -22,6 +22,7 @@ from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles
 from perturbkv.models.loading import load_model as load_by_name
+from perturbkv.pipeline.answered import Generation, metrics_of, row
 from perturbkv.pipeline.generation import Answers, answer, check_asked, check_memory
 from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
 from perturbkv.pipeline.progress import bar
@@ -164,8 +165,10 @@ def generate(
     head_scores: Sequence[Sequence[float]] = (),
     resources: Resources = _DEFAULT,
     progress: bool = True,
-) -> list[Answers]:
+) -> Generation:
     """Greedy answers from the full cache and from every evicted one, one `Answers` per prompt.
+
+    They show themselves as text beside what was expected, with a score where the dataset has a metric.
 
     Args:
         model: from `load_model`.
@@ -186,15 +189,23 @@ def generate(
     chosen = _all_of(EvictionConfig, configs, _CONFIGS)
     check_asked(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores)
-    planned, found = _planned(model, prompts, chosen, settings, resources), []
+    planned = _planned(model, prompts, chosen, settings, resources)
     check_memory(planned)
+    graded, found = metrics_of(planned.prompts), _answered(planned, model, compress_every, progress)
+    told = zip(planned.prompts, found, strict=True)
+    labels, decode = planned.run.labels(), model.tokenizer.decode
+    return Generation(tuple(found), tuple(row(prompt, one, labels, decode, graded) for prompt, one in told))
+
+
+def _answered(planned: Plan, model: Adapter, compress_every: int | None, progress: bool) -> list[Answers]:
+    run, found = planned.run, []
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         for done, prompt in enumerate(planned.prompts):
             drawn.at(done, len(planned.prompts))
             found.append(
                 answer(
-                    model, prompt, planned.run.configs, planned.run.generate, scenario=scenario, layout=cache,
-                    head_scores=planned.run.head_scores, compress_every=compress_every, resources=resources,
+                    model, prompt, run.configs, run.generate, scenario=run.scenario, layout=run.cache,
+                    head_scores=run.head_scores, compress_every=compress_every, resources=planned.resources,
                 )
             )  # fmt: skip
     return found

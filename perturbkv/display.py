@@ -49,7 +49,7 @@ def as_text(parts: Sequence[Table | str], width: int = 80) -> str:
     """Tables and lines of text as a terminal of this width shows them, without colours."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     for part in parts:
         show(console, part)
     console.file.seek(0)

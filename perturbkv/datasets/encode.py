@@ -38,6 +38,7 @@ class Prompt:
         classes: what an answer is chosen from, where it is.
         control_tokens: of the sample's own text, before any cut: a typed `<|im_end|>` is no text to the model.
         excerpt: the first and last words of the sample's own text, for people: no number depends on it.
+        chat_template: whether the text went through the tokenizer's chat template; `token_ids` hold what it added.
     """
 
     sample_id: str
@@ -49,6 +50,7 @@ class Prompt:
     classes: tuple[str, ...] = ()
     control_tokens: int = 0
     excerpt: str = field(default="", compare=False)
+    chat_template: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -138,7 +140,7 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
-        ends(sample.prompt),
+        ends(sample.prompt), chat_template,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from perturbkv.configs.run import DIGESTS
 from perturbkv.datasets import registry
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
 from perturbkv.datasets.registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset
+from perturbkv.display import Table
 from perturbkv.errors import DatasetError
 
 DEFAULT_SAMPLES = 8
@@ -20,7 +21,7 @@ OWN = "prompts"
 """The dataset's name of prompts that came from no dataset."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prompts(Sequence[Prompt]):
     """Prompts of one origin: a sequence of `Prompt`, of which a slice keeps the origin.
 
@@ -66,6 +67,21 @@ class Prompts(Sequence[Prompt]):
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), *(f"  {prompt}" for prompt in self.prompts)])
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.sample_id, f"{len(one.token_ids):,}", f"{one.cut_tokens:,}", one.excerpt, " | ".join(one.answers))
+            for one in self.prompts
+        ]
+        return Table(self._title(), ("prompt", "#tokens", "#cut", "text", "expected"), rows).as_html()
+
+    def _title(self) -> str:
+        template = "with" if self.chat_template else "without"
+        counted = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
+        return f"{self.dataset}: {counted}, {template} chat template"
 
     @overload
     def __getitem__(self, place: int) -> Prompt: ...
@@ -128,11 +144,29 @@ def load(
 
 
 def gathered(prompts: Iterable[Prompt]) -> Prompts:
-    """Prompts as they are, those of one's own with a digest each, by which a trace knows them again."""
+    """Prompts as they are, those of one's own with a digest each, by which a trace knows them again.
+
+    Raises DatasetError where some of one's own went through the chat template and others did not.
+    """
     held = prompts if isinstance(prompts, Prompts) else Prompts(tuple(prompts))
     if held.dataset != OWN:
         return held
-    return replace(held, options={**held.options, DIGESTS: {prompt.sample_id: _digest(prompt) for prompt in held}})
+    digests = {prompt.sample_id: _digest(prompt) for prompt in held}
+    return replace(held, options={**held.options, DIGESTS: digests}, chat_template=_templated(held))
+
+
+def _templated(prompts: Prompts) -> bool:
+    """Whether they went through the chat template, which a trace says once for all of them."""
+    first = prompts[0]
+    other = next((prompt for prompt in prompts if prompt.chat_template != first.chat_template), None)
+    if other is not None:
+        with_it, without = (first, other) if first.chat_template else (other, first)
+        msg = (
+            f"expected all prompts with the chat template or all without, got '{with_it.sample_id}' with it and "
+            f"'{without.sample_id}' without; measure them apart, or give chat_template to each"
+        )
+        raise DatasetError(msg)
+    return first.chat_template
 
 
 def _digest(prompt: Prompt) -> str:

@@ -1,0 +1,157 @@
+"""Answers as people read them and JSON holds them: text and score of each, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+from perturbkv.datasets import metrics
+from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.metrics import Metric
+from perturbkv.display import Table, as_html
+from perturbkv.pipeline.generation import Answers
+
+_FULL = "full cache"
+Decode = Callable[..., str]
+"""A tokenizer's: token ids to text."""
+
+
+def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
+    """The metric of each data set that prompts with answers come from, tried on each of them.
+
+    Raises DatasetError where a metric is not installed or cannot read the answers.
+    """
+    answered = [prompt for prompt in prompts if prompt.answers]
+    found = {task: metrics.metric(task) for task in {prompt.task for prompt in answered}}
+    known = {task: metric for task, metric in found.items() if metric is not None}
+    for prompt in answered:
+        if prompt.task in known:
+            metrics.check(known[prompt.task], prompt.answers, prompt.classes, prompt.sample_id)
+    return known
+
+
+def row(
+    prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
+) -> dict[str, Any]:
+    """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
+    metric = graded.get(prompt.task) if prompt.answers else None
+
+    def said(tokens: list[int]) -> dict[str, Any]:
+        bare = decode(tokens, skip_special_tokens=True)
+        score = metric.grade(bare, prompt.answers, prompt.classes) if metric else None
+        return {"tokens": tokens, "text": decode(tokens), "score": score}
+
+    return {
+        "sample": prompt.sample_id,
+        "prompt_tokens": len(prompt.token_ids),
+        "answers": list(prompt.answers),
+        "metric": metric.name if metric else None,
+        "full": said(answers.full),
+        "evicted": {
+            label: {"held_share": held, **said(tokens)}
+            for label, held, tokens in zip(labels, answers.held, answers.evicted, strict=True)
+        },
+        "compressions": _compressions(answers, labels),
+    }
+
+
+def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "config": labels[one.config],
+            "generated": one.generated,
+            "entries_before": one.before,
+            "entries_after": one.after,
+            "relative": float(one.perturbation.sum() / one.output_norm.sum()),
+            "perturbation": one.perturbation.tolist(),
+            "output_norm": one.output_norm.tolist(),
+            "retained_mass": one.retained_mass.tolist(),
+        }
+        for one in answers.compressions
+    ]
+
+
+@dataclass(frozen=True, repr=False)
+class Generation(Sequence[Answers]):
+    """What the caches of several prompts wrote: a sequence of `Answers`, one per prompt, that shows itself as text.
+
+    Attributes:
+        members: the answers, token by token.
+        rows: the same as `perturbkv generate --json` tells it, an object per prompt (`docs/json.md`).
+    """
+
+    members: tuple[Answers, ...]
+    rows: tuple[dict[str, Any], ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @overload
+    def __getitem__(self, place: int) -> Answers: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Generation: ...
+
+    def __getitem__(self, place: int | slice) -> Answers | Generation:
+        if isinstance(place, slice):
+            return replace(self, members=self.members[place], rows=self.rows[place])
+        return self.members[place]
+
+    def to_dict(self) -> dict[str, Any]:
+        """`samples`: one object per prompt, as `docs/json.md` says."""
+        return {"samples": list(self.rows)}
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per prompt and cache, the full one first: `held_share`, `score` (None: no metric), `text`."""
+        return [
+            {"sample": one["sample"], "config": name, "held_share": made["held_share"],
+             "tokens": len(made["tokens"]), "score": made["score"], "text": made["text"]}
+            for one in self.rows
+            for name, made in _caches(one).items()
+        ]  # fmt: skip
+
+    def to_frame(self) -> Any:
+        """A `pandas.DataFrame` of `records`."""
+        import pandas as pd
+
+        return pd.DataFrame(self.records())
+
+    def __repr__(self) -> str:
+        return "\n".join(line for one in self.rows for line in _lines(one))
+
+    def _repr_html_(self) -> str:
+        return as_html(list(map(_table, self.rows)))
+
+
+def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name -> what it wrote and held, the full cache first."""
+    return {_FULL: {"held_share": 1.0, **row["full"]}, **row["evicted"]}
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    return f"{row['sample']} · {row['prompt_tokens']:,} tokens"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()) or "(nothing)"
+
+
+def _lines(row: Mapping[str, Any]) -> list[str]:
+    """A prompt's answers for a terminal, each beneath the cache that wrote it."""
+    lines = [_title(row), *([f"  expected: {' | '.join(row['answers'])}"] if row["answers"] else [])]
+    for name, made in _caches(row).items():
+        score = "" if made["score"] is None else f", {row['metric']} {made['score']:.3f}"
+        lines += [f"  {name} (held / full {made['held_share']:.2f}{score}):", f"    {_one_line(made['text'])}"]
+    return lines
+
+
+def _table(row: Mapping[str, Any]) -> Table:
+    """A prompt's answers for a notebook, what was expected above them; scores only where there is a metric."""
+    graded = row["metric"] is not None
+    lines = [("expected", "", *[""] * graded, " | ".join(row["answers"]))] if row["answers"] else []
+    for name, made in _caches(row).items():
+        score = [f"{made['score']:.3f}"] if graded else []
+        lines.append((name, f"{made['held_share']:.2f}", *score, _one_line(made["text"])))
+    columns = ("cache", "#held / full", *([f"#{row['metric']}, 0 to 1"] if graded else []), "answer")
+    return Table(_title(row), columns, lines)
