@@ -107,17 +107,6 @@ def test_an_option_goes_to_those_who_have_it_and_makes_no_second_configuration_o
     assert len(grid(64, preset=("paper", "released-v2"), selection="random", granularity="kv", alpha=0.25)) == 2
 
 
-@pytest.mark.parametrize(
-    ("choices", "words"),
-    [
-        ({"floor": 0.1}, "floor has no effect here: it needs policy adakv; leave it out"),
-        ({"selection": "value", "kernel": 5}, "kernel has no effect here: it needs a selection or policy that looks"),
-        ({"pool": "none", "kernel": 5}, "kernel has no effect here: it needs a pool other than none"),
-        ({"group_score": "max"}, "group_score has no effect here: it needs granularity kv"),
-        ({"selection": "attention", "granularity": "kv(product=mean-of-products)"}, "product of granularity 'kv'"),
-        ({"policy": "snapkv(pool=average)", "selection": "random"}, "pool of policy 'snapkv' has no effect here"),
-    ],
-)  # fmt: skip
 def test_an_option_that_stands_in_a_choice_is_left_out_where_it_makes_no_difference() -> None:
     found = grid(64, policy="snapkv(pool=none)", selection=("attention", "random"))
     assert [f"{config.policy}:{config.selection}" for config in found] == [
@@ -144,6 +133,17 @@ def test_a_mean_of_means_is_the_same_whatever_the_product() -> None:
     assert grid(64, selection="two-stage-uniform(score=pooled)", granularity="kv(product=mean-of-products)")
 
 
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"floor": 0.1}, "floor has no effect here: it needs policy adakv; leave it out"),
+        ({"selection": "value", "kernel": 5}, "kernel has no effect here: it needs a selection or policy that looks"),
+        ({"pool": "none", "kernel": 5}, "kernel has no effect here: it needs a pool other than none"),
+        ({"group_score": "max"}, "group_score has no effect here: it needs granularity kv"),
+        ({"selection": "attention", "granularity": "kv(product=mean-of-products)"}, "product of granularity 'kv'"),
+        ({"policy": "snapkv(pool=average)", "selection": "random"}, "pool of policy 'snapkv' has no effect here"),
+    ],
+)  # fmt: skip
 def test_an_option_without_effect_is_refused(choices: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         grid(128, **choices)

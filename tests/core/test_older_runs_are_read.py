@@ -29,7 +29,8 @@ def read(*entries: dict[str, Any]) -> RunConfig:
     ("old", "now"),
     [
         ({}, {}),
-        ({"policy": "adakv", "floor": 0.5, "safeguard": "guaranteed"}, {"policy": "adakv(floor=0.5, safeguard=guaranteed)"}),
+        ({"policy": "adakv", "floor": 0.5, "safeguard": "guaranteed"},
+         {"policy": "adakv(floor=0.5, safeguard=guaranteed)"}),
         ({"policy": "pyramidkv", "pyramid_beta": 5.0}, {"policy": "pyramidkv(beta=5)"}),
         ({"policy": "headkv", "head_beta": 2.0, "pyramid_beta": 5.0}, {"policy": "headkv(beta=2)"}),
         ({"policy": "h2o", "pool": "none", "recent": 0.25, "kernel": 5}, {"policy": "h2o(recent=0.25)"}),
