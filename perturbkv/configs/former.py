@@ -101,7 +101,9 @@ def _without_effect(entry: Mapping[str, Any], owner: str) -> set[str]:
     staged, competes = entry["selection"] in ("two-stage", "two-stage-uniform"), entry["policy"] == "adakv"
     scored = staged or competes or entry["selection"] in ("attention", "attention-unpooled")
     pooled = scored and (competes or entry["selection"] != "attention-unpooled")
-    found = set() if staged else {"group_product"}
+    raw = entry["pool"] == "none" or entry.get("stage2_score") == "accumulated"
+    means = entry["selection"] == "two-stage-uniform" and raw and entry.get("group_score", "mean") == "mean"
+    found = {"group_product"} if means or not staged else set()
     if not scored:
         found |= {*_VOTED, "seed"} if owner == "policy" else set(_VOTED)
     elif not pooled:

@@ -118,7 +118,7 @@ def test_an_option_that_stands_in_a_choice_is_left_out_where_it_makes_no_differe
 
 
 def test_one_option_under_two_names_is_refused() -> None:
-    with pytest.raises(ConfigError, match="beta and pyramid_beta name one option of policy 'pyramidkv' twice"):
+    with pytest.raises(ConfigError, match="pyramid_beta and beta name one option of policy 'pyramidkv' twice"):
         grid(128, policy="pyramidkv", beta=3, pyramid_beta=7)
 
 

@@ -59,7 +59,7 @@ def test_two_entries_that_mean_the_same_stay_two_and_are_built_as_one() -> None:
     labels = run.labels()
     assert labels == [
         "snapkv:two-stage b=64 w=8 query",
-        "snapkv:two-stage b=64 w=8 query floor=0.5 sinks=2",
+        "snapkv:two-stage b=64 w=8 query sinks=2 floor=0.5",
         "pyramidkv:two-stage b=64 w=8 query",
         "pyramidkv:two-stage b=64 w=8 query head-beta=2.0",
     ]
