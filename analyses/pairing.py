@@ -71,12 +71,15 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
     compared within each policy; a selection against a policy is that of the run's first policy that has it. Raises
     TraceError where the run holds no such pair.
     """
+    named = {f"policy_{option}" for side in (baseline, treatment) for option in _options(side)}
     within = _of_any_policy(baseline) and _of_any_policy(treatment)
     firsts, seconds = (_side(run, side, every=within) for side in (baseline, treatment))
     found = [
         (first, second)
         for second in seconds
-        for first in _fitting([one for one in firsts if not within or one.policy.name == second.policy.name], second)
+        for first in _fitting(
+            [one for one in firsts if not within or one.policy.name == second.policy.name], second, named
+        )
     ]
     if not found:
         msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_held(run)}"
@@ -84,9 +87,14 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
     return sorted(found, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
 
 
-def _fitting(firsts: list[EvictionConfig], second: EvictionConfig) -> list[EvictionConfig]:
+def _options(side: str) -> set[str]:
+    """Options that a side names, which may then differ between the sides."""
+    return {name for part in split(side, ":") for name in parse(part).options}
+
+
+def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[str]) -> list[EvictionConfig]:
     """Baselines of a treatment: of its stage 1 and group if there are any, else the first that is alike."""
-    found = [first for first in firsts if first != second and _alike(first, second)]
+    found = [first for first in firsts if first != second and _alike(first, second, named)]
     alike = list({dataclasses.replace(first, twin=""): first for first in reversed(found)}.values())[::-1]
     same = [first for first in alike if _agree(first.selection, second.selection, _STAGE1)]
     close = [
@@ -147,14 +155,15 @@ def _fits(told: Choice, held: Choice) -> bool:
     return told.name == held.name and options.items() <= held.options.items()
 
 
-def _alike(first: EvictionConfig, second: EvictionConfig) -> bool:
-    """Whether all but the selection is alike: what both have, as an option that makes no difference is none.
+def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bool:
+    """Whether all but the selection and what is `named` is alike: what both have, as an idle option is none.
 
     Different systems have different options and look back differently: that is part of what they are.
     """
     systems = () if first.policy.name == second.policy.name else ("policy", "window")
     free, one, other = ("selection", "granularity_product", *systems), first.flat(), second.flat()
-    return all(one[name] == other[name] for name in one.keys() & other.keys() if not name.startswith(free))
+    both = (one.keys() & other.keys()) - named
+    return all(one[name] == other[name] for name in both if not name.startswith(free))
 
 
 def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:

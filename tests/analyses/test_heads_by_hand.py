@@ -286,6 +286,14 @@ def test_a_side_may_say_its_options_as_a_label_does() -> None:
     assert paired(sides, **asked) == [("attention", "two-stage(alpha=0.5)")]
 
 
+def test_two_sides_of_one_policy_may_differ_in_the_options_that_they_name() -> None:
+    run = RunConfig("m", "d", grid(128, policy=["adakv(floor=0.1)", "adakv(floor=0.3)"], selection="two-stage"))
+    sides = ("adakv(floor=0.1):two-stage", "adakv(floor=0.3):two-stage")
+    assert pairs(run, *sides) == [run.configs]
+    with pytest.raises(TraceError, match="expected configurations to compare"):
+        pairs(run, "adakv:two-stage", "two-stage")
+
+
 def test_bare_selections_are_compared_within_each_policy() -> None:
     sides = [("snapkv", "attention"), ("snapkv", "two-stage"), ("adakv", "attention"), ("adakv", "two-stage"),
              ("h2o", "attention")]  # fmt: skip
