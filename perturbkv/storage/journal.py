@@ -14,7 +14,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from perturbkv.configs import former as configs_before
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import PerturbkvError, TraceError
 from perturbkv.schema import VARIABLES
@@ -104,9 +105,9 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob("*.tmp*"):
             leftover.unlink()
-        former = self.run()
-        if former is not None and former.configs != run.configs:
-            self._name_configurations(former.labels())
+        former, older = self.run(), self._older_labels()
+        if former is not None and (older or former.configs != run.configs):
+            self._name_configurations(former.labels(), older)
         write_whole(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()))
 
     def append(self, sample: SampleTrace | FailedSample, labels: Sequence[str]) -> Entry:
@@ -122,8 +123,9 @@ class Journal:
     def entries(self) -> list[Entry]:
         """What is there, older parts of a sample before newer ones; damaged files are left out."""
         run = self.run()
-        found = (_read_entry(path, run.labels() if run else []) for path in self._paths())
-        return [entry for entry in found if entry is not None]
+        older, labels = self._older_labels(), run.labels() if run else []
+        found = (_read_entry(path, labels) for path in self._paths())
+        return [_relabelled(entry, older) for entry in found if entry is not None]
 
     def sample_ids(self) -> list[str]:
         """Samples of which something is there."""
@@ -133,15 +135,26 @@ class Journal:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _name_configurations(self, labels: Sequence[str]) -> None:
-        """Write into the files of former versions, which say nothing of it, that they hold `labels`."""
+    def _older_labels(self) -> dict[str, str]:
+        """How format 2 named the run's configurations -> their labels; empty where this version began the journal."""
+        try:
+            entries = json.loads((self.folder / _RUN).read_text())["configs"]
+        except (OSError, ValueError, KeyError):
+            return {}
+        run = self.run()
+        if run is None or any("policy_options" in entry for entry in entries):
+            return {}
+        return dict(zip(map(configs_before.label, entries), run.labels(), strict=True))
+
+    def _name_configurations(self, labels: Sequence[str], older: Mapping[str, str]) -> None:
+        """Write into the files of former versions what they hold: `labels` where they say nothing, none of `older`."""
         for path in self._paths():
             entry = _read_entry(path, labels)
             if entry is None:
                 path.unlink()
-            elif not entry.named:
+            elif not entry.named or set(entry.labels) & older.keys():
                 with suppress(TraceError):  # damaged: removed by then
-                    _write_entry(entry, entry.arrays())
+                    _write_entry(_relabelled(entry, older), entry.arrays())
 
     def _paths(self) -> list[Path]:
         """All entries, those of one sample in the order in which they were written."""
@@ -152,6 +165,10 @@ class Journal:
         name = hashlib.sha256(sample_id.encode()).hexdigest()[:24]
         paths = (self.folder / f"{name}{f'-{number}' if number else ''}.npz" for number in itertools.count())
         return next(path for path in paths if not path.exists())
+
+
+def _relabelled(entry: Entry, older: Mapping[str, str]) -> Entry:
+    return replace(entry, labels=tuple(older.get(label, label) for label in entry.labels))
 
 
 def _write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -10,9 +10,11 @@ import pytest
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.storage.journal import Journal, journal_path
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
-from tests.support.traces import run_config
+from tests.support.traces import run_config, sample_trace
 
 
 @pytest.fixture
@@ -144,3 +146,22 @@ def test_a_journal_left_behind_by_a_killed_removal_changes_nothing(tmp_path: Pat
     again.finish()
     assert (path.read_bytes(), path.stat().st_mtime_ns) == (content, written)
     assert not journal_path(path).exists()
+
+
+def test_a_journal_that_format_2_began_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    run, journal = run_config(2), Journal(journal_path(path))
+    journal.begin(run)
+    old = [
+        {"policy": "snapkv", "selection": name, "budget": 64, "window": 32, "alpha": 0.25, "split": "prefix",
+         "pool": "max", "kernel": 7, "granularity": "query"} for name in ("attention", "two-stage")
+    ]  # fmt: skip
+    (journal.folder / "run.json").write_text(json.dumps({**json.loads(run.to_json()), "configs": old}))
+    names = ("attention", "two-stage")
+    journal.append(sample_trace("s0"), [f"snapkv:{name} b=64 a=0.25 w=32 max7 query" for name in names])
+    writer = TraceWriter(path, run, ["s0", "s1"], {"model": "m"})
+    assert set(writer.missing()) == {"s1"}
+    writer.append(sample_trace("s1", seed=1))
+    again = TraceWriter(path, run, ["s0", "s1"], {"model": "m"})
+    assert again.missing() == {}
+    np.testing.assert_array_equal(read_trace(again.finish()).arrays["theta"][0], sample_trace("s0").arrays["theta"])
