@@ -31,7 +31,7 @@ def ratio_tables(selection: str, shown: Sequence[Tightness]) -> list[Table | str
 
 def agreement_tables(agreements: Sequence[RankAgreement]) -> list[Table | str]:
     """A table per setting of which selections can be ranked, or why there is none."""
-    found = [(one.configs[0], partial(agreement_rows, agreement=one)) for one in agreements]
+    found = [(one.telling, partial(agreement_rows, agreement=one)) for one in agreements]
     columns = ["budget", "", *(f"#{name}" for name in BOUNDS)]
     tables: list[Table | str] = [
         Table(f"does a lower bound mean a lower L? {others}".rstrip(), columns, rows)

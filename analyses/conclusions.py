@@ -10,6 +10,7 @@ import numpy as np
 from perturbkv.analyses import numbers
 from perturbkv.analyses.intervals import LEAST, Scalar
 from perturbkv.analyses.naming import apart, counted
+from perturbkv.analyses.sentences import decided
 from perturbkv.configs.eviction import EvictionConfig
 
 LESS, MORE, ALIKE, UNDECIDED, FEW = "less", "more", "alike", "undecided", "few"
@@ -46,9 +47,10 @@ def by_share(name: str, share: float, interval: Scalar, samples: int) -> Outcome
 
 def _side(interval: Scalar, middle: float, samples: int) -> str:
     """On which side of the middle an interval lies."""
-    if interval is None or interval.kind == "range":
+    side = decided(interval, middle)
+    if side is None:
         return FEW if samples < LEAST else UNDECIDED
-    return LESS if interval.high < middle else MORE if interval.low > middle else UNDECIDED
+    return (UNDECIDED, MORE, LESS)[side]
 
 
 def of_many(outcomes: Sequence[Outcome], who: str, words: Mapping[str, str], samples: int) -> str:
@@ -72,11 +74,6 @@ def tally(outcomes: Sequence[Outcome], words: Mapping[str, str]) -> str:
     first, *others = said
     told = [f"{said[verdict]} in {count[verdict]}" for verdict in others if count[verdict]]
     return ", ".join([f"{said[first]} in {count[first]} of {len(outcomes)} comparisons", *told])
-
-
-def sentence(text: str, *names: str) -> str:
-    """The text with a capital letter, but where a name begins it: that stays as it is typed."""
-    return text if text.startswith(names) else text[:1].upper() + text[1:]
 
 
 def ends(outcomes: Sequence[Outcome]) -> str:

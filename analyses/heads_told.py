@@ -10,6 +10,7 @@ from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.naming import common, counted, folded, short, sides
+from perturbkv.analyses.sentences import capital
 from perturbkv.display import Table
 
 _PAIR = ["treatment", "#heads\n+ / = / −", "#beyond\nchance\n+ / −", "#share\nbetter", "#Σ over\nbaseline's",
@@ -56,7 +57,7 @@ def _of_pair(pair: HeadComparison) -> str:
         FEW: f"{conclusions.too_few(pair.identity.samples)} {single}: the propagated sum is",
     }[found.verdict]
     where = [counted(pair.identity.samples, "sample"), f"budget {pair.baseline.budget}", *_looked_at(pair)]
-    told = f"{conclusions.sentence(opening, treatment)} {found.shown} of {baseline}'s{_heads(pair, found)}"
+    told = f"{capital(opening, treatment)} {found.shown} of {baseline}'s{_heads(pair, found)}"
     return f"{told} ({', '.join(where)}). {_beside(pair, found)}"
 
 
@@ -111,7 +112,7 @@ def _of_pairs(pairs: Sequence[HeadComparison]) -> str:
     counts = "" if few else f"{conclusions.tally(isolated, {LESS: LESS, MORE: MORE})}, "
     at = "".join(f", {words}" for words in _looked_at(pairs[0]))
     return (
-        f"{conclusions.sentence(main, *treatments)}: the propagated sum over {baseline}'s goes "
+        f"{capital(main, *treatments)}: the propagated sum over {baseline}'s goes "
         f"{conclusions.ends(propagated)}{at}. Isolated, each layer cut on its own: "
         f"{counts}{conclusions.ends(isolated)}."
     )

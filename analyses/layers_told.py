@@ -11,6 +11,7 @@ from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.last_layer import LastLayer
 from perturbkv.analyses.layers import LayerDrift
 from perturbkv.analyses.naming import common, counted, short, sides
+from perturbkv.analyses.sentences import capital
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 
@@ -30,7 +31,7 @@ def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
     if len(drifts) > 1:
         words = {LESS: f"less than {baseline}", MORE: "more"}
         told = conclusions.of_many(outcomes, f"by the last layer {treatment} drifts", words, first.identity.samples)
-        told = conclusions.sentence(told, treatment)
+        told = capital(told, treatment)
         return f"{told}{_looked_at(first)}: its mean drift over {baseline}'s goes {conclusions.ends(outcomes)}."
     single = f"whether by the last layer {treatment} drifts less or more than {baseline}"
     opening = {
@@ -42,7 +43,7 @@ def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
     }[outcomes[0].verdict]
     less, more = (int((first.verdict == sign).sum()) for sign in (1, -1))
     counts = f"by the means, less after {less} of {counted(len(first.verdict), 'layer')}, more after {more}"
-    told = f"{conclusions.sentence(opening, treatment)}: {outcomes[0].shown} of {baseline}'s mean drift"
+    told = f"{capital(opening, treatment)}: {outcomes[0].shown} of {baseline}'s mean drift"
     return f"{told} ({_where(first)}); {counts}."
 
 
@@ -54,7 +55,7 @@ def sample_conclusion(samples: Sequence[LastLayer]) -> str:
     if len(samples) > 1:
         words = {MORE: "in most samples", LESS: "in fewer than half of them"}
         told = conclusions.of_many(outcomes, who, words, first.identity.samples)
-        told = conclusions.sentence(told, treatment)
+        told = capital(told, treatment)
         return f"{told}{_looked_at(first)}: {conclusions.ends(outcomes)}."
     opening = {
         LESS: f"{who} in fewer than half of the samples",
@@ -62,7 +63,7 @@ def sample_conclusion(samples: Sequence[LastLayer]) -> str:
         UNDECIDED: f"it is not decided whether {who} in most samples",
         FEW: f"{conclusions.too_few(first.identity.samples)} whether {who} in most",
     }[outcomes[0].verdict]
-    return f"{conclusions.sentence(opening, treatment)}: in {outcomes[0].shown} ({_where(first)})."
+    return f"{capital(opening, treatment)}: in {outcomes[0].shown} ({_where(first)})."
 
 
 def _of_layer(drift: LayerDrift, name: str) -> Outcome:

@@ -100,6 +100,11 @@ class RankAgreement:
     correlations: tuple[RankCorrelation, ...]
     pairs: tuple[Concordance, ...]
 
+    @property
+    def telling(self) -> EvictionConfig:
+        """The configuration that has most options, and so tells the setting from others."""
+        return max(self.configs, key=lambda config: len(config.flat()))
+
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
         document: dict[str, Any] = plain(

@@ -98,9 +98,14 @@ def tally(verdicts: Sequence[int | None], words: Words, case: str) -> str:
     return f"{clause} in {held.count(first)} of {counted(len(held), case)}{rest}"
 
 
+def capital(text: str, *names: str) -> str:
+    """With a capital letter but where one of the names begins it: that stays as it is typed."""
+    return text if text.startswith(names) else text[:1].upper() + text[1:]
+
+
 def sentence(text: str, *names: str) -> str:
-    """With a full stop, and with a capital but where one of the names begins it: that stays as it is typed."""
-    return f"{text if text.startswith(names) else text[0].upper() + text[1:]}."
+    """The same with a full stop."""
+    return f"{capital(text, *names)}."
 
 
 def _all(count: int) -> str:

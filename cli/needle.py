@@ -11,6 +11,7 @@ from perturbkv.cli.choices import apart
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
+from perturbkv.configs.choice import split
 from perturbkv.errors import ConfigError
 
 _METHODS = ",".join(
@@ -73,7 +74,7 @@ def _with_defaults(run: RunOptions, max_new_tokens: int) -> RunOptions:
 
 
 def _names(compare: str) -> list[str]:
-    names = [name.strip() for name in compare.split(",") if name.strip()]
+    names = [name.strip() for name in split(compare, ",") if name.strip()]
     if not names:
         msg = f"--compare takes methods such as {_METHODS.partition(',')[0]}, got none"
         raise ConfigError(msg)

@@ -167,7 +167,7 @@ def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> list[Line2D]:
     No point where fewer than five samples have such heads. Returns the legend.
     """
     ranked = [agreement for agreement in agreements if agreement.correlations]
-    firsts = [agreement.configs[0] for agreement in ranked]
+    firsts = [agreement.telling for agreement in ranked]
     for place, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
             if correlation.evidence_samples >= LEAST:

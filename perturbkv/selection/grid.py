@@ -131,7 +131,7 @@ def asked(
     preset_options = {
         name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *own.own_defaults)
     }
-    return spread.configured(owners, {**preset_options, **beside}, budget=budget, **fields)
+    return spread.configured(owners, preset_options, beside, budget=budget, **fields)
 
 
 def _check_once(owners: Mapping[str, Choice], beside: Mapping[str, Any]) -> None:

@@ -87,14 +87,19 @@ class Asked:
     told: Mapping[tuple[str, str, str], str]
 
 
-def configured(chosen: Mapping[str, Choice], beside: Mapping[str, Any], **fields: Any) -> Asked:
-    """The configuration of a policy, a selection and a granularity, with what is given `beside` them.
+def configured(
+    chosen: Mapping[str, Choice], preset: Mapping[str, Any], beside: Mapping[str, Any], **fields: Any
+) -> Asked:
+    """The configuration of a policy, a selection and a granularity, with a preset's options and those given `beside`.
 
-    An option goes wherever it belongs and makes a difference; what a choice says itself comes first.
+    An option goes wherever it belongs and makes a difference; what a choice says itself comes first, then what is
+    given beside it, then the preset.
 
     Raises ConfigError or UnknownNameError for a value that the option's owner refuses, BudgetError for the budget.
     """
-    held = {owner: _taken(choice, owner, beside) for owner, choice in chosen.items()}
+    held = {
+        owner: {**_taken(choice, owner, preset), **_taken(choice, owner, beside)} for owner, choice in chosen.items()
+    }
     whole = _made(chosen, held, fields)
     idle = effects.idle(whole, registry.build(whole.policy))
     for owner, option in idle:

@@ -14,6 +14,7 @@ from perturbkv.analyses.bound_tightness import bound_tightness as summarise
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.tightness import LEVELS
+from perturbkv.display import Table
 from perturbkv.errors import BoundError, ConfigError, TraceError
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
@@ -204,3 +205,13 @@ def test_a_measured_trace_holds_every_inequality() -> None:
     result = bound_tightness.bound_tightness(read_trace(MEASURED))
     assert result.checked["L ≤ θ"] == 3 * 15 * 2 * 4
     assert len(result.of("two-stage").shown) == 3
+
+
+def test_settings_that_differ_in_the_groups_product_alone_are_told_apart() -> None:
+    tables = bound_tightness.bound_tightness(read_trace(MEASURED)).tables()
+    titles = [part.title for part in tables if isinstance(part, Table)]
+    asked = [title for title in titles if title.startswith("does a lower bound")]
+    assert asked == [
+        "does a lower bound mean a lower L?",
+        "does a lower bound mean a lower L? product=mean-of-products",
+    ]

@@ -5,10 +5,6 @@ from __future__ import annotations
 import doctest
 import hashlib
 import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,38 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import perturbkv as pk
 from perturbkv.cli.main import app
-from perturbkv.configs.resources import Resources
 from perturbkv.datasets.prompts import gathered
 from perturbkv.display import Table
 from perturbkv.engines import here
-from perturbkv.errors import ActivationError, ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
+from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.given import fingerprint
 from perturbkv.storage.memory import in_memory
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, Trace
-from tests.support.folders import model_folder
+from tests.support.notebook import CONFIGS, prompt
 from tests.support.traces import run_config, sample_trace
-
-CONFIGS = pk.grid(24, selection=("attention", "two-stage"), window=8)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("api") / "tiny", positions=512)
-
-
-@pytest.fixture(scope="session")
-def model(folder: Path) -> Adapter:
-    return pk.load_model(str(folder))
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"id": f"p{i}", "prompt": f"{i} " + "The quick brown fox jumps over the lazy dog. " * 3} for i in range(3)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
 
 
 def assert_equal(found: Trace, expected: Trace) -> None:
@@ -336,81 +311,6 @@ def test_answers_take_head_scores_as_they_were_checked(model: Adapter) -> None:
         for given in (rows, spread, np.array(rows))
     )
     assert plain == spread_out == array
-
-
-def test_a_script_says_nothing_of_its_own(folder: Path, data: Path) -> None:
-    """Neither do the libraries that it stands on, whose bars pytest's own environment switches off."""
-    script = f"""
-import perturbkv as pk
-model = pk.load_model({str(folder)!r})
-prompts = pk.load_prompts({str(data)!r}, model, samples=1)
-pk.measure(model, prompts, pk.grid(24, window=8), progress=False)
-"""
-    loud = {name: text for name, text in os.environ.items() if name not in ("TQDM_DISABLE",)}
-    ran = subprocess.run([sys.executable, "-c", script], env=loud, capture_output=True, text=True, check=True)
-    assert (ran.stdout, ran.stderr) == ("", "")
-
-
-def test_what_was_loud_is_loud_again(folder: Path) -> None:
-    from transformers.utils import logging as theirs
-
-    before = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    pk.load_model(str(folder))
-    assert (theirs.get_verbosity(), theirs.is_progress_bar_enabled()) == before
-
-
-def test_nothing_is_written_where_no_bar_is_wanted(
-    model: Adapter, data: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pk.measure(model, pk.load_prompts(str(data), model, samples=1), CONFIGS[:1], progress=False)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "said"),
-    [
-        (lambda model: pk.measure(model, [], CONFIGS), DatasetError, "at least one prompt"),
-        (lambda model: pk.measure(model, [prompt(model)] * 2, CONFIGS), DatasetError, "'0' twice"),
-        (lambda model: pk.measure(model, [prompt(model)], []), ConfigError, "at least one eviction"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, engine="rae"), UnknownNameError, "known: here"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, scenario="x"), PerturbkvError, "regular"),
-        (lambda model: pk.load_model(model.model), ModelError, "tokenizer="),
-        (lambda model: pk.load_model(3), ModelError, "got int"),
-        (lambda model: pk.measure(model, ["text"], CONFIGS), ConfigError, "got str"),
-        (lambda model: pk.measure(model, [prompt(model)], ["snapkv"]), ConfigError, "got str"),
-        (lambda model: pk.measure(model.model, [prompt(model)], CONFIGS), ModelError, "load_model"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, path="/proc/none/t.h5"), PerturbkvError, "place"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, path="/tmp"), PerturbkvError, "folder"),
-        (lambda model: pk.measure(model, [prompt(model)], pk.grid(24, policy="headkv", window=8),
-                                  head_scores=[[1.0]]), ConfigError, "2 layers × 4 heads, got 1 × 1"),
-        (lambda model: pk.Prompt.from_text("a b c", model, max_tokens=-4), ConfigError, "at least 2"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, resources=Resources(max_bytes=1024)), ConfigError,
-         r"^max_bytes \(--max-memory\) allows 1 KiB"),
-        (lambda model: run_config(max_tokens=1), ConfigError, "^max_tokens must be at least 2, got 1"),
-        (lambda model: run_config(save=("all",)), UnknownNameError, "^unknown save 'all'; known: outputs"),
-        (lambda model: pk.grid(24, selection="a(" * 99), ConfigError, "inside each other"),
-        (lambda model: pk.load_model(model.model, tokenizer=model.tokenizer, dtype="float16"), ConfigError, "dtype"),
-        (lambda model: pk.load_model("random:smollm2-135m", tokenizer=model.tokenizer), ConfigError, "tokenizer"),
-        (lambda model: pk.generate(model, [prompt(model)], pk.grid(24, selection="hindsight", window=8)), ConfigError,
-         "next query"),
-        (lambda model: pk.generate(model, prompt(model), CONFIGS[0], max_new_tokens=0), ConfigError,
-         "max_new_tokens .* at least 1, got 0"),
-        (lambda model: pk.generate(model, prompt(model), CONFIGS[0], compress_every=24), ConfigError,
-         "24 needs a budget in tokens below it, got budget 24"),
-        (lambda model: pk.generate(model, prompt(model), pk.grid(0.5, window=8), compress_every=90), ConfigError,
-         "90 needs a budget in tokens below it, got budget 0.5"),
-        (lambda model: pk.generate(model, prompt(model), CONFIGS, resources=Resources(max_bytes=100 * 2**10)),
-         ConfigError, "holds those of 1 of 2 configurations"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_line(model: Adapter, call: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said) as found:
-        call(model)
-    assert "\n" not in str(found.value)
-
-
-def prompt(model: Adapter) -> pk.Prompt:
-    return pk.Prompt.from_text("The quick brown fox jumps over the lazy dog. " * 3, model)
 
 
 @pytest.mark.parametrize("module", ["perturbkv.api", "perturbkv.datasets.encode"])

@@ -49,6 +49,15 @@ def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(pertu
     assert again.json()["methods"] == told["methods"]
 
 
+def test_needle_compares_methods_whose_options_have_commas(perturbkv: Run, small: list[object]) -> None:
+    methods = "snapkv(pool=average, kernel=5):attention,two-stage(alpha=0.5, score=pooled)"
+    ran = perturbkv("needle", *small, *GRID, "--compare", methods, "-o", "out", "--json")
+    assert ran.code == 0, ran.err
+    labels = read_run(Path("out/trace.h5")).labels()
+    assert len(labels) == 2, labels
+    assert ("kernel=5" in labels[0], "alpha=0.5" in labels[1]) == (True, True), labels
+
+
 def test_needle_in_context_only_compresses_the_context_alone(perturbkv: Run, small: list[object]) -> None:
     ran = perturbkv("needle", *small, *GRID, "--scenario", "context-only", "-o", "out", "--json")
     assert ran.code == 0, ran.err

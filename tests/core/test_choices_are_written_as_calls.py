@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perturbkv.configs.choice import FIRST, Choice, parse, split
-from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.eviction import PRESETS, EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import grid
 
@@ -98,6 +98,16 @@ def test_a_call_is_the_configuration_of_its_fields(written: dict[str, Any], fiel
     (expected,) = grid(128, **fields)
     assert found == expected
     assert found.label() == expected.label()
+
+
+@pytest.mark.parametrize(("name", "former", "value"), [("line", "pyramid_line", "prefix"), ("beta", "pyramid_beta", 5)])
+def test_what_is_given_comes_before_a_presets_option_under_either_name(name: str, former: str, value: object) -> None:
+    assert "line" in PRESETS["kvpress"], "the preset sets the option itself"
+    for either in (name, former):
+        (found,) = grid(128, preset="kvpress", policy="pyramidkv", **{either: value})
+        assert found.policy.options[name] == value
+    with pytest.raises(ConfigError, match="name one option of policy 'pyramidkv' twice"):
+        grid(128, preset="kvpress", policy="pyramidkv", **{name: value, former: value})
 
 
 def test_each_policy_has_its_own_parameters() -> None:
