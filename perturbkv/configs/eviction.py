@@ -215,7 +215,8 @@ def _unnested(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
-    return Choice(told.name, options, frozenset(options) - frozenset(told.options))
+    ordered = {option: options[option] for option in (*told.options, *options)}
+    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_sliding_window
 from perturbkv.models.loading import ModelFiles, load_weights
+from perturbkv.selection.policies import registry
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +116,7 @@ def plan(
         cache=settings.cache,
         head_scores=tuple(map(tuple, settings.head_scores)),
         generate=generate,
+        plugins={name: version for config in configs for name, version in registry.plugins(config).items()},
     )
     batches = _batches(files, run, prompts, placement.dtype, resources)
     return Plan(files, placement, prompts, run, resources, batches, loaded)

@@ -172,7 +172,8 @@ class TraceWriter:
         fields = differing_fields(self.run, run)
         if fields:
             msg = (
-                f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}; use another "
+                f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}"
+                f"{_changed(self.run, run) if 'plugins' in fields else ''}; use another "
                 "--output, or --overwrite to replace it (only samples and configurations may be added)"
             )
             raise TraceError(msg)
@@ -217,9 +218,16 @@ def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
         "samples": held.samples <= run.samples,
         "configs": set(held.configs) <= set(run.configs),
         "head_scores": not held.head_scores,  # empty where no configuration needs them
+        "plugins": held.plugins.items() <= run.plugins.items(),
         "dataset_options": _grown(held.dataset_options, run.dataset_options),
     }
     return [name for name in run.differences(held) if not may_grow.get(name, False)]
+
+
+def _changed(run: RunConfig, held: RunConfig) -> str:
+    """Which scores and policies are another version now."""
+    names = [name for name, version in held.plugins.items() if run.plugins.get(name, version) != version]
+    return f" ({', '.join(names)} is another version now)" if names else ""
 
 
 def _grown(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:

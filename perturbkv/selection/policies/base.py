@@ -193,7 +193,8 @@ class ByScore(Policy):
     @staticmethod
     def of(scored: type[Score], name: str) -> type[Policy]:
         """The policy that a score is, under this name."""
-        options = dataclasses.fields(scored)
+        fields = {field.name: field for field in dataclasses.fields(scored)}
+        options = [fields[option] for option in scored.options()]
         told = {
             "name": name,
             "scored": scored,
