@@ -8,6 +8,7 @@ import numpy as np
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import TEXT
+from perturbkv.storage.texts import pieces_of
 from perturbkv.trace import SampleTrace, Trace
 
 
@@ -63,19 +64,11 @@ def _without(trace: Trace, name: str | None) -> str:
 
 
 def _read(trace: Trace, sample: SampleTrace) -> PromptText:
-    text, starts = str(sample.arrays["prompt_text"]), np.asarray(sample.arrays["prompt_start"]).tolist()
-    ends = [*starts[1:], len(text)]
-    if starts[0] != 0 or any(first > last for first, last in zip(starts, ends, strict=True)):
-        msg = (
-            f"expected prompt_start to ascend from 0 within the text of '{sample.sample_id}' in {trace.source}, got "
-            "other places; the file was changed since it was made; make it again"
-        )
-        raise TraceError(msg)
     return PromptText(
         sample=sample.sample_id,
         place=trace.sample_ids.index(sample.sample_id),
         tokens=tuple(np.asarray(sample.arrays["prompt_token"]).tolist()),
-        pieces=tuple(text[first:last] for first, last in zip(starts, ends, strict=True)),
+        pieces=tuple(pieces_of(sample)),
         compressed=int(sample.arrays["prompt_tokens"]),
         cut_tokens=int(sample.arrays["cut_tokens"]),
     )

@@ -21,6 +21,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.schema import TEXT, VARIABLES, Variable
 from perturbkv.storage.files import written_whole
+from perturbkv.storage.texts import pieces_of
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 AXES = ("config", "step", "layer", "head")
@@ -109,12 +110,11 @@ def write_tokens(trace: Trace, path: Path) -> int:
 
 def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
     """The tokens of one sample; none of one that failed or was stored without them."""
-    if isinstance(sample, FailedSample) or "prompt_token" not in sample.arrays:
+    pieces = [] if isinstance(sample, FailedSample) else pieces_of(sample)
+    if isinstance(sample, FailedSample) or not pieces:
         return pa.RecordBatch.from_pylist([], schema=_TOKENS)
-    text, starts = str(sample.arrays["prompt_text"]), np.asarray(sample.arrays["prompt_start"]).tolist()
-    pieces = [text[first:last] for first, last in zip(starts, [*starts[1:], len(text)], strict=True)]
-    named = [sample.sample_id] * len(starts)
-    tokens = [named, range(len(starts)), sample.arrays["prompt_token"], pieces]
+    named = [sample.sample_id] * len(pieces)
+    tokens = [named, range(len(pieces)), sample.arrays["prompt_token"], pieces]
     columns = [pa.array(values, kind) for values, kind in zip(tokens, _TOKENS.types, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=_TOKENS)
 
