@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from perturbkv.devices import stack_on
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
+from perturbkv.pipeline.rotations import TURNED, Rotations
 from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
@@ -25,7 +25,6 @@ from perturbkv.scoring.score import Score
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.policies import registry
 from perturbkv.selection.ranking import LayerStatistics, Scores
-from perturbkv.theory import WORK
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,7 @@ class _Reading:
         self.cache, self.finite = DynamicCache(), FiniteCheck()
         self.needs = {need for wanted in found.scored for need in wanted.score.needs}
         self.input: Tensor | None = None
+        self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
         """What the model calls."""
@@ -217,7 +217,7 @@ class _Reading:
             sample=self.found.sample,
             window=0,
             attention_input=self.input,
-            turned_back=partial(turned_back, self.adapter) if "unrotated" in self.needs else None,
+            rotary=None if self.needs.isdisjoint(TURNED) else self.rotations,
         )
 
     def _score(self, view: LayerView) -> None:
@@ -241,14 +241,3 @@ class _Reading:
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
     """ν of a layer's values, computed as the run asks for."""
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)
-
-
-def turned_back(adapter: Adapter, queries: Float[Tensor, "head query d_head"]) -> Float[Tensor, "head query d_head"]:
-    """Queries of the positions 0, 1, … as they were before rotation, in `WORK`."""
-    places = torch.arange(queries.shape[1], device=queries.device).unsqueeze(0)
-    cosine, sine = (part[0].to(WORK) for part in adapter.rotary(queries.unsqueeze(0), places))
-    size, half = cosine.shape[-1], cosine.shape[-1] // 2
-    rotated, rest = queries[..., :size].to(WORK), queries[..., size:].to(WORK)
-    swapped = torch.cat([rotated[..., half:], -rotated[..., :half]], dim=-1)
-    stretched = cosine.square() + sine.square()  # the factor that YaRN puts on both
-    return torch.cat([(rotated * cosine + swapped * sine) / stretched, rest], dim=-1)
