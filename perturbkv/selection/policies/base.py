@@ -78,7 +78,7 @@ class WindowVotes:
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """What budgets may look at in one layer.
+    """What budgets may look at in one layer; of whole blocks every entry here is a block (`configs.blocks`).
 
     Attributes:
         kept_heads: kept sets of the layer.
@@ -90,6 +90,7 @@ class LayerBudget:
         heads_in_order: the kept set of every entry before the window, by descending pooled score; entries that always
             stay, and those that a kept set lacks, come last.
         head_scores: given scores of all heads, for headkv.
+        window: of what always stays that which the window takes.
     """
 
     kept_heads: int
@@ -100,6 +101,7 @@ class LayerBudget:
     prefix: int
     heads_in_order: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
+    window: int = 0
 
     @property
     def free(self) -> int:
