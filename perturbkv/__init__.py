@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.horizon import horizon as horizon
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
     from perturbkv.analyses.needle import needle as needle
+    from perturbkv.analyses.restriction import restriction as restriction
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.api import generate as generate
     from perturbkv.api import load_model as load_model
@@ -64,6 +65,7 @@ _PUBLIC = {
     "needle": "perturbkv.analyses.needle",
     "read_trace": "perturbkv.storage.trace_file",
     "register_policy": "perturbkv.selection.policies.registry",
+    "restriction": "perturbkv.analyses.restriction",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -167,8 +167,11 @@ class EvictionConfig:
         return said | {name: f"{name.replace('_', '-')}={value}" for name, value in told.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`."""
-        found: dict[str, Any] = {}
+        """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`.
+
+        Single entries are blocks of one, whether or not that was said.
+        """
+        found: dict[str, Any] = {"granularity_block": self.block}
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
