@@ -113,7 +113,7 @@ def kept_arrays(
                 start += int(own.sum())
     for layer, found in enumerate(layers):
         for group in found.groups:
-            taken = group.budgets.stage1.repeat_interleave(heads // group.kept_heads, dim=1)
+            taken = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
             stage1[list(group.places), layer] = to_numpy(taken, "int64")
     return {
         "kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": np.concatenate(rows)

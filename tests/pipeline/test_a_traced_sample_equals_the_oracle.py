@@ -57,6 +57,22 @@ def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     )
 
 
+def block_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Whole blocks of several sizes beside single entries, in one batch."""
+    fields = {"window": WINDOW, "kernel": 3, "granularity": granularity}
+    made = [
+        configuration(15, block=4, **fields),
+        configuration(15, block=4, selection="attention", block_score="max", **fields),
+        configuration(22, block=8, alpha=0.5, **fields),
+        configuration(21, block=4, protect_first=3, protect_recent=7, **fields),
+        configuration(18, block=4, policy="pyramidkv(beta=4)", **fields),
+        configuration(18, block=4, policy="h2o", **fields),
+        configuration(14, **fields),
+        configuration(18, policy="streaming-llm(positions=in-cache)", block=4, window=WINDOW, granularity=granularity),
+    ]
+    return tuple(made) if granularity == "layer" else (*made, configuration(18, block=4, policy="adakv", **fields))
+
+
 class Reference:
     """Everything the oracle says of one sample."""
 
@@ -120,8 +136,13 @@ CASES = [
     ("qwen3", "MQA", "query", "regular", "positions"),
     ("llama", "GQA", "query", "context-only", "positions"),
     ("phi3", "MQA", "kv", "context-only", "positions"),
+    ("qwen3", "GQA", "layer", "regular", "selections"),
+    ("llama", "GQA", "layer", "regular", "blocks"),
+    ("qwen3", "GQA", "kv", "context-only", "blocks"),
+    ("llama", "MHA", "layer", "context-only", "blocks"),
+    ("phi3", "MQA", "query", "regular", "blocks"),
 ]
-CONFIGS = {"selections": configs, "policies": policy_configs, "positions": position_configs}
+CONFIGS = {"selections": configs, "policies": policy_configs, "positions": position_configs, "blocks": block_configs}
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -148,6 +169,31 @@ def test_kept_positions(case: tuple[SampleTrace, Reference]) -> None:
                 start = offset[index, layer, head]
                 assert positions[start : start + count[index, layer, head]].tolist() == kept
                 assert sample.arrays["stage1_count"][index, layer, head] == len(stage1) - config.window
+
+
+def test_the_cache_holds_each_set_once_per_key_value_head(case: tuple[SampleTrace, Reference]) -> None:
+    """A set of all heads is held once for each key/value head; what a block holds counts whole."""
+    sample, reference = case
+    kv_heads, layers = reference.decoder.kv_heads, reference.decoder.layers
+    for index, config in enumerate(reference.run.configs):
+        sets = [reference.kept(layer, config) for layer in range(layers)]
+        stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
+        held = sum(len(kept) for layer in sets for kept, _ in layer) * stored / len(sets[0])
+        assert sample.arrays["held_share"][index] == pytest.approx(held / (layers * kv_heads * reference.n))
+    assert sample.arrays["cache_bytes"] - sample.arrays["cache_padding_bytes"] == pytest.approx(
+        sample.arrays["held_share"].sum() * layers * kv_heads * reference.n * 2 * reference.decoder.d_head * 8
+    )
+
+
+def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> None:
+    sample, _ = case
+    moved, theta, hat, relaxed = (
+        sample.arrays[name] for name in ("perturbation_isolated", "theta", "theta_hat", "theta_hat_relax")
+    )
+    assert (moved <= theta * (1 + 1e-9) + 1e-12).all()
+    assert (theta <= hat * (1 + 1e-9) + 1e-12).all()
+    evidence = sample.arrays["sigma_stage1"] > 0.5
+    assert (hat <= relaxed * (1 + 1e-9) + 1e-12)[evidence].all()
 
 
 def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:

@@ -169,11 +169,17 @@ def _listed(selections: tuple[str, ...]) -> str:
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
-    """Raise ConfigError where the policy does not take the configuration's selection, or the cache not its budgets."""
+    """Raise ConfigError where policy and selection, granularity or cache do not go together."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
         what = f"policy '{policy.name}' does not combine with selection '{config.selection.name}'"
         raise ConfigError(_refusal(what))
+    if policy.budgets == "by head" and config.granularity.name == "layer":
+        msg = (
+            f"policy '{policy.name}' shares budgets out by head, and granularity 'layer' keeps one set for all heads; "
+            "choose kv or query, or another policy"
+        )
+        raise ConfigError(msg)
     if cache not in policy.caches():
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
