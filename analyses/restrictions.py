@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from perturbkv.analyses import heads, intervals, layers
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.naming import common
-from perturbkv.analyses.numbers import at
 from perturbkv.analyses.objects import setting_object
+from perturbkv.analyses.outcomes import Divergence, Outcome, divergence, outcome
 from perturbkv.analyses.pairing import settings as alike
-from perturbkv.analyses.reading import at_step, values
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -29,28 +23,8 @@ _FREE = ("granularity", "granularity_block", "granularity_block_score")
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """KL(full ‖ evicted) of the next token's distribution, in nat: the median over samples, with its interval."""
-
-    median: float
-    interval: Scalar
-
-
-@dataclass(frozen=True)
-class Row:
-    """One restriction.
-
-    Attributes:
-        compared: against one kept set of single entries per key/value head.
-        drift_ratio: mean drift after the last layer over the baseline's; NaN where that does not drift.
-        drift_ratio_interval: over samples.
-        kl: of the next token.
-    """
-
-    compared: HeadComparison
-    drift_ratio: float
-    drift_ratio_interval: Scalar
-    kl: Divergence
+class Row(Outcome):
+    """One restriction, against one kept set of single entries per key/value head."""
 
     @property
     def name(self) -> str:
@@ -92,7 +66,7 @@ class Setting:
                 "baseline": self.baseline,
                 "kl_median": self.kl.median,
                 "kl_median_interval": self.kl.interval,
-                "rows": [_row_dict(row) for row in self.rows],
+                "rows": [{**row.to_dict(), "name": row.name} for row in self.rows],
             }
         )
         return found
@@ -132,34 +106,12 @@ def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig]
     others = sorted((config for config in group if config != baseline), key=_place)
     return Setting(
         baseline=baseline,
-        kl=_kl(trace, baseline, step),
+        kl=divergence(trace, ANALYSIS, baseline, step),
         rows=tuple(_row(trace, baseline, config, step) for config in others),
         identity=identity(trace, [baseline, *others], step),
     )
 
 
 def _row(trace: Trace, baseline: EvictionConfig, config: EvictionConfig, step: int) -> Row:
-    drift = layers.summarise(trace, baseline, config, step=step)
-    return Row(
-        compared=heads.summarise(trace, baseline, config, step),
-        drift_ratio=float(drift.ratio[-1]),
-        drift_ratio_interval=at(drift.ratio_interval, -1),
-        kl=_kl(trace, config, step),
-    )
-
-
-def _kl(trace: Trace, config: EvictionConfig, step: int) -> Divergence:
-    held = at_step(trace, ANALYSIS, step)
-    found = values(held, "logit_kl", ANALYSIS, step)[:, [held.config_index(config.label())]]
-    return Divergence(float(np.median(found)), at(intervals.of_medians(found), 0))
-
-
-def _row_dict(row: Row) -> dict[str, Any]:
-    return {
-        **row.compared.to_dict(),
-        "name": row.name,
-        "drift_ratio": row.drift_ratio,
-        "drift_ratio_interval": row.drift_ratio_interval,
-        "kl_median": row.kl.median,
-        "kl_median_interval": row.kl.interval,
-    }
+    found = outcome(trace, ANALYSIS, baseline, config, step)
+    return Row(found.compared, found.drift_ratio, found.drift_ratio_interval, found.kl)
