@@ -29,6 +29,7 @@ from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
 from perturbkv.cli.restriction import restriction
 from perturbkv.cli.selfcheck import selfcheck
+from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
@@ -43,7 +44,7 @@ _UsageError: Any = typer.BadParameter.__base__
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
-    "Running a model, and its trace": (trace, generate, head_scores, info, export),
+    "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
     "What there is to choose from": (models, datasets, policies),
     "This machine": (doctor, selfcheck),
 }

@@ -147,6 +147,10 @@ class RunOptions:
     save: Annotated[
         list[str] | None, _run(metavar="NAME", help="outputs: also head outputs, hidden states, attention")
     ] = None
+    text: Annotated[
+        bool,
+        _run("--text/--no-text", help="Keep the prompts' text in the trace, for perturbkv tokens", show_default="yes"),
+    ] = True
     max_memory: Annotated[
         str | None,
         _run(metavar="SIZE", help="Of evicted caches at once: 2GiB", show_default="half of the model's"),

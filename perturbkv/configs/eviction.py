@@ -175,7 +175,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found |= {f"{name}_{option}": held for option, held in value.options.items()}
+                found |= {f"{name}_{option}": _shown(held) for option, held in value.options.items()}
         return found
 
     def to_document(self) -> dict[str, Any]:
@@ -184,10 +184,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                options = {
-                    option: str(held) if isinstance(held, Choice) else held for option, held in value.options.items()
-                }
-                found[f"{name}_options"] = options
+                found[f"{name}_options"] = {option: _nested(held) for option, held in value.options.items()}
         return found
 
     def _choices(self) -> list[tuple[str, Any]]:
@@ -200,6 +197,7 @@ class EvictionConfig:
         held = dict(document)
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
+            options = {option: _unnested(value) for option, value in options.items()}
             ordered = {option: options[option] for option in (*told.options, *options)}  # JSON sorts its keys
             held[name] = Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
         return cls(**held)
@@ -226,6 +224,27 @@ def _protected(name: str, given: float | str) -> int | float:
         msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"
         raise BudgetError(msg)
     return value
+
+
+def _shown(value: Any) -> Any:
+    """An option as a plain value."""
+    return str(value) if isinstance(value, Choice) else value
+
+
+def _nested(value: Any) -> Any:
+    """An option as JSON holds it: a choice inside another as it is written, with all of its own options."""
+    if not isinstance(value, Choice):
+        return value
+    return {"choice": str(value), "options": {name: _nested(held) for name, held in value.options.items()}}
+
+
+def _unnested(value: Any) -> Any:
+    """What `_nested` made this of."""
+    if not isinstance(value, dict):
+        return value
+    told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
+    ordered = {option: options[option] for option in (*told.options, *options)}
+    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
 
 
 def _plain(value: Any) -> Any:

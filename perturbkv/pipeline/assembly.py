@@ -69,6 +69,18 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
     return arrays
 
 
+def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
+    """(config, layer, head, lost_entry) from per layer (config, head, lost_entry); C of every head without config."""
+    back = _inverse(order(layers[0].groups))
+    arrays = {}
+    for name in layers[0].lost:
+        dims = VARIABLES[name].dims
+        stacked = stack_on(device, [layer.lost[name] for layer in layers], dim=dims.index("layer"))
+        array = to_numpy(stacked, VARIABLES[name].dtype)
+        arrays[name] = array[back] if "config" in dims else array
+    return arrays
+
+
 def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
     """Variables of the decode steps, in the run's order of configurations; what all batches measured from the first."""
     back = _inverse([place for batch in batches for place in batch.places])

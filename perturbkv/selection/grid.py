@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from perturbkv.configs.choice import Choice, as_choice, parse, split
+from perturbkv.configs.choice import Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import CHOICES, PRESETS, EvictionConfig
+from perturbkv.configs.plugins import of_file
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import effects, spread
@@ -122,6 +123,7 @@ def asked(
     chosen = {name: value for name, value in choices.items() if value is not None}
     granularity = as_choice(chosen.pop("granularity", PRESETS[preset].get("granularity", "query")))
     named, selected = policy_and_selection(selection, policy)
+    named = registry.spelled(named)
     owners = {"policy": named, "selection": selected, "granularity": granularity}
     beside = {name: value for name, value in chosen.items() if name not in FIELDS}
     _check_once(owners, beside)
@@ -176,9 +178,9 @@ def names_policy(selection: str) -> bool:
 
 def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
     """What a selection, as `grid` takes it, and the policy beside it stand for."""
-    if isinstance(text, str) and len(parts := split(text, ":")) > 1:
-        return parse(parts[0]), parse(":".join(parts[1:]))
+    if isinstance(text, str) and len(parts := halves(text)) > 1:
+        return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)
-    if chosen.name not in SELECTIONS and chosen.name in registry.names():
+    if chosen.name not in SELECTIONS and (of_file(chosen.name) or chosen.name in registry.names()):
         return chosen, Choice(registry.info(chosen.name).selections[0])
     return as_choice(policy), chosen

@@ -7,6 +7,7 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -229,6 +230,7 @@ def _allocate(
         heads_in_order=lambda: scores.heads_in_order(config, first, recent),
         head_scores=given,
         window=blocks.tail_blocks,
+        of_model=statistics.of_model and functools.partial(statistics.of_model, config),
     )
     return registry.build(config.policy).allocate(config, available) + first + recent
 
@@ -237,8 +239,9 @@ def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
     """Blocks before the tail that stay for entries that are first, or recent; no more in all than the budget buys."""
     allowed, window = config.allowed_entries(prompt_tokens), min(config.window, prompt_tokens)
     blocks = config.blocks(prompt_tokens)
-    first = min(config.protected(allowed)[0], allowed - window)
-    recent = min(registry.build(config.policy).recent_entries(config, allowed), allowed - first)
+    policy = registry.build(config.policy)
+    first = min(policy.first_entries(config, allowed), allowed - window)
+    recent = min(policy.recent_entries(config, allowed), allowed - first)
     bought = blocks.bought(allowed)
     first_blocks = min(blocks.first(first), bought)
     return first_blocks, min(blocks.recent(recent), bought - first_blocks)

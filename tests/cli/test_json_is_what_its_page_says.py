@@ -84,6 +84,7 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
         "trace": ["trace", *tiny, "-o", "t.h5"],
         "info": ["info", "t.h5"],
         "export": ["export", "t.h5", "-o", "t.csv"],
+        "tokens": ["tokens", "t.h5"],
         "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "-o", "out"],
         "dry run": ["heads", *tiny, "--dry-run"],
         "head-scores": ["head-scores", "--model", model, "-o", "s.json"],

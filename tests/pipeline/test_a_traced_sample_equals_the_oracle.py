@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -229,6 +230,26 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                         found = float(sample.arrays[name][index, step, layer, head])
                         least = 1e-24 if name.endswith("cosine") else 1e-12
                         assert found == pytest.approx(number, rel=RELATIVE, abs=least), (name, index, layer, step, head)
+
+
+def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference]) -> None:
+    """Entry by entry: ‖A_i V_i W_O^h‖₁ of step 0, of what went, the largest ten of all."""
+    sample, reference = case
+    arrays, decoder = sample.arrays, reference.decoder
+    for layer in range(decoder.layers):
+        held = reference.layer(layer, 0)
+        attention = theory.decode_attention(held["query"], held["key"], decoder.d_head**-0.5)
+        norms = theory.projected_value_norms(held["value"], held["w_o"], decoder.heads)
+        for head in range(decoder.heads):
+            added = [float(a * norm) for a, norm in zip(attention[head], norms[head], strict=True)]
+            assert float(arrays["weighted_norm"][layer, head]) == pytest.approx(math.fsum(added), rel=RELATIVE)
+            for index, config in enumerate(reference.run.configs):
+                kept, _ = reference.kept(layer, config)[head]
+                gone = sorted((-added[i], i) for i in range(reference.n) if i not in kept)[:10]
+                places = [i for _, i in gone] + [-1] * (10 - len(gone))
+                assert arrays["lost_position"][index, layer, head].tolist() == places
+                lost = [-number for number, _ in gone] + [math.nan] * (10 - len(gone))
+                np.testing.assert_allclose(arrays["lost_output"][index, layer, head], lost, rtol=RELATIVE)
 
 
 def heads(reference: Reference, step: Step, layer: int) -> list[np.ndarray]:
