@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbkv.analyses.arithmetic import ratio
+from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.prompt_text import PromptText
 from perturbkv.analyses.reading import Floats
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 BOTH, BASELINE, TREATMENT, NEITHER, QUESTION = "both", "baseline", "treatment", "neither", "question"
@@ -50,6 +52,39 @@ class ChangedHead:
     both: int
     baseline_only: int
     treatment_only: int
+
+
+@dataclass(frozen=True, repr=False)
+class TokenFates:
+    """What one head does with every token of one prompt under two configurations.
+
+    Attributes:
+        identity: of the run, of this one sample.
+        prompt: the sample's tokens and their text.
+        baseline, treatment: the configurations.
+        held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
+        shown: the head, and its isolated perturbation.
+        chosen: whether it was chosen as the one whose output the treatment changes most, and among which: "" for a head
+            that was asked for, else `layer` or `model`.
+        heads: those that the treatment changes most, where no head was asked for.
+        fates: of every token: `both` keep it, `baseline` or `treatment` alone, `neither`; `question` is not compressed.
+        losses: of both sides, the evicted entries that add most to the output; None where the trace does not tell.
+        others: further pairs of the trace that were not shown.
+        everything: whether the prompt is shown whole.
+    """
+
+    identity: RunIdentity
+    prompt: PromptText
+    baseline: EvictionConfig
+    treatment: EvictionConfig
+    held: tuple[float, float]
+    shown: ChangedHead
+    chosen: str
+    heads: tuple[ChangedHead, ...]
+    fates: tuple[str, ...]
+    losses: tuple[tuple[Loss, ...], tuple[Loss, ...]] | None
+    others: int = 0
+    everything: bool = False
 
 
 def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import tokens_told
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import identity
 from perturbkv.analyses.pairing import Pair, checked, pair_columns, pairs
-from perturbkv.analyses.prompt_text import PromptText, prompt_of
+from perturbkv.analyses.prompt_text import prompt_of
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.token_fates import ChangedHead, Loss, changed_head, changed_heads, fates, held_of, losses
+from perturbkv.analyses.token_fates import TokenFates, changed_head, changed_heads, fates, held_of, losses
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
@@ -29,36 +28,8 @@ _HEADS = 5
 
 
 @dataclass(frozen=True, repr=False)
-class Tokens(Result):
-    """What one head does with every token of one prompt under two configurations.
-
-    Attributes:
-        identity: of the run, of this one sample.
-        prompt: the sample's tokens and their text.
-        baseline, treatment: the configurations.
-        held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
-        shown: the head, and its isolated perturbation.
-        chosen: whether it was chosen as the one whose output the treatment changes most, and among which: "" for a head
-            that was asked for, else `layer` or `model`.
-        heads: those that the treatment changes most, where no head was asked for.
-        fates: of every token: `both` keep it, `baseline` or `treatment` alone, `neither`; `question` is not compressed.
-        losses: of both sides, the evicted entries that add most to the output; None where the trace does not tell.
-        others: further pairs of the trace that were not shown.
-        everything: whether the prompt is shown whole.
-    """
-
-    identity: RunIdentity
-    prompt: PromptText
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    held: tuple[float, float]
-    shown: ChangedHead
-    chosen: str
-    heads: tuple[ChangedHead, ...]
-    fates: tuple[str, ...]
-    losses: tuple[tuple[Loss, ...], tuple[Loss, ...]] | None
-    others: int = 0
-    everything: bool = False
+class Tokens(TokenFates, Result):
+    """What one head does with every token of one prompt under two configurations."""
 
     def conclusion(self) -> str:
         """What the treatment keeps instead, and how much less or more the head's output moves with it."""

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from perturbkv.analyses import folding, numbers
 from perturbkv.analyses.naming import counted, sides
-from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, ChangedHead, Loss
+from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, ChangedHead, Loss, TokenFates
 from perturbkv.display import Part, Table
 from perturbkv.passages import Passage, Span, visible
-
-if TYPE_CHECKING:
-    from perturbkv.analyses.tokens import Tokens
 
 LOOKS = {BOTH: "kept", BASELINE: "lost", TREATMENT: "gained", NEITHER: "dropped", QUESTION: "plain"}
 """Fate -> how a token looks."""
@@ -23,7 +19,7 @@ _AROUND = 14
 _HALF = "·"
 
 
-def conclusion(found: Tokens) -> str:
+def conclusion(found: TokenFates) -> str:
     """What the treatment keeps instead, and what becomes of the head's output."""
     head, (first, second) = found.shown, sides(found.baseline, found.treatment)
     why = {"": "", "layer": " changes most in its layer", "model": " changes most of all"}[found.chosen]
@@ -40,12 +36,12 @@ def conclusion(found: Tokens) -> str:
     )
 
 
-def parts(found: Tokens) -> list[Part]:
+def parts(found: TokenFates) -> list[Part]:
     """Everything between the conclusion and the notes."""
     return [*_heads(found), "", _legend(found), _passage(found), *_losses(found)]
 
 
-def notes(found: Tokens) -> str:
+def notes(found: TokenFates) -> str:
     """What the numbers are, a line each."""
     others = f"{counted(found.others, 'more pair')} of these sides in the trace: a budget, or options, name another."
     lines = [
@@ -57,7 +53,7 @@ def notes(found: Tokens) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _heads(found: Tokens) -> list[Part]:
+def _heads(found: TokenFates) -> list[Part]:
     if not found.heads:
         return []
     first, second = sides(found.baseline, found.treatment)
@@ -83,14 +79,14 @@ def _head(one: ChangedHead) -> list[str]:
     return [f"{one.layer}-{one.head}", *moved, *counts]
 
 
-def _legend(found: Tokens) -> Passage:
+def _legend(found: TokenFates) -> Passage:
     """What each look means, with how many tokens have it."""
     said, counts = _said(found), Counter(found.fates)
     spans = [Span(f"{said[fate]} {counts[fate]:,}", LOOKS[fate]) for fate in said if counts[fate]]
     return Passage([one for span in spans for one in (span, Span("  ", "plain"))][:-1])
 
 
-def _passage(found: Tokens) -> Passage:
+def _passage(found: TokenFates) -> Passage:
     """The prompt, long parts in which nothing differs folded."""
     differs = [fate in (BASELINE, TREATMENT) for fate in found.fates]
     spans: list[Span] = []
@@ -102,21 +98,21 @@ def _passage(found: Tokens) -> Passage:
     return Passage(spans)
 
 
-def _folded(found: Tokens, first: int, end: int) -> str:
+def _folded(found: TokenFates, first: int, end: int) -> str:
     counts, said = Counter(found.fates[first:end]), _said(found)
     told = [f"{counts[fate]:,} {said[fate]}" for fate in said if counts[fate]]
     (whole, *others) = [said[fate] for fate in said if counts[fate]]
     return f"{counted(end - first, 'token')}: {', '.join(told) if others else whole}"
 
 
-def _said(found: Tokens) -> dict[str, str]:
+def _said(found: TokenFates) -> dict[str, str]:
     """Fate -> in words."""
     first, second = sides(found.baseline, found.treatment)
     return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
             QUESTION: "question, not compressed"}  # fmt: skip
 
 
-def _spans(found: Tokens, first: int, end: int) -> Iterator[Span]:
+def _spans(found: TokenFates, first: int, end: int) -> Iterator[Span]:
     """Tokens of one look together; a remark where the prompt was cut, and where its question begins."""
     cut, question = found.prompt.cut_place, found.prompt.compressed
     borders = {place for place in (cut, question) if place is not None and first <= place < end}
@@ -135,7 +131,7 @@ def _between(borders: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(borders, borders[1:], strict=False))
 
 
-def _piece(found: Tokens, place: int) -> str:
+def _piece(found: TokenFates, place: int) -> str:
     """A token's text; a dot for a part of a character whose fate is not that of the part that shows it."""
     pieces, fates = found.prompt.pieces, found.fates
     if pieces[place]:
@@ -144,7 +140,7 @@ def _piece(found: Tokens, place: int) -> str:
     return _HALF if fates[shows] != fates[place] else ""
 
 
-def _losses(found: Tokens) -> list[Part]:
+def _losses(found: TokenFates) -> list[Part]:
     if found.losses is None:
         return ["which losses move the output most is not in this trace: an older version measured the sample"]
     names = sides(found.baseline, found.treatment)
@@ -152,7 +148,7 @@ def _losses(found: Tokens) -> list[Part]:
     return [_lost(found, name, other, lost) if lost else f"{name} evicts nothing" for name, other, lost in both]
 
 
-def _lost(found: Tokens, name: str, other: str, lost: Sequence[Loss]) -> Table:
+def _lost(found: TokenFates, name: str, other: str, lost: Sequence[Loss]) -> Table:
     together = numbers.percent(sum(one.share for one in lost))
     which = "loss that moves" if len(lost) == 1 else f"{len(lost)} losses that move"
     title = f"{name}: the {which} the output most, {together} of C"
@@ -160,7 +156,7 @@ def _lost(found: Tokens, name: str, other: str, lost: Sequence[Loss]) -> Table:
     return Table(title, columns, [_loss(found, one) for one in lost])
 
 
-def _loss(found: Tokens, one: Loss) -> list[str]:
+def _loss(found: TokenFates, one: Loss) -> list[str]:
     share = f"{100 * one.share:.2g} %"
     return [
         str(one.position),
@@ -171,7 +167,7 @@ def _loss(found: Tokens, one: Loss) -> list[str]:
     ]
 
 
-def _context(found: Tokens, place: int) -> str:
+def _context(found: TokenFates, place: int) -> str:
     """The token between ‹ and › in one line, with some characters before and after it."""
     pieces = found.prompt.pieces
     before = _line("".join(pieces[max(0, place - _AROUND) : place]))[-_AROUND:]

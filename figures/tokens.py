@@ -12,8 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from perturbkv.analyses.naming import sides
-from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
-from perturbkv.analyses.tokens import Tokens
+from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, TokenFates
 from perturbkv.figures import style
 from perturbkv.figures.labels import held_sides
 
@@ -22,7 +21,7 @@ _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
 _PER_ROW = {True: 50, False: 100}
 
 
-def draw(found: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(found: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
     """Rows of tokens; a triangle stands on each of the ten losses of the baseline (▼) and of the treatment (▲)."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
@@ -40,7 +39,7 @@ def draw(found: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _strip(axes: Axes, found: Tokens, per_row: int, rows: int) -> None:
+def _strip(axes: Axes, found: TokenFates, per_row: int, rows: int) -> None:
     names = list(_COLOURS)
     cells = np.full(rows * per_row, np.nan)
     cells[: len(found.fates)] = [names.index(fate) for fate in found.fates]
@@ -55,7 +54,7 @@ def _strip(axes: Axes, found: Tokens, per_row: int, rows: int) -> None:
     axes.tick_params(length=0)
 
 
-def _marks(axes: Axes, found: Tokens, per_row: int) -> None:
+def _marks(axes: Axes, found: TokenFates, per_row: int) -> None:
     for lost, (marker, colour, lift) in zip(found.losses or (), _losses(), strict=False):
         for one in lost:
             x, y = one.position % per_row + 0.5, one.position // per_row + lift
@@ -67,13 +66,13 @@ def _losses() -> list[tuple[str, str, float]]:
     return [("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7)]
 
 
-def _title(found: Tokens) -> str:
+def _title(found: TokenFates) -> str:
     first, second = sides(found.baseline, found.treatment)
     head, budget = found.shown, found.baseline.budget
     return f"{found.prompt.sample}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
-def _legend(found: Tokens) -> list[Patch | Line2D]:
+def _legend(found: TokenFates) -> list[Patch | Line2D]:
     first, second = sides(found.baseline, found.treatment)
     said = {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
             QUESTION: "question, not compressed"}  # fmt: skip

@@ -229,8 +229,8 @@ def _allocate(
         prefix=sys.maxsize if statistics.valid is not None else blocks.before - first - recent,
         heads_in_order=lambda: scores.heads_in_order(config, first, recent),
         head_scores=given,
-        window=blocks.tail_blocks,
         of_model=statistics.of_model and functools.partial(statistics.of_model, config),
+        window=blocks.tail_blocks,
     )
     return registry.build(config.policy).allocate(config, available) + first + recent
 

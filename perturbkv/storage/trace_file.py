@@ -224,7 +224,9 @@ def _with_text(file: h5py.File, ids: Sequence[str]) -> tuple[str, ...]:
 def _stored(variable: h5py.Dataset) -> StoredVariable:
     axes = tuple(dim[0].name.lstrip("/") for dim in variable.dims)
     units, long_name = str(variable.attrs["units"]), str(variable.attrs["long_name"])
-    return StoredVariable(axes, variable.shape, str(variable.dtype), units, long_name, int(variable.nbytes))
+    texts = variable[()].tolist() if variable.dtype.kind == "O" else None  # of a text HDF5 counts its address alone
+    nbytes = variable.nbytes if texts is None else sum(map(len, texts))
+    return StoredVariable(axes, variable.shape, str(variable.dtype), units, long_name, int(nbytes))
 
 
 def read_run(path: Path) -> RunConfig:

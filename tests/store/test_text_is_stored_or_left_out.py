@@ -60,7 +60,9 @@ def test_text_is_read_as_it_was_written_failed_samples_beside_it(tmp_path: Path)
     trace = read_trace(written(tmp_path / "t.h5"))
     assert texts_of(trace) == {**{name: pieces(said) for name, said in SAID.items()}, "failed": ""}
     assert trace.arrays["prompt_token"].dtype == np.int32
-    assert describe(tmp_path / "t.h5").with_text == ("a", "b", "c")
+    found = describe(tmp_path / "t.h5")
+    assert found.with_text == ("a", "b", "c")
+    assert found.variables["prompt_text"].nbytes == sum(len(said.encode()) for said in SAID.values())
 
 
 def test_a_sample_without_text_lies_among_others_with_it(tmp_path: Path) -> None:

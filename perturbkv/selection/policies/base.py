@@ -58,8 +58,8 @@ class LayerBudget:
         heads_in_order: the kept set of every entry before the window, by descending pooled score; entries that always
             stay, and those that a kept set lacks, come last.
         head_scores: given scores of all heads, for headkv.
-        window: of what always stays that which the window takes.
         of_model: makes something of the pooled scores of all layers, in their order, once for each hashable key.
+        window: of what always stays that which the window takes.
     """
 
     kept_heads: int
@@ -70,8 +70,8 @@ class LayerBudget:
     prefix: int
     heads_in_order: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
-    window: int = 0
     of_model: Callable[[Any, Callable[[Iterable[Tensor]], Any]], Any] | None = None
+    window: int = 0
 
     @property
     def free(self) -> int:
