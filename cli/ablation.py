@@ -43,7 +43,7 @@ def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
         wanted = dataclasses.replace(run, granularity=[str(plain)])
         made += dataclasses.replace(wanted, alpha=run.alpha and run.alpha[:1]).configs(_UNSTAGED)
         made += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
-        if granularity.name == "kv":
+        if granularity.name != "query":
             product = Choice(plain.name, {**plain.options, "product": MEAN_OF_PRODUCTS})
             grouped = dataclasses.replace(wanted, alpha=alphas, granularity=[str(product)])
             made += grouped.configs(["two-stage"])

@@ -88,11 +88,12 @@ def _list_policies(as_json: bool) -> None:
 
 def _describe(name: str, as_json: bool) -> None:
     """The options of a policy, a selection or a granularity. Raises UnknownNameError."""
+    from perturbkv.configs.plugins import of_file
     from perturbkv.configs.selections import GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
     from perturbkv.selection.policies import registry
 
     others = {**SELECTIONS, **GRANULARITIES}
-    if name not in others and name not in registry.names():
+    if name not in others and name not in registry.names() and not of_file(name):
         raise UnknownNameError(name, "policy or selection", [*registry.names(), *others])
     if name in others:
         summary, paper, options = others[name], "", {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[name]

@@ -116,6 +116,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._finite: list[tuple[str, Tensor]] = []
+        self._made: list[tuple[str, Tensor]] = []
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
         """Look at one layer's activations."""
@@ -125,11 +126,15 @@ class FiniteCheck:
         """Look at activations that are called `where`."""
         self._finite.append((where, torch.isfinite(activations).all()))
 
+    def made(self, what: str, numbers: Tensor) -> None:
+        """Look at what was made of activations, which are looked at first."""
+        self._made.append((what, torch.isfinite(numbers).all()))
+
     def raise_if_not(self, sample: str) -> None:
         """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
         if not self._finite:
             return
-        places, flags = zip(*self._finite, strict=True)
+        places, flags = zip(*self._finite, *self._made, strict=True)
         for where, finite in zip(places, stack_on(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 raise ActivationError(where, sample)
@@ -220,7 +225,7 @@ class _Reading:
         for window in dict.fromkeys(wanted.window for wanted in self.found.scored):
             own = [wanted.score for wanted in self.found.scored if wanted.window == window]
             for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
-                self.finite.look(f"the scores '{score.name}' of layer {view.layer}", made)
+                self.finite.made(f"the scores '{score.called}' of layer {view.layer}", made)
                 self.found.scored[Asked(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
