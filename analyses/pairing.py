@@ -186,7 +186,7 @@ def of_selection(run: RunConfig, side: str) -> list[int]:
 
 def order(config: EvictionConfig) -> tuple[float, bool, float]:
     """Sorts configurations by α, then budget: fractions before tokens."""
-    return config.selection["alpha"], isinstance(config.budget.value, int), float(config.budget.value)
+    return config.alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
 def by_selection(run: RunConfig) -> list[dict[str, int]]:

@@ -33,7 +33,7 @@ class EvictionConfig:
         policy: eviction system, a name of `perturbkv.selection.policies.registry`.
         selection: how the kept entries are taken from scores, a key of `SELECTIONS`.
         window: `w`, the last queries of the prompt, whose attention is accumulated and whose entries always stay
-            (paper, Algorithm 2: n' = 32).
+            (paper, Algorithm 2: n' = 32); 0 where the kept sets are given.
         granularity: one kept set per `query` head or per `kv` head.
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
@@ -77,11 +77,16 @@ class EvictionConfig:
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
-        if self.window < 1:
+        if self.window < (self.selection.name != "given"):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
+
+    @property
+    def alpha(self) -> float:
+        """Share of stage 1; 1 where the kept sets are given, which have no order and so no stages."""
+        return float(self.selection.options.get("alpha", 1.0))
 
     def protected(self, kept: int) -> tuple[int, int]:
         """First and most recent entries that always stay of `kept` ones; the window counts as recent."""
@@ -118,7 +123,8 @@ class EvictionConfig:
     def label(self) -> str:
         """Unique, readable name: the `config` coordinate of a trace."""
         protected = [f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED if getattr(self, name)]
-        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"w={self.window}", str(self.granularity)]
+        window = f"w={self.window}" if self.window else ""
+        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", window, str(self.granularity)]
         return " ".join(filter(None, [*parts, *protected, self.twin]))
 
     def __repr__(self) -> str:
@@ -130,7 +136,7 @@ class EvictionConfig:
         Nothing of a less usual choice at its default, unless `every` option is wanted.
         """
         said = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
-        said |= {"alpha": f"a={self.selection['alpha']:g}", "window": f"w={self.window}"}
+        said |= {"alpha": f"a={self.alpha:g}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         said |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         said["granularity"] = self.granularity.name

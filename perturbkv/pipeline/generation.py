@@ -22,7 +22,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
-from perturbkv.selection.kept_sets import ranking_groups
+from perturbkv.pipeline.sources import sources
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerAttention
 
@@ -105,12 +105,14 @@ def read_evicting(
     window = max((config.window for config in configs), default=1)
     whole = len(context) <= above
 
+    given = sources(adapter, context, [] if whole else configs, {})
+
     def take(layer: int, found: Statistics, seen: LayerAttention, value: Tensor) -> None:
         everything = [borrow(seen.key, value)] if with_full else []
         if whole or not configs:
             rows = [borrow(seen.key, value) for _ in configs]
         else:
-            chosen = ranking_groups(configs, found.scores(layer), found.tokens)
+            chosen = found.groups(configs, layer, seen.key, value)
             (counts,) = lengths([chosen], len(configs), seen.key.device)
             kept = keep(chosen, range(len(configs)), counts, seen.key, value)
             kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
@@ -118,7 +120,7 @@ def read_evicting(
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
         queries.append(seen.query[:, -window:].clone())
 
-    read = prefill(adapter, context, configs, resources, sample, head_scores, take)
+    read = prefill(adapter, context, configs, resources, sample, head_scores, take, given)
     read.finite.raise_if_not(sample)
     behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
     return Evicted(CompactCache(layers, [*([0] if with_full else []), *behind]), read.logits, queries)

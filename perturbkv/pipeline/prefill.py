@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
@@ -18,9 +19,16 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerAttention, Votes
+from perturbkv.selection.policies.outside import is_given
 from perturbkv.selection.ranking import LayerStatistics, Scores
+
+Source = Callable[
+    [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
+]
+"""From a layer, its full keys and its full values to what is kept of them, by whoever decides that outside."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Statistics:
         accumulated: way to accumulate -> per layer Ā (head, n − w).
         norms: per layer ν (head, n).
         head_scores: given scores of all query heads; empty where there are none.
+        given: of each configuration whose kept sets come from outside, what they are.
     """
 
     sample: str
@@ -43,6 +52,19 @@ class Statistics:
     accumulated: dict[Votes, list[Tensor]]
     norms: list[Tensor] = field(default_factory=list)
     head_scores: Sequence[Sequence[float]] = ()
+    given: Mapping[EvictionConfig, Source] = field(default_factory=dict)
+
+    def groups(
+        self,
+        configs: Sequence[EvictionConfig],
+        layer: int,
+        key: Float[Tensor, "kv_head key d_head"],
+        value: Float[Tensor, "kv_head key d_head"],
+        realised: Tensor | None = None,
+    ) -> list[Group]:
+        """What every configuration keeps of one layer's n entries, whose keys and values are these."""
+        given = {config: self.given[config](layer, key, value) for config in configs if config in self.given}
+        return kept_groups(configs, self.scores(layer, realised), self.tokens, given)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[EvictionConfig], Scores]:
         """One layer's scores for a configuration; those that accumulate alike share theirs.
@@ -115,7 +137,8 @@ class FiniteCheck:
 
 def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
     """The ways to accumulate attention that the configurations need, each once."""
-    return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in configs))
+    ours = (config for config in configs if not is_given(config))
+    return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in ours))
 
 
 LayerRead = Callable[[int, Statistics, LayerAttention, Tensor], None]
@@ -130,15 +153,17 @@ def prefill(
     sample: str,
     head_scores: Sequence[Sequence[float]] = (),
     taken: LayerRead | None = None,
+    given: Mapping[EvictionConfig, Source] = MappingProxyType({}),
 ) -> Prefill:
     """Run the prompt once.
 
     With `taken`, which gets each layer's statistics, attention and values (kv_head, key, d_head) as they are there, no
-    full cache is kept: a layer's keys and values are let go when the layer is done.
+    full cache is kept: a layer's keys and values are let go when the layer is done. `given` says what configurations
+    keep that do not rank.
     """
     found = Statistics(
         sample, len(token_ids), adapter.kv_heads, len(adapter.layers), {vote: [] for vote in votes(configs)}, [],
-        head_scores,
+        head_scores, given,
     )  # fmt: skip
     reading = _Reading(adapter, found, resources, taken)
     ids = torch.tensor([list(token_ids)], device=adapter.device)

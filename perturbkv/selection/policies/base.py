@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.configs.budget import whole_entries
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.option import Option
+from perturbkv.configs.option import Option, completed
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.scoring.window_attention import window_attention
 
@@ -111,8 +112,8 @@ class LayerBudget:
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
-BY_SCORE = tuple(name for name in SELECTIONS if name != "position")
-"""Selections that ask for scores: all but one."""
+BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", "given"))
+"""Selections that ask for scores."""
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:
@@ -128,7 +129,7 @@ class Policy:
         name, summary, paper: what it is and its source; empty where no paper is its source.
         selections: the selections it takes.
         budgets: what shares them out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
-        own_window: its window where nobody says otherwise; None: the preset's.
+        own_window, own_granularity: its own where nobody says otherwise; None: the preset's.
         own_defaults: options whose default stands whatever the preset.
         competes: whether budgets depend on the layer's pooled attention.
         votes_alone: options that matter only where attention is looked at.
@@ -142,6 +143,7 @@ class Policy:
     selections: ClassVar[tuple[str, ...]] = BY_SCORE
     budgets: ClassVar[str] = "uniform"
     own_window: ClassVar[int | None] = None
+    own_granularity: ClassVar[str | None] = None
     own_defaults: ClassVar[tuple[str, ...]] = ()
     competes: ClassVar[bool] = False
     votes_alone: ClassVar[tuple[str, ...]] = ()
@@ -154,6 +156,16 @@ class Policy:
         own = cls.__dict__.get("__annotations__", {})
         ordered = sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
         return {field.name: field.metadata["option"] for field in ordered}
+
+    @classmethod
+    def completed(cls, choice: Choice) -> Choice:
+        """The choice with all of its options. Raises ConfigError or UnknownNameError for one that is not right."""
+        return completed(choice, f"policy '{choice.name}'", cls.options())
+
+    @classmethod
+    def made(cls, choice: Choice) -> Policy:
+        """The policy with the options of a completed choice."""
+        return cls(**choice.options)
 
     @classmethod
     def caches(cls) -> tuple[str, ...]:

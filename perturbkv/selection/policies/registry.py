@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
-from perturbkv.configs.option import completed
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import effects
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = "perturbkv.selection.policies"
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_NO_POLICY = ("base", "registry")
+_NO_POLICY = ("base", "outside", "registry")
 _ADDED: dict[str, type[Policy]] = {}
 
 
@@ -71,6 +70,10 @@ def info(name: str) -> type[Policy]:
     """The policy's class. Raises UnknownNameError with the known names, the nearest first."""
     if name in _ADDED:
         return _ADDED[name]
+    if ":" in name:
+        from perturbkv.selection.policies import outside
+
+        return outside.info(name)
     if name not in names():
         raise UnknownNameError(name, "policy", names())
     module = importlib.import_module(f"{_PACKAGE}.{name.replace('-', '_')}")
@@ -81,12 +84,11 @@ def info(name: str) -> type[Policy]:
 @functools.cache
 def build(choice: Choice) -> Policy:
     """The policy with its options, those that were not given at their defaults. Raises as `completed`."""
-    policy = info(choice.name)
-    return policy(**choice.options if choice.usual is not None else _completed(choice).options)
+    return info(choice.name).made(choice if choice.usual is not None else _completed(choice))
 
 
 def _completed(choice: Choice) -> Choice:
-    return completed(choice, f"policy '{choice.name}'", info(choice.name).options())
+    return info(choice.name).completed(choice)
 
 
 def resolved(config: EvictionConfig) -> EvictionConfig:
@@ -118,7 +120,7 @@ def pairs() -> list[tuple[str, str, str]]:
 
 
 def _listed(selections: tuple[str, ...]) -> str:
-    return "every selection but position" if len(selections) == len(SELECTIONS) - 1 else ", ".join(selections)
+    return "every selection but position" if len(selections) == len(SELECTIONS) - 2 else ", ".join(selections)
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
@@ -134,6 +136,11 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
+    if config.selection.name == "given":
+        msg = (
+            f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
+        )
+        raise ConfigError(msg)
     if info(config.policy.name).carries_history:
         able = ", ".join(one.name for one in known() if not one.carries_history)
         msg = f"policy '{config.policy.name}' counts queries that decoding forgets; --compress-every works with {able}"
