@@ -10,7 +10,7 @@ from typing import Any, Self
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.option import completed
-from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity")
@@ -77,11 +77,16 @@ class EvictionConfig:
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
-        if self.window < (self.selection.name != "given"):
+        if self.window < (not self.given):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
+
+    @property
+    def given(self) -> bool:
+        """Whether its kept sets come from outside."""
+        return self.selection.name == GIVEN
 
     @property
     def alpha(self) -> float:
@@ -162,10 +167,10 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                options = {
-                    option: str(held) if isinstance(held, Choice) else held for option, held in value.options.items()
+                options = value.options.items()
+                found[f"{name}_options"] = {
+                    option: held.whole() if isinstance(held, Choice) else held for option, held in options
                 }
-                found[f"{name}_options"] = options
         return found
 
     def _choices(self) -> list[tuple[str, Any]]:
@@ -178,8 +183,7 @@ class EvictionConfig:
         held = dict(document)
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
-            ordered = {option: options[option] for option in (*told.options, *options)}  # JSON sorts its keys
-            held[name] = Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
+            held[name] = told.of_all(options)
         return cls(**held)
 
 

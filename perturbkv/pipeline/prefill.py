@@ -22,7 +22,6 @@ from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerAttention, Votes
-from perturbkv.selection.policies.outside import is_given
 from perturbkv.selection.ranking import LayerStatistics, Scores
 
 Source = Callable[
@@ -137,7 +136,7 @@ class FiniteCheck:
 
 def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
     """The ways to accumulate attention that the configurations need, each once."""
-    ours = (config for config in configs if not is_given(config))
+    ours = (config for config in configs if not config.given)
     return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in ours))
 
 

@@ -19,7 +19,7 @@ from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option, completed
-from perturbkv.configs.selections import SELECTIONS
+from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.scoring.window_attention import window_attention
 
 
@@ -112,7 +112,7 @@ class LayerBudget:
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
-BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", "given"))
+BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", GIVEN))
 """Selections that ask for scores."""
 
 
@@ -156,6 +156,10 @@ class Policy:
         own = cls.__dict__.get("__annotations__", {})
         ordered = sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
         return {field.name: field.metadata["option"] for field in ordered}
+
+    @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        """Raise ConfigError for a configuration that this policy cannot be; `completed` looks at its options."""
 
     @classmethod
     def completed(cls, choice: Choice) -> Choice:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _PACKAGE = "perturbkv.selection.policies"
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_NO_POLICY = ("base", "outside", "registry")
+_NO_POLICY = ("base", "outside", "presses", "registry")
+_OUTSIDE = {"given": "outside", "kvpress": "presses"}
+"""What stands before the colon of a policy from outside -> the module that has it."""
 _ADDED: dict[str, type[Policy]] = {}
 
 
@@ -71,14 +73,19 @@ def info(name: str) -> type[Policy]:
     if name in _ADDED:
         return _ADDED[name]
     if ":" in name:
-        from perturbkv.selection.policies import outside
-
-        return outside.info(name)
+        return _outside(name)
     if name not in names():
         raise UnknownNameError(name, "policy", names())
     module = importlib.import_module(f"{_PACKAGE}.{name.replace('-', '_')}")
     (found,) = (one for one in vars(module).values() if inspect.isclass(one) and vars(one).get("name") == name)
     return cast("type[Policy]", found)
+
+
+def _outside(name: str) -> type[Policy]:
+    prefix = name.partition(":")[0]
+    if prefix not in _OUTSIDE:
+        raise UnknownNameError(name, "policy", [*names(), *(f"{known}:…" for known in _OUTSIDE)])
+    return cast("type[Policy]", importlib.import_module(f"{_PACKAGE}.{_OUTSIDE[prefix]}").policy(name))
 
 
 @functools.cache
@@ -96,6 +103,7 @@ def resolved(config: EvictionConfig) -> EvictionConfig:
 
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """
+    info(config.policy.name).check(config)
     whole = dataclasses.replace(config, policy=_completed(config.policy))
     idle = effects.idle(whole, build(whole.policy))
     for (owner, name), needs in idle.items():
@@ -136,7 +144,7 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
-    if config.selection.name == "given":
+    if config.given:
         msg = (
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
