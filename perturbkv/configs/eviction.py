@@ -158,7 +158,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found |= {f"{name}_{option}": held for option, held in value.options.items()}
+                found |= {f"{name}_{option}": _plain(held) for option, held in value.options.items()}
         return found
 
     def to_document(self) -> dict[str, Any]:
@@ -167,10 +167,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                options = value.options.items()
-                found[f"{name}_options"] = {
-                    option: held.whole() if isinstance(held, Choice) else held for option, held in options
-                }
+                found[f"{name}_options"] = {option: _plain(held) for option, held in value.options.items()}
         return found
 
     def _choices(self) -> list[tuple[str, Any]]:
@@ -211,6 +208,9 @@ def _protected(name: str, given: float | str) -> int | float:
 
 
 def _plain(value: Any) -> Any:
+    """A number or text; a choice inside another as it is written with all of its options."""
+    if isinstance(value, Choice):
+        return value.whole()
     return value.value if isinstance(value, Budget) else value
 
 
