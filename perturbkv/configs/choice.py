@@ -22,6 +22,8 @@ FIRST = ""
 """The name of an option that was given without one."""
 OUTSIDE = ("given", "kvpress")
 """What stands before the colon in the name of a policy from outside."""
+_FILE = ".py"
+"""How it ends where a user's own file has it: `my_file.py:MyScore`."""
 
 
 @dataclass(frozen=True)
@@ -55,30 +57,6 @@ class Choice:
         gone = set(names)
         left = {name: value for name, value in self.options.items() if name not in gone}
         return Choice(self.name, left, None if self.usual is None else self.usual & left.keys())
-
-    def whole(self) -> str:
-        """The choice as it is written with every option, those at their default too."""
-        return str(self._untold())
-
-    def _untold(self) -> Choice:
-        held = {name: value._untold() if isinstance(value, Choice) else value for name, value in self.options.items()}
-        return Choice(self.name, held)
-
-    def of_all(self, options: Mapping[str, Any]) -> Choice:
-        """The resolved choice that is written as this one and holds `options`, choices in them as `whole` says them.
-
-        Its own options come first, as JSON sorts the others.
-        """
-        ordered = {name: options[name] for name in (*self.options, *options)}
-        return self._holding(ordered)
-
-    def _holding(self, options: Mapping[str, Any]) -> Choice:
-        told = self.options
-        held = {
-            name: told[name]._holding(as_choice(value).options) if isinstance(told.get(name), Choice) else value
-            for name, value in options.items()
-        }
-        return Choice(self.name, held, frozenset(options) - frozenset(told))
 
     def __str__(self) -> str:
         names = self.usual is not None  # an owner of its options takes `none` for the name that it is
@@ -120,11 +98,10 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def policy_and_selection(text: str) -> tuple[str, str]:
-    """`policy:selection` as its two parts, either empty; the colon of a policy from outside is part of its name."""
+    """`policy:selection` as its two parts, either empty; the colon of a name from outside is part of it."""
     first, *rest = split(text, ":")
-    if first in OUTSIDE and rest:
-        first, rest = f"{first}:{rest[0]}", rest[1:]
-        return first, ":".join(rest)
+    if rest and (first in OUTSIDE or first.endswith(_FILE)):
+        return f"{first}:{rest[0]}", ":".join(rest[1:])
     return (first, ":".join(rest)) if rest else ("", first)
 
 

@@ -158,7 +158,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found |= {f"{name}_{option}": _plain(held) for option, held in value.options.items()}
+                found |= {f"{name}_{option}": _shown(held) for option, held in value.options.items()}
         return found
 
     def to_document(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found[f"{name}_options"] = {option: _plain(held) for option, held in value.options.items()}
+                found[f"{name}_options"] = {option: _nested(held) for option, held in value.options.items()}
         return found
 
     def _choices(self) -> list[tuple[str, Any]]:
@@ -180,7 +180,8 @@ class EvictionConfig:
         held = dict(document)
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
-            held[name] = told.of_all(options)
+            options = {option: _unnested(value) for option, value in options.items()}
+            held[name] = _holding(told, options)
         return cls(**held)
 
 
@@ -207,10 +208,33 @@ def _protected(name: str, given: float | str) -> int | float:
     return value
 
 
+def _shown(value: Any) -> Any:
+    """An option as a plain value."""
+    return str(value) if isinstance(value, Choice) else value
+
+
+def _nested(value: Any) -> Any:
+    """An option as JSON holds it: a choice inside another as it is written, with all of its own options."""
+    if not isinstance(value, Choice):
+        return value
+    return {"choice": str(value), "options": {name: _nested(held) for name, held in value.options.items()}}
+
+
+def _unnested(value: Any) -> Any:
+    """What `_nested` made this of."""
+    if not isinstance(value, dict):
+        return value
+    told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
+    return _holding(told, options)
+
+
+def _holding(told: Choice, options: Mapping[str, Any]) -> Choice:
+    """A choice with all of its options, those that it shows in the order in which it does: JSON sorts its keys."""
+    ordered = {name: options[name] for name in (*told.options, *options)}
+    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
+
+
 def _plain(value: Any) -> Any:
-    """A number or text; a choice inside another as it is written with all of its options."""
-    if isinstance(value, Choice):
-        return value.whole()
     return value.value if isinstance(value, Budget) else value
 
 

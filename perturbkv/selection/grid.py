@@ -121,13 +121,12 @@ def asked(
     if preset not in PRESETS:
         raise UnknownNameError(preset, "preset", PRESETS)
     chosen = {name: value for name, value in choices.items() if value is not None}
-    granularity = as_choice(chosen.pop("granularity")) if "granularity" in chosen else None
     named, selected = policy_and_selection(selection, policy)
     own = registry.info(named.name)
     if own.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever others are asked with
         selected, chosen["window"] = _given(named, selected, named == as_choice(policy)), 0
-    if granularity is None:
-        granularity = as_choice(own.own_granularity or PRESETS[preset].get("granularity", "query"))
+    usual = own.own_granularity or PRESETS[preset].get("granularity", "query")
+    granularity = as_choice(chosen.pop("granularity", usual))
     owners = {"policy": named, "selection": selected, "granularity": granularity}
     beside = {name: value for name, value in chosen.items() if name not in FIELDS}
     _check_once(owners, beside)
@@ -189,12 +188,10 @@ def names_policy(selection: str) -> bool:
 
 def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
     """What a selection, as `grid` takes it, and the policy beside it stand for."""
-    if isinstance(text, str):
-        own, selection = split_side(text)
-        if own:
-            chosen = parse(own)
-            return chosen, parse(selection or registry.info(chosen.name).selections[0])
-    chosen = as_choice(text)
-    if chosen.name not in SELECTIONS and chosen.name in registry.names():
+    parts = split_side(text) if isinstance(text, str) else ("", "")
+    if all(parts):
+        return parse(parts[0]), parse(parts[1])
+    chosen = as_choice(parts[0] or text)
+    if chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names()):
         return chosen, Choice(registry.info(chosen.name).selections[0])
     return as_choice(policy), chosen

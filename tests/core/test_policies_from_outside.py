@@ -20,7 +20,7 @@ from perturbkv.selection.policies import presses, registry
 from tests.support.traces import sample_trace, trace
 
 INNER = Choice("SnapKVPress", {"window_size": 32, "kernel_size": 5}, frozenset({"kernel_size"}))
-PRESS = Choice("kvpress:AdaKVPress", {"press": INNER, "alpha_safeguard": 0.2}, frozenset({"alpha_safeguard"}))
+PRESS = Choice("kvpress:AdaKVPress", {"press": INNER, "use_vnorm": True}, frozenset({"use_vnorm"}))
 STORED = EvictionConfig(24, PRESS, "given", 0, "kv")
 
 
@@ -32,6 +32,8 @@ STORED = EvictionConfig(24, PRESS, "given", 0, "kv")
         ("kvpress:SnapKVPress", ("kvpress:SnapKVPress", "")),
         ("kvpress:A(B(x=1)):given", ("kvpress:A(B(x=1))", "given")),
         ("given:mine:given", ("given:mine", "given")),
+        ("folder/my.py:Mine(tau=2)", ("folder/my.py:Mine(tau=2)", "")),
+        ("my.py:Mine:two-stage", ("my.py:Mine", "two-stage")),
     ],
 )
 def test_the_colon_of_an_outside_name_is_part_of_it(side: str, parts: tuple[str, str]) -> None:
@@ -42,12 +44,22 @@ def test_a_press_is_stored_with_all_of_its_parameters_and_read_without_kvpress()
     run = RunConfig("m", "d", (STORED, configuration(24, window=8, granularity="kv", selection="attention")))
     document = json.loads(run.to_json())["configs"][0]
     assert document["policy"] == "kvpress:AdaKVPress(press=SnapKVPress(window_size=32))"
-    assert document["policy_options"]["press"] == "SnapKVPress(window_size=32, kernel_size=5)"
+    inner = {"choice": "SnapKVPress(window_size=32)", "options": {"kernel_size": 5, "window_size": 32}}
+    assert document["policy_options"]["press"] == inner
     assert document["window"] == 0 and document["selection"] == "given"
     again = RunConfig.from_json(run.to_json())
     assert again == run and again.to_json() == run.to_json()
     assert again.labels()[0] == "kvpress:AdaKVPress(press=SnapKVPress(window_size=32)):given b=24 kv"
     assert again.configs[0].given and again.configs[0].alpha == 1
+
+
+def test_choices_inside_a_choice_keep_the_order_in_which_they_are_shown() -> None:
+    inner = Choice("SnapKVPress", {"window_size": 32, "kernel_size": 3}, frozenset())
+    run = RunConfig(
+        "m", "d", (EvictionConfig(24, Choice("kvpress:A", {"press": inner}, frozenset()), "given", 0, "kv"),)
+    )
+    assert run.labels() == ["kvpress:A(press=SnapKVPress(window_size=32, kernel_size=3)):given b=24 kv"]
+    assert RunConfig.from_json(run.to_json()).labels() == run.labels()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,9 @@ def test_a_trace_of_a_press_is_compared_and_shown() -> None:
     compared = compare_heads(shown, "attention", "kvpress:AdaKVPress")
     assert STORED.label() in json.dumps(compared.to_dict(), default=str)
     assert all(part for part in (compared.conclusion(), compared.tables(), repr(shown)))
-    assert set(shown.to_frame()["config"]) == set(shown.run.labels())
+    frame = shown.to_frame()
+    assert set(frame["config"]) == set(shown.run.labels())
+    assert set(frame["policy_use_vnorm"].dropna()) == {True}
 
 
 def say_versions(transformers: str, kvpress: str | None) -> Callable[[str], str]:

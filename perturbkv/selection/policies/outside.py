@@ -48,11 +48,6 @@ class Outside(Policy):
             raise ConfigError(msg)
         return Choice(choice.name, {}, frozenset())
 
-    @classmethod
-    def made(cls, choice: Choice) -> Policy:
-        """The policy; what its options say matters to whoever runs it."""
-        return cls()
-
 
 def policy(name: str) -> type[Outside]:
     """The class of `given:NAME`."""
