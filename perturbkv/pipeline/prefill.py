@@ -182,7 +182,7 @@ def prefill(
     With `taken`, which gets the statistics and each layer as they are there, no full cache is kept: a layer's keys and
     values are let go when the layer is done. `given` says what configurations keep that do not rank.
     """
-    wanted = {asked(config): [] for config in configs if not config.given}
+    wanted: dict[Asked, list[Tensor]] = {asked(config): [] for config in configs if not config.given}
     found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
     reading = _Reading(adapter, found, resources, taken)
     ids = torch.tensor([list(token_ids)], device=adapter.device)

@@ -214,7 +214,7 @@ def test_the_command_compares_a_press_and_goes_on(perturbkv: Run, tiny: list[obj
     )
     again = perturbkv("heads", *tiny, "--granularity", "kv", "--compare", side, "-o", "out")
     assert again.code == 0 and "there already" in again.err
-    more = perturbkv("trace", *tiny, "--policy", PRESS, "--granularity", "kv", "--selection", "attention", "-o", "t.h5")
+    more = perturbkv("trace", *tiny[:-2], "--policy", PRESS, "--granularity", "kv", "-o", "t.h5")
     assert more.code == 0, more.err
     asked = perturbkv("heads", "out/trace.h5", "--compare", f"attention,{PRESS}", "-o", "f", "--json")
     (comparison,) = asked.json()["comparisons"]
@@ -222,16 +222,16 @@ def test_the_command_compares_a_press_and_goes_on(perturbkv: Run, tiny: list[obj
 
 
 def test_the_command_generates_lists_and_plans_presses(perturbkv: Run, tiny: list[object]) -> None:
-    made = perturbkv("generate", *tiny, "--policy", PRESS, "--max-new-tokens", "3", "-o", "g", "--json")
+    made = perturbkv("generate", *tiny[:-2], "--policy", PRESS, "--max-new-tokens", "3", "-o", "g", "--json")
     assert made.code == 0, made.err
-    planned = perturbkv("trace", *tiny, "--policy", PRESS, "--dry-run")
+    planned = perturbkv("trace", *tiny[:-2], "--policy", PRESS, "--dry-run")
     assert planned.code == 0 and "24 asked for" in planned.out
     listed = perturbkv("policies", "kvpress:SnapKVPress", "--json")
     assert listed.json()["options"] == {
         "window_size": {"default": "64", "about": ""}, "kernel_size": {"default": "5", "about": ""},
     }  # fmt: skip
     again = perturbkv(
-        "generate", *tiny, "--policy", PRESS, "--max-new-tokens", "3", "-o", "h", "--compress-every", "60"
+        "generate", *tiny[:-2], "--policy", PRESS, "--max-new-tokens", "3", "-o", "h", "--compress-every", "60"
     )
     assert again.code == 2 and "is asked once, for the prompt" in again.err
 
@@ -242,7 +242,7 @@ def test_the_command_generates_lists_and_plans_presses(perturbkv: Run, tiny: lis
 def test_the_command_refuses_in_one_line_and_writes_nothing(
     policy: str, perturbkv: Run, tiny: list[object], tmp_path: Path
 ) -> None:
-    ran = perturbkv("trace", *tiny, "--policy", policy, "-o", "t.h5")
+    ran = perturbkv("trace", *tiny[:-2], "--policy", policy, "-o", "t.h5")
     assert ran.code == 2 and len(ran.err.strip().splitlines()) <= 8 and "Traceback" not in ran.err
     assert not list(tmp_path.iterdir())
 
@@ -257,3 +257,13 @@ def test_python_measures_and_generates(model: Path) -> None:
     again = pk.measure(loaded, prompts, configs, progress=False)
     np.testing.assert_array_equal(trace.arrays["kept_position"], again.arrays["kept_position"])
     assert len(pk.generate(loaded, prompts, configs, max_new_tokens=2, progress=False)) == 1
+
+
+@pytest.mark.parametrize(("option", "value"), [("--selection", "two-stage"), ("--window", "8"), ("--alpha", "0.5")])
+def test_options_of_ours_beside_presses_alone_are_refused(
+    option: str, value: str, perturbkv: Run, tiny: list[object], tmp_path: Path
+) -> None:
+    asked = [*tiny[:-4], "--budget", 40, "--policy", PRESS, option, value, "-o", "t.h5"]
+    ran = perturbkv("trace", *asked)
+    assert ran.code == 2 and f"{option} has no effect here" in ran.err and not list(tmp_path.iterdir())
+    assert perturbkv("trace", *asked, "--policy", "snapkv", "--dry-run").code == 0
