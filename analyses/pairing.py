@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.choice import FIRST, Choice, parse, policy_and_selection
+from perturbkv.configs.choice import FIRST, Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import SELECTIONS
@@ -15,7 +15,6 @@ from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
 _STAGE1 = ("alpha", "split")
-_LACKING = object()
 Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
@@ -90,7 +89,7 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
 
 def _options(side: str) -> set[str]:
     """Options that a side names, which may then differ between the sides."""
-    return {name for part in policy_and_selection(side) if part for name in parse(part).options}
+    return {name or "by" for part in halves(side) for name in parse(part).options}
 
 
 def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[str]) -> list[EvictionConfig]:
@@ -116,8 +115,7 @@ def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
 
 def _of_any_policy(side: str) -> bool:
     """Whether a side is a selection alone."""
-    policy, selection = policy_and_selection(side)
-    return not policy and parse(selection).name in SELECTIONS
+    return len(halves(side)) == 1 and parse(side).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
@@ -146,24 +144,30 @@ def _held(run: RunConfig) -> str:
 
 def _matches(config: EvictionConfig, side: str) -> bool:
     """Whether a configuration is of a side: its names, and every option that the side gives."""
-    policy, selection = policy_and_selection(side)
-    if not policy:
-        return any(_fits(parse(selection), held) for held in (config.selection, config.policy))
-    fits = not selection or _fits(parse(selection), config.selection)
-    return fits and _fits(parse(policy), config.policy)
+    told = [parse(part) for part in halves(side)]
+    if len(told) == 1:
+        return _fits(told[0], config.selection) or _fits(told[0], config.policy)
+    return len(told) == 2 and _fits(told[0], config.policy) and _fits(told[1], config.selection)
 
 
 def _fits(told: Choice, held: Choice) -> bool:
-    """Whether a choice holds all that was told of it."""
+    """Whether a choice is the one that is told; the score that a policy ranks by may stand without a name."""
     return told.name == held.name and all(_has(held, name, value) for name, value in told.options.items())
 
 
 def _has(held: Choice, name: str, value: Any) -> bool:
-    """Whether a choice has an option of this value; the one without a name may be any of them."""
-    found = held.options.values() if name == FIRST else [held.options.get(name, _LACKING)]
-    if isinstance(value, Choice):
-        return any(isinstance(one, Choice) and _fits(value, one) for one in found)
-    return any(one == value or (value is None and one == "none") for one in found)
+    """Whether a choice has an option of this value: one of the name; without a name `by`, or any where it has no by."""
+    if name == FIRST and "by" not in held.options:
+        return any(_means(value, one) for one in held.options.values())
+    name = name or "by"
+    return name in held.options and _means(value, held.options[name])
+
+
+def _means(told: Any, held: Any) -> bool:
+    """Whether an option is what is told of it."""
+    if isinstance(held, Choice):
+        return isinstance(told, str | Choice) and _fits(as_choice(told), held)
+    return bool(("none" if told is None else told) == held)
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bool:

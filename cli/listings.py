@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +89,7 @@ def _list_policies(as_json: bool) -> None:
 
 def _describe(name: str, as_json: bool) -> None:
     """The options of a policy, a selection or a granularity. Raises UnknownNameError."""
+    from perturbkv.configs.plugins import of_file
     from perturbkv.configs.selections import GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
     from perturbkv.selection.policies import presses, registry
 
@@ -97,7 +97,7 @@ def _describe(name: str, as_json: bool) -> None:
     if name.startswith(f"{presses.PREFIX}:"):
         _describe_press(name, as_json)
         return
-    if name not in others and name not in registry.names():
+    if name not in others and name not in registry.names() and not of_file(name):
         raise UnknownNameError(name, "policy or selection", [*registry.names(), *others])
     if name in others:
         summary, paper, options = others[name], "", {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[name]
@@ -125,9 +125,8 @@ def _describe_press(name: str, as_json: bool) -> None:
     found = {key: _default(value) for key, value in presses.described(name).items()}
     summary = f"{presses.Press.summary} ({presses.Press.paper})"
     if as_json:
-        console.print_json({"name": name, "summary": summary, "options": {
-            key: {"default": value, "about": ""} for key, value in found.items()
-        }})  # fmt: skip
+        told = {key: {"default": value, "about": ""} for key, value in found.items()}
+        console.print_json({"name": name, "summary": summary, "options": told})
         return
     console.say(f"{name}: {summary}; docs/kvpress.md tells what each press does here")
     console.table("", ["parameter", "default"], list(found.items()))
@@ -135,7 +134,7 @@ def _describe_press(name: str, as_json: bool) -> None:
 
 def _default(value: Any) -> str:
     """A parameter's default as text; nothing where it has none."""
-    return "" if inspect.isclass(value) or callable(value) else str(value)
+    return "" if callable(value) else str(value)
 
 
 def _told(options: Mapping[str, Option]) -> dict[str, Any]:

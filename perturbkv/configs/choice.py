@@ -17,13 +17,11 @@ _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
+_PREFIX = re.compile(r".*\.py|kvpress|given")
+"""What stands before a colon and belongs to the name behind it."""
 _DEEPEST = 16
 FIRST = ""
 """The name of an option that was given without one."""
-OUTSIDE = ("given", "kvpress")
-"""What stands before the colon in the name of a policy from outside."""
-_FILE = ".py"
-"""How it ends where a user's own file has it: `my_file.py:MyScore`."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +95,12 @@ def split(text: str, separator: str) -> list[str]:
     return parts
 
 
-def policy_and_selection(text: str) -> tuple[str, str]:
-    """`policy:selection` as its two parts, either empty; the colon of a name from outside is part of it."""
+def halves(text: str) -> list[str]:
+    """Policy and selection of `policy:selection`, or the text alone; `my_file.py:MyScore` is one name."""
     first, *rest = split(text, ":")
-    if rest and (first in OUTSIDE or first.endswith(_FILE)):
-        return f"{first}:{rest[0]}", ":".join(rest[1:])
-    return (first, ":".join(rest)) if rest else ("", first)
+    if rest and _PREFIX.fullmatch(first):
+        first, *rest = f"{first}:{rest[0]}", *rest[1:]
+    return [first, ":".join(rest)] if rest else [first]
 
 
 def _shown(value: Any) -> str:

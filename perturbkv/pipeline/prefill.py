@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +18,7 @@ from perturbkv.devices import stack_on
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
+from perturbkv.pipeline.rotations import TURNED, Rotations
 from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
@@ -27,7 +27,6 @@ from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.policies import registry
 from perturbkv.selection.ranking import LayerStatistics, Scores
-from perturbkv.theory import WORK
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._finite: list[tuple[str, Tensor]] = []
+        self._made: list[tuple[str, Tensor]] = []
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
         """Look at one layer's activations."""
@@ -148,11 +148,15 @@ class FiniteCheck:
         """Look at activations that are called `where`."""
         self._finite.append((where, torch.isfinite(activations).all()))
 
+    def made(self, what: str, numbers: Tensor) -> None:
+        """Look at what was made of activations, which are looked at first."""
+        self._made.append((what, torch.isfinite(numbers).all()))
+
     def raise_if_not(self, sample: str) -> None:
         """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
         if not self._finite:
             return
-        places, flags = zip(*self._finite, strict=True)
+        places, flags = zip(*self._finite, *self._made, strict=True)
         for where, finite in zip(places, stack_on(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 raise ActivationError(where, sample)
@@ -200,6 +204,7 @@ class _Reading:
         self.cache, self.finite = DynamicCache(), FiniteCheck()
         self.needs = {need for wanted in found.scored for need in wanted.score.needs}
         self.input: Tensor | None = None
+        self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
         """What the model calls."""
@@ -233,7 +238,7 @@ class _Reading:
             sample=self.found.sample,
             window=0,
             attention_input=self.input,
-            turned_back=partial(turned_back, self.adapter) if "unrotated" in self.needs else None,
+            rotary=None if self.needs.isdisjoint(TURNED) else self.rotations,
         )
 
     def _score(self, view: LayerView) -> None:
@@ -241,7 +246,7 @@ class _Reading:
         for window in dict.fromkeys(wanted.window for wanted in self.found.scored):
             own = [wanted.score for wanted in self.found.scored if wanted.window == window]
             for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
-                self.finite.look(f"the scores '{score.name}' of layer {view.layer}", made)
+                self.finite.made(f"the scores '{score.called}' of layer {view.layer}", made)
                 self.found.scored[Asked(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
@@ -257,14 +262,3 @@ class _Reading:
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
     """ν of a layer's values, computed as the run asks for."""
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)
-
-
-def turned_back(adapter: Adapter, queries: Float[Tensor, "head query d_head"]) -> Float[Tensor, "head query d_head"]:
-    """Queries of the positions 0, 1, … as they were before rotation, in `WORK`."""
-    places = torch.arange(queries.shape[1], device=queries.device).unsqueeze(0)
-    cosine, sine = (part[0].to(WORK) for part in adapter.rotary(queries.unsqueeze(0), places))
-    size, half = cosine.shape[-1], cosine.shape[-1] // 2
-    rotated, rest = queries[..., :size].to(WORK), queries[..., size:].to(WORK)
-    swapped = torch.cat([rotated[..., half:], -rotated[..., :half]], dim=-1)
-    stretched = cosine.square() + sine.square()  # the factor that YaRN puts on both
-    return torch.cat([(rotated * cosine + swapped * sine) / stretched, rest], dim=-1)

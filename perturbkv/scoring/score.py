@@ -53,6 +53,11 @@ class Score(WithOptions):
         raise NotImplementedError
 
     @property
+    def called(self) -> str:
+        """Its name; of a user's file, which needs none, the class's."""
+        return getattr(self, "name", type(self).__name__)
+
+    @property
     def first_entries(self) -> int:
         """First entries that always stay."""
         return 0

@@ -15,8 +15,20 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.kept_sets import Budgets, KeptSets, RankingGroup, ranking_groups
+from perturbkv.selection.kept_sets import KeptSets, RankingGroup, ranking_groups
 from perturbkv.selection.ranking import Scores
+
+
+@dataclass(frozen=True, eq=False)
+class GivenBudgets:
+    """Entries of each configuration and kept set."""
+
+    kept_entries: Int[Tensor, "config kv_head"]
+
+    @property
+    def stage1_entries(self) -> Int[Tensor, "config kv_head"]:
+        """All of them."""
+        return self.kept_entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +49,9 @@ class GivenGroup:
         return self.kept.shape[1]
 
     @property
-    def budgets(self) -> Budgets:
-        """Entries that are kept, all of them by stage 1."""
-        counts = self.kept.sum(dim=-1)
-        return Budgets(counts, counts, torch.zeros_like(counts), torch.zeros_like(counts), 0)
+    def budgets(self) -> GivenBudgets:
+        """How many entries are kept."""
+        return GivenBudgets(self.kept.sum(dim=-1))
 
     def kept_sets(self, rows: Int[Tensor, " row"] | slice = slice(None)) -> KeptSets:
         """Masks of some of the group's configurations, by their place in it."""

@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from perturbkv.configs.choice import Choice, as_choice, parse
-from perturbkv.configs.choice import policy_and_selection as split_side
+from perturbkv.configs.choice import Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import CHOICES, PRESETS, EvictionConfig
 from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
@@ -23,9 +22,9 @@ FIELDS = ("preset", "budget", "window", "granularity", "protect_first", "protect
 """What every configuration has; all else is an option of some policy, selection or granularity."""
 ORDER = (
     "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "pool", "kernel", "granularity",
-    "group_score", "reduce", "group_product", "product", "sinks", "seed", "pyramid_beta", "pyramid_line", "beta",
-    "line", "floor", "safeguard", "head_beta", "recent", "history", "protect_first", "protect_recent", "positions",
-    "policy", "selection",
+    "group_score", "reduce", "group_product", "product", "block", "block_score", "sinks", "seed", "pyramid_beta",
+    "pyramid_line", "beta", "line", "floor", "safeguard", "head_beta", "recent", "history", "protect_first",
+    "protect_recent", "positions", "policy", "selection",
 )  # fmt: skip
 """The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy, by
 name."""
@@ -122,6 +121,7 @@ def asked(
         raise UnknownNameError(preset, "preset", PRESETS)
     chosen = {name: value for name, value in choices.items() if value is not None}
     named, selected = policy_and_selection(selection, policy)
+    named = registry.spelled(named)
     own = registry.info(named.name)
     if own.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever others are asked with
         selected, chosen["window"] = _given(named, selected, named == as_choice(policy)), 0
@@ -188,10 +188,9 @@ def names_policy(selection: str) -> bool:
 
 def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
     """What a selection, as `grid` takes it, and the policy beside it stand for."""
-    parts = split_side(text) if isinstance(text, str) else ("", "")
-    if all(parts):
+    if isinstance(text, str) and len(parts := halves(text)) > 1:
         return parse(parts[0]), parse(parts[1])
-    chosen = as_choice(parts[0] or text)
+    chosen = as_choice(text)
     if chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names()):
         return chosen, Choice(registry.info(chosen.name).selections[0])
     return as_choice(policy), chosen

@@ -17,6 +17,7 @@ from torch import Tensor
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, reduce_group, seeded
+from perturbkv.selection import blocks
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
 
@@ -75,7 +76,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """An order of every kept set's prefix.
+    """An order of every kept set's prefix, by entries or by blocks.
 
     `order` holds the positions, best first; `ranks` each position's place in it.
     """
@@ -110,90 +111,97 @@ class Scores:
         return self._made[key]  # type: ignore[return-value]
 
     def kept_heads(self, config: EvictionConfig) -> int:
-        """How many kept sets the configuration's granularity makes."""
+        """How many kept sets a cache holds; a layer's one kept set is that of every key/value head."""
         return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
+
+    def reduced(self, config: EvictionConfig, score: Tensor, how: str = "mean") -> Score:
+        """Scores of query heads, reduced over those that share a kept set."""
+        return reduce_group(score, self._sets(config), how).expand(self.kept_heads(config), -1)
+
+    def _sets(self, config: EvictionConfig) -> int:
+        """How many kept sets may differ."""
+        return 1 if config.granularity.name == "layer" else self.kept_heads(config)
 
     def first(self, config: EvictionConfig) -> Ranking:
         """Ranking of the whole set, or of stage 1 where there are two."""
-        return self.ranking(_FIRST[config.selection.name](self, config))
+        return self.ranking(_FIRST[config.selection.name](self, config), config)
 
     def second(self, config: EvictionConfig) -> Ranking | None:
         """Ranking of stage 2; None for a selection without stages."""
         if config.selection.name not in _UNIFORM:
             return None
-        return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]))
+        return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]), config)
 
-    def ranking(self, score: Score) -> Ranking:
-        """The order of a score of ours; places without an entry come last."""
-        return self.once(("ranking", id(score)), lambda: rank(self._valid(score)))
+    def ranking(self, score: Score, config: EvictionConfig) -> Ranking:
+        """The order of a score of ours, of its entries or blocks; places without an entry come last."""
+        size, how = blocks.scoring(config)
+        return self.once(("ranking", id(score), size, how), lambda: rank(blocks.scores(self._valid(score), size, how)))
 
     def heads_in_order(self, config: EvictionConfig, first: int, recent: int) -> Int[Tensor, " entry"]:
-        """The kept set of every entry of the layer, by descending pooled attention; ties by position, then set.
+        """The kept set of every entry or block of the layer, by descending pooled attention; ties by place, then set.
 
-        The `first` and `recent` entries, which always stay, and places without an entry come last.
+        The `first` and `recent` ones, which always stay, and places without an entry come last.
         """
-        score = self.attention(config)
-        heads, prefix = score.shape
+        score, (size, how) = self.attention(config), blocks.scoring(config)
 
         def make() -> Tensor:
-            competing = self._valid(score)
+            competing = blocks.scores(self._valid(score), size, how)
+            heads, prefix = competing.shape
             if first or recent:
-                place, begin = torch.arange(prefix, device=score.device), self.statistics.begin
+                place, begin = torch.arange(prefix, device=score.device), self.statistics.begin // size
                 competing = competing.masked_fill(
                     at_ends(place, begin.unsqueeze(-1), prefix, first, recent), -torch.inf
                 )
             return competing.T.flatten().sort(descending=True, stable=True).indices % heads
 
-        return self.once(("heads", id(score), first, recent), make)
+        return self.once(("heads", id(score), size, how, first, recent), make)
 
     def attention(self, config: EvictionConfig, pooled: bool = True) -> Score:
         """Ā reduced over the group, then pooled: Ā'."""
-        kept, how = self.kept_heads(config), config.granularity.options.get("reduce", "mean")
+        sets, how = self._sets(config), config.granularity.options.get("reduce", "mean")
         kind, kernel = _pooling(config, pooled)
-        reduced = self.once(("attention", kept, how), lambda: reduce_group(self.statistics.accumulated, kept, how))
-        return self.once(("pooled", kept, how, kind, kernel), lambda: pool(reduced, kind, kernel))
+        reduced = self.once(("attention", sets, how), lambda: self.reduced(config, self.statistics.accumulated, how))
+        return self.once(("pooled", sets, how, kind, kernel), lambda: pool(reduced, kind, kernel))
 
     def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
         """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""
-        kept, pooled = self.kept_heads(config), config.selection.options.get("score") == "pooled"
-        key = ("stage 2", kept, config.granularity, _pooling(config, pooled), _epsilon(config))
+        pooled = config.selection.options.get("score") == "pooled"
+        key = ("stage 2", config.granularity, _pooling(config, pooled), _epsilon(config))
         return self.once((*key, uniform), lambda: self._product(config, pooled, uniform))
 
     def _product(self, config: EvictionConfig, pooled: bool, uniform: bool) -> Score:
-        kept = self.kept_heads(config)
         norms = self.statistics.norms.to(WORK)
         if uniform:
             norms = torch.ones_like(norms)
         if config.granularity.options.get("product") == "mean-of-products":
             scored = self.statistics.accumulated
             per_head = pool(scored, *_pooling(config, pooled)).repeat_interleave(len(norms) // len(scored), dim=0)
-            return reduce_group((per_head + _epsilon(config)) * norms, kept)
-        return (self.attention(config, pooled) + _epsilon(config)) * reduce_group(norms, kept)
+            return self.reduced(config, (per_head + _epsilon(config)) * norms)
+        return (self.attention(config, pooled) + _epsilon(config)) * self.reduced(config, norms)
 
     def value(self, config: EvictionConfig) -> Score:
         """ν alone."""
-        kept = self.kept_heads(config)
-        return self.once(("value", kept), lambda: reduce_group(self.statistics.norms.to(WORK), kept))
+        return self.once(("value", self._sets(config)), lambda: self.reduced(config, self.statistics.norms.to(WORK)))
 
     def hindsight(self, config: EvictionConfig) -> Score:
         """The realised A·ν."""
-        kept, given = self.kept_heads(config), self.statistics
-        return self.once(("hindsight", kept), lambda: reduce_group(given.hindsight * given.norms.to(WORK), kept))
+        sets, given = self._sets(config), self.statistics
+        return self.once(("hindsight", sets), lambda: self.reduced(config, given.hindsight * given.norms.to(WORK)))
 
     def hindsight_attention(self, config: EvictionConfig) -> Score:
         """The realised A alone."""
-        kept = self.kept_heads(config)
-        return self.once(("hindsight attention", kept), lambda: reduce_group(self.statistics.hindsight, kept))
+        sets = self._sets(config)
+        return self.once(("hindsight attention", sets), lambda: self.reduced(config, self.statistics.hindsight))
 
     def random(self, config: EvictionConfig) -> Score:
         """Uniform numbers that depend on seed, sample and layer alone, not on the device."""
-        kept, given, seed = self.kept_heads(config), self.statistics, config.selection["seed"]
-        return self.once(
-            ("random", kept, seed),
-            lambda: seeded(kept, given.prefix, seed, given.sample, given.layer).to(
-                given.norms.device, non_blocking=True
-            ),
-        )
+        sets, given, seed = self._sets(config), self.statistics, config.selection["seed"]
+
+        def make() -> Score:
+            drawn = seeded(sets, given.prefix, seed, given.sample, given.layer)
+            return drawn.to(given.norms.device, non_blocking=True).expand(self.kept_heads(config), -1)
+
+        return self.once(("random", sets, seed), make)
 
     def position(self, config: EvictionConfig) -> Score:
         """As the policy ranks places."""

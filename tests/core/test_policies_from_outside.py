@@ -10,7 +10,7 @@ import pytest
 
 from perturbkv.analyses import pairing
 from perturbkv.analyses.head_comparisons import compare_heads
-from perturbkv.configs.choice import Choice, parse, policy_and_selection
+from perturbkv.configs.choice import Choice, halves, parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
@@ -27,17 +27,17 @@ STORED = EvictionConfig(24, PRESS, "given", 0, "kv")
 @pytest.mark.parametrize(
     ("side", "parts"),
     [
-        ("two-stage", ("", "two-stage")),
-        ("adakv:two-stage(alpha=0.5)", ("adakv", "two-stage(alpha=0.5)")),
-        ("kvpress:SnapKVPress", ("kvpress:SnapKVPress", "")),
-        ("kvpress:A(B(x=1)):given", ("kvpress:A(B(x=1))", "given")),
-        ("given:mine:given", ("given:mine", "given")),
-        ("folder/my.py:Mine(tau=2)", ("folder/my.py:Mine(tau=2)", "")),
-        ("my.py:Mine:two-stage", ("my.py:Mine", "two-stage")),
+        ("two-stage", ["two-stage"]),
+        ("adakv:two-stage(alpha=0.5)", ["adakv", "two-stage(alpha=0.5)"]),
+        ("kvpress:SnapKVPress", ["kvpress:SnapKVPress"]),
+        ("kvpress:A(B(x=1)):given", ["kvpress:A(B(x=1))", "given"]),
+        ("given:mine:given", ["given:mine", "given"]),
+        ("folder/my.py:Mine(tau=2)", ["folder/my.py:Mine(tau=2)"]),
+        ("my.py:Mine:two-stage", ["my.py:Mine", "two-stage"]),
     ],
 )
-def test_the_colon_of_an_outside_name_is_part_of_it(side: str, parts: tuple[str, str]) -> None:
-    assert policy_and_selection(side) == parts
+def test_the_colon_of_an_outside_name_is_part_of_it(side: str, parts: list[str]) -> None:
+    assert halves(side) == parts
 
 
 def test_a_press_is_stored_with_all_of_its_parameters_and_read_without_kvpress() -> None:

@@ -46,7 +46,7 @@ class LatestFirst:
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """What budgets may look at in one layer.
+    """What budgets may look at in one layer; of whole blocks every entry here is a block (`configs.blocks`).
 
     Attributes:
         kept_heads: kept sets of the layer.
@@ -59,6 +59,7 @@ class LayerBudget:
             stay, and those that a kept set lacks, come last.
         head_scores: given scores of all heads, for headkv.
         of_model: makes something of the pooled scores of all layers, in their order, once for each hashable key.
+        window: of what always stays that which the window takes.
     """
 
     kept_heads: int
@@ -70,6 +71,7 @@ class LayerBudget:
     heads_in_order: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
     of_model: Callable[[Any, Callable[[Iterable[Tensor]], Any]], Any] | None = None
+    window: int = 0
 
     @property
     def free(self) -> int:
@@ -198,7 +200,8 @@ class ByScore(Policy):
     @staticmethod
     def of(scored: type[Score], name: str) -> type[Policy]:
         """The policy that a score is, under this name."""
-        options = dataclasses.fields(scored)
+        fields = {field.name: field for field in dataclasses.fields(scored)}
+        options = [fields[option] for option in scored.options()]
         told = {
             "name": name,
             "scored": scored,

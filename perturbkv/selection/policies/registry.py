@@ -79,8 +79,8 @@ def known() -> list[type[Policy]]:
 
 def info(name: str) -> type[Policy]:
     """The policy's class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
-    if name.partition(":")[0] in _OUTSIDE and ":" in name:
-        return outside_policy(name)
+    if _from_outside(name):
+        return _outside(name)
     if name in _POLICIES.names() or (of_file(name) and not _is_score(name)):
         return _POLICIES.info(name)
     if name not in SCORES.names() and not of_file(name):
@@ -112,28 +112,41 @@ def plugins(config: EvictionConfig) -> dict[str, str]:
     return {name: digest(known) for name, known in used.items() if not is_ours(known)}
 
 
-def outside_policy(name: str) -> type[Outside]:
+def _from_outside(name: str) -> bool:
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and prefix in _OUTSIDE
+
+
+def _outside(name: str) -> type[Outside]:
     """The class of a policy from outside: `kvpress:SnapKVPress`."""
     found = importlib.import_module(f"{__package__}.{_OUTSIDE[name.partition(':')[0]]}")
     return cast("type[Outside]", found.policy(name))
 
 
-@functools.cache
 def build(choice: Choice) -> Policy:
     """The policy with its options, those that were not given at their defaults. Raises as `completed`."""
-    policy = info(choice.name)
-    if choice.name.partition(":")[0] in _OUTSIDE:
-        return policy()  # what its options say matters to whoever runs it
-    return policy(**choice.options if choice.usual is not None else _completed(choice).options)
+    if _from_outside(choice.name):
+        return _outside(choice.name)()  # what its options say matters to whoever runs it
+    return _built(cast("Any", info(choice.name)), choice)
+
+
+@functools.cache
+def _built(kind: Any, choice: Choice) -> Policy:
+    found: Policy = kind(**(choice if choice.usual is not None else _completed(choice)).options)
+    return found
+
+
+def spelled(choice: Choice) -> Choice:
+    """The choice with a score that stands first without a name, `adakv(caote)`, under its name: `adakv(by=caote)`."""
+    if FIRST not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
+        return choice
+    return Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
 
 
 def _completed(choice: Choice) -> Choice:
-    if choice.name.partition(":")[0] in _OUTSIDE:
-        return outside_policy(choice.name).completed(choice)
-    options = info(choice.name).options()
-    if FIRST in choice.options and "by" in options and "by" not in choice.options:
-        choice = Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
-    whole = completed(choice, f"policy '{choice.name}'", options)
+    if _from_outside(choice.name):
+        return _outside(choice.name).completed(choice)
+    whole = completed(spelled(choice), f"policy '{choice.name}'", info(choice.name).options())
     by = whole.options.get("by")
     if not isinstance(by, Choice):
         return whole.without(["by"])
@@ -182,11 +195,17 @@ def _listed(selections: tuple[str, ...]) -> str:
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
-    """Raise ConfigError where the policy does not take the configuration's selection, or the cache not its budgets."""
+    """Raise ConfigError where policy and selection, granularity or cache do not go together."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
         what = f"policy '{policy.name}' does not combine with selection '{config.selection.name}'"
         raise ConfigError(_refusal(what))
+    if policy.budgets == "by head" and config.granularity.name == "layer":
+        msg = (
+            f"policy '{policy.name}' shares budgets out by head, and granularity 'layer' keeps one set for all heads; "
+            "choose kv or query, or another policy"
+        )
+        raise ConfigError(msg)
     if cache not in policy.caches():
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
@@ -200,7 +219,7 @@ def _check_sign(config: EvictionConfig) -> None:
     user = f"policy '{policy.name}'" if policy.mixes else multiplied
     if policy.score.signed and user:
         msg = (
-            f"{user} multiplies or mixes scores, and '{policy.score.name}' gives some below 0; choose selection "
+            f"{user} multiplies or mixes scores, and '{policy.score.called}' gives some below 0; choose selection "
             "attention with equal budgets"
         )
         raise ConfigError(msg)
