@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.choice import Choice, as_choice, halves, parse
+from perturbkv.configs.choice import FIRST, Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import SELECTIONS
@@ -152,10 +152,15 @@ def matches(config: EvictionConfig, side: str) -> bool:
 
 def _fits(told: Choice, held: Choice) -> bool:
     """Whether a choice is the one that is told; the score that a policy ranks by may stand without a name."""
-    options = {name or "by": value for name, value in told.options.items()}
-    return told.name == held.name and all(
-        name in held.options and _means(value, held.options[name]) for name, value in options.items()
-    )
+    return told.name == held.name and all(_has(held, name, value) for name, value in told.options.items())
+
+
+def _has(held: Choice, name: str, value: Any) -> bool:
+    """Whether a choice has an option of this value: one of the name; without a name `by`, or any where it has no by."""
+    if name == FIRST and "by" not in held.options:
+        return any(_means(value, one) for one in held.options.values())
+    name = name or "by"
+    return name in held.options and _means(value, held.options[name])
 
 
 def _means(told: Any, held: Any) -> bool:
@@ -179,7 +184,7 @@ def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bo
 def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
     """Whether two choices have the same values of the options that both have, or of the named ones."""
     both = first.options.keys() & second.options.keys() if names is None else names
-    return all(first[name] == second[name] for name in both)
+    return all(first.options.get(name) == second.options.get(name) for name in both)
 
 
 def of_selection(run: RunConfig, side: str) -> list[int]:
@@ -196,7 +201,7 @@ def of_selection(run: RunConfig, side: str) -> list[int]:
 
 def order(config: EvictionConfig) -> tuple[float, bool, float]:
     """Sorts configurations by α, then budget: fractions before tokens."""
-    return config.selection["alpha"], isinstance(config.budget.value, int), float(config.budget.value)
+    return config.alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
 def by_selection(run: RunConfig) -> list[dict[str, int]]:

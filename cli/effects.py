@@ -66,6 +66,7 @@ NEEDS: Mapping[str, Need] = {
     "data_dir": Need(_from_folder, "a LongBench name as --dataset"),
     "seed": Need(_random, "--dataset needle, a random: model, or a random selection or policy"),
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
+    "window": Need(lambda run, config: not config.given, "a policy of ours: a press has a window of its own"),
     "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),
 }
 """Option -> what it needs. Options of a policy, a selection or a granularity say themselves what they need."""

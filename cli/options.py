@@ -230,7 +230,11 @@ class RunOptions:
         if "policy" in self.typed and all(map(names_policy, selections)):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
             raise ConfigError(msg)
-        return every({**self.choices(), "selection": selections}, self.cache)
+        made = every({**self.choices(), "selection": selections}, self.cache)
+        if "selection" in self.typed and all(one.given for one in made) and not any(map(names_policy, selections)):
+            msg = f"--selection has no effect here: {made[0].policy.name} keeps what it keeps; leave it out"
+            raise ConfigError(msg)
+        return made
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def main() -> None:
         cases.append(pk.load_prompts("multi_news", model, **news))
     for prompts in cases:
         compare(model, prompts, f"{prompts.dataset}, {{}} in every layer")
-        with patch("perturbkv.pipeline.layer.ranking_groups", first_layer_by_attention):
+        with patch("perturbkv.selection.given.ranking_groups", first_layer_by_attention):
             compare(model, prompts, f"{prompts.dataset}, {{}} but for attention in the first layer")
 
 

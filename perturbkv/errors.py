@@ -51,6 +51,14 @@ class TraceError(PerturbkvError):
     """A trace file that cannot be read, is of another run, or lacks what an analysis needs."""
 
 
+class UnreadableError(PerturbkvError):
+    """A cache that is not ours and does not show what it keeps; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"unreadable cache: {reason}")
+
+
 class ActivationError(PerturbkvError):
     """NaN or Inf in a model's activations; the sample is marked failed and the run goes on.
 

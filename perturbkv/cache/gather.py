@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.devices import on_device
-from perturbkv.selection.kept_sets import RankingGroup
+from perturbkv.selection.given import Group
 
 Lengths = list[list[int]]
 """Entries that each kept set of each configuration keeps in one layer."""
@@ -32,7 +32,7 @@ class Kept:
     entries: dict[int, KeptEntries]
 
 
-def lengths(layers: Sequence[Sequence[RankingGroup]], configs: int, device: torch.device) -> list[Lengths]:
+def lengths(layers: Sequence[Sequence[Group]], configs: int, device: torch.device) -> list[Lengths]:
     """Kept entries per kept set, for every layer. One transfer from the device brings them all."""
     counts = [group.budgets.kept_entries for found in layers for group in found]
     flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
@@ -48,7 +48,7 @@ def lengths(layers: Sequence[Sequence[RankingGroup]], configs: int, device: torc
 
 
 def keep(
-    found: Sequence[RankingGroup],
+    found: Sequence[Group],
     batch: Collection[int],
     lengths: Lengths,
     key: Float[Tensor, "kv_head key d_head"],

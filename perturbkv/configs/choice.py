@@ -17,7 +17,7 @@ _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
-_PREFIX = re.compile(r".*\.py")
+_PREFIX = re.compile(r".*\.py|kvpress|given")
 """What stands before a colon and belongs to the name behind it."""
 _DEEPEST = 16
 FIRST = ""

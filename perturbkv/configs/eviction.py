@@ -11,7 +11,7 @@ from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.option import completed
-from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity")
@@ -34,7 +34,7 @@ class EvictionConfig:
         policy: eviction system, a name of `perturbkv.selection.policies.registry`.
         selection: how the kept entries are taken from scores, a key of `SELECTIONS`.
         window: `w`, the last queries of the prompt, whose attention is accumulated and whose entries always stay
-            (paper, Algorithm 2: n' = 32).
+            (paper, Algorithm 2: n' = 32); 0 where the kept sets are given.
         granularity: one kept set per `query` head, per `kv` head or per `layer`; of single entries or of whole blocks.
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
@@ -78,11 +78,21 @@ class EvictionConfig:
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
-        if self.window < 1:
+        if self.window < (not self.given):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
+
+    @property
+    def given(self) -> bool:
+        """Whether its kept sets come from outside."""
+        return self.selection.name == GIVEN
+
+    @property
+    def alpha(self) -> float:
+        """Share of stage 1; 1 where the kept sets are given, which have no order and so no stages."""
+        return float(self.selection.options.get("alpha", 1.0))
 
     def protected(self, kept: int) -> tuple[int, int]:
         """First and most recent entries that always stay of `kept` ones; the window counts as recent."""
@@ -143,7 +153,8 @@ class EvictionConfig:
     def label(self) -> str:
         """Unique, readable name: the `config` coordinate of a trace."""
         protected = [f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED if getattr(self, name)]
-        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", f"w={self.window}", str(self.granularity)]
+        window = f"w={self.window}" if self.window else ""
+        parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", window, str(self.granularity)]
         return " ".join(filter(None, [*parts, *protected, self.twin]))
 
     def __repr__(self) -> str:
@@ -155,7 +166,7 @@ class EvictionConfig:
         Nothing of a less usual choice at its default, unless `every` option is wanted.
         """
         said = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
-        said |= {"alpha": f"a={self.selection['alpha']:g}", "window": f"w={self.window}"}
+        said |= {"alpha": f"a={self.alpha:g}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         said |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         said["granularity"] = self.granularity.name
@@ -198,8 +209,7 @@ class EvictionConfig:
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
             options = {option: _unnested(value) for option, value in options.items()}
-            ordered = {option: options[option] for option in (*told.options, *options)}  # JSON sorts its keys
-            held[name] = Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
+            held[name] = _holding(told, options)
         return cls(**held)
 
 
@@ -243,7 +253,12 @@ def _unnested(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
-    ordered = {option: options[option] for option in (*told.options, *options)}
+    return _holding(told, options)
+
+
+def _holding(told: Choice, options: Mapping[str, Any]) -> Choice:
+    """A choice with all of its options, those that it shows in the order in which it does: JSON sorts its keys."""
+    ordered = {name: options[name] for name in (*told.options, *options)}
     return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
 
 

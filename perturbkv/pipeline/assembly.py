@@ -42,7 +42,9 @@ class BatchResult:
     generated: list[list[int]]
 
 
-def sample_arrays(prompt: Prompt, run: RunConfig, tokens: Tensor, batches: Sequence[BatchResult]) -> Arrays:
+def sample_arrays(
+    prompt: Prompt, run: RunConfig, tokens: Tensor, batches: Sequence[BatchResult], lengths: Sequence[Lengths]
+) -> Arrays:
     """What is one number or one row per sample."""
     n = len(prompt.parts(run.scenario)[0])
     values: dict[str, object] = {
@@ -51,7 +53,7 @@ def sample_arrays(prompt: Prompt, run: RunConfig, tokens: Tensor, batches: Seque
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens.tolist(),
         "steps_measured": len(tokens),
-        "evicted": [config.kept_entries(n) < n for config in run.configs],
+        "evicted": [any(min(layer[place]) < n for layer in lengths) for place in range(len(run.configs))],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }

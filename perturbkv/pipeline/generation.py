@@ -22,8 +22,8 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
+from perturbkv.pipeline.sources import sources
 from perturbkv.scoring.layer_view import LayerView
-from perturbkv.selection.kept_sets import ranking_groups
 from perturbkv.selection.policies import registry
 
 if TYPE_CHECKING:
@@ -105,12 +105,14 @@ def read_evicting(
     window = max((config.window for config in configs), default=1)
     whole = len(context) <= above
 
+    given = sources(adapter, context, [] if whole else configs, {})
+
     def take(found: Statistics, seen: LayerView) -> None:
         everything = [borrow(seen.keys, seen.values)] if with_full else []
         if whole or not configs:
             rows = [borrow(seen.keys, seen.values) for _ in configs]
         else:
-            chosen = ranking_groups(configs, found.scores(seen.layer), found.tokens)
+            chosen = found.groups(configs, seen.layer, seen.keys, seen.values)
             (counts,) = lengths([chosen], len(configs), seen.keys.device)
             kept = keep(chosen, range(len(configs)), counts, seen.keys, seen.values)
             kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
@@ -118,7 +120,7 @@ def read_evicting(
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
         queries.append(seen.queries[:, -window:].clone())
 
-    read = prefill(adapter, context, configs, resources, sample, head_scores, take)
+    read = prefill(adapter, context, configs, resources, sample, head_scores, take, given)
     read.finite.raise_if_not(sample)
     behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
     return Evicted(CompactCache(layers, [*([0] if with_full else []), *behind]), read.logits, queries)

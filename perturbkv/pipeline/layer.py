@@ -21,7 +21,8 @@ from perturbkv.pipeline.decoding import StepRecord
 from perturbkv.pipeline.measure import LayerMasks
 from perturbkv.pipeline.prefill import Prefill, layer_norms
 from perturbkv.pipeline.timing import phase
-from perturbkv.selection.kept_sets import KeptSets, RankingGroup, ranking_groups
+from perturbkv.selection.given import Group
+from perturbkv.selection.kept_sets import KeptSets
 
 _ENTRY_BYTES = 18
 """Of the sums over entries, per entry, head and configuration: masks, weights, and the weights in another order."""
@@ -38,13 +39,13 @@ class LayerResult:
         attention: reference attention per step (head, key), where the run saves outputs.
     """
 
-    groups: list[RankingGroup]
+    groups: list[Group]
     isolated: list[dict[str, Tensor]]
     lost: dict[str, Tensor]
     attention: list[Tensor]
 
 
-def order(found: Sequence[RankingGroup]) -> list[int]:
+def order(found: Sequence[Group]) -> list[int]:
     """The configurations as groups list them: the same in all layers."""
     return [place for group in found for place in group.places]
 
@@ -67,7 +68,7 @@ def measure_layer(
         for record in full
     ]
     with phase("select"):
-        found = ranking_groups(configs, before.statistics.scores(layer, attention[0]), n)
+        found = before.statistics.groups(configs, layer, keys[:, :n], values[:, :n], attention[0])
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summands = theory.stack_summands(values, norms)
     steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices) for step in attention]
@@ -75,9 +76,7 @@ def measure_layer(
     parts, gone = [], []
     for group, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
         masks = _per_query_head(group.kept_sets(rows), adapter.heads)
-        alphas = on_device(
-            [configs[place].selection["alpha"] for place in group.places[rows]], keys.device, theory.WORK
-        )
+        alphas = on_device([configs[place].alpha for place in group.places[rows]], keys.device, theory.WORK)
         parts.append([measure.isolated(step, masks, alphas) for step in steps])
         gone.append(lost.largest_lost(added, masks.kept))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
@@ -85,7 +84,7 @@ def measure_layer(
     return LayerResult(found, isolated, most, attention if keep_attention else [])
 
 
-def _parts(found: Sequence[RankingGroup], entries: int, chunk_bytes: int) -> Iterator[tuple[RankingGroup, slice]]:
+def _parts(found: Sequence[Group], entries: int, chunk_bytes: int) -> Iterator[tuple[Group, slice]]:
     """As many configurations at once as fit the working memory."""
     size = max(1, chunk_bytes // (_ENTRY_BYTES * entries))
     return ((group, slice(start, start + size)) for group in found for start in range(0, len(group.places), size))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
@@ -23,6 +24,7 @@ from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.policies import registry
 from perturbkv.selection.ranking import LayerStatistics, Scores
 
@@ -33,6 +35,12 @@ class Asked:
 
     score: Score
     window: int
+
+
+Source = Callable[
+    [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
+]
+"""From a layer, its full keys and its full values to what is kept of them, by whoever decides that outside."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Statistics:
         scored: score and window -> per layer the unpooled scores (rows, n − w).
         norms: per layer ν (head, n).
         head_scores: given scores of all query heads; empty where there are none.
+        given: of each configuration whose kept sets come from outside, what they are.
         made: what budgets that look at all layers were made of.
     """
 
@@ -56,7 +65,20 @@ class Statistics:
     scored: dict[Asked, list[Tensor]]
     norms: list[Tensor] = field(default_factory=list)
     head_scores: Sequence[Sequence[float]] = ()
+    given: Mapping[EvictionConfig, Source] = field(default_factory=dict)
     made: dict[Hashable, Any] = field(default_factory=dict)
+
+    def groups(
+        self,
+        configs: Sequence[EvictionConfig],
+        layer: int,
+        key: Float[Tensor, "kv_head key d_head"],
+        value: Float[Tensor, "kv_head key d_head"],
+        realised: Tensor | None = None,
+    ) -> list[Group]:
+        """What every configuration keeps of one layer's n entries, whose keys and values are these."""
+        given = {config: self.given[config](layer, key, value) for config in configs if config in self.given}
+        return kept_groups(configs, self.scores(layer, realised), self.tokens, given)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[EvictionConfig], Scores]:
         """One layer's scores for a configuration; those with the same score share theirs.
@@ -157,16 +179,15 @@ def prefill(
     sample: str,
     head_scores: Sequence[Sequence[float]] = (),
     taken: LayerRead | None = None,
+    given: Mapping[EvictionConfig, Source] = MappingProxyType({}),
 ) -> Prefill:
     """Run the prompt once.
 
     With `taken`, which gets the statistics and each layer as they are there, no full cache is kept: a layer's keys and
-    values are let go when the layer is done.
+    values are let go when the layer is done. `given` says what configurations keep that do not rank.
     """
-    found = Statistics(
-        sample, len(token_ids), adapter.kv_heads, len(adapter.layers), {asked(config): [] for config in configs}, [],
-        head_scores,
-    )  # fmt: skip
+    wanted: dict[Asked, list[Tensor]] = {asked(config): [] for config in configs if not config.given}
+    found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
     reading = _Reading(adapter, found, resources, taken)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):

@@ -36,11 +36,13 @@ from perturbkv.pipeline.decoding import StepRecord, decode_evicted, decode_full,
 from perturbkv.pipeline.generation import end_tokens, generate
 from perturbkv.pipeline.layer import LayerResult, measure_layer
 from perturbkv.pipeline.prefill import FiniteCheck, Prefill, prefill
+from perturbkv.pipeline.sources import KeptMasks, sources
 from perturbkv.pipeline.timing import phase
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import FailedSample, SampleTrace
 
 _DEFAULT = Resources()
+_NOTHING: KeptMasks = MappingProxyType({})
 
 
 def trace(
@@ -68,8 +70,12 @@ def trace(
 
 
 @torch.inference_mode()
-def trace_sample(adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources = _DEFAULT) -> SampleTrace:
+def trace_sample(
+    adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources = _DEFAULT, given: KeptMasks = _NOTHING
+) -> SampleTrace:
     """Measure every configuration of `run` on one prompt (METHOD: the protocol).
+
+    `given` are the kept sets of configurations `given:NAME`, which have none of their own.
 
     The prompt is read once; all configurations share its scores, norms and reference. It waits for the device
     three times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end.
@@ -82,7 +88,8 @@ def trace_sample(adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Re
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     planned = plan_batches(run.configs, adapter.shape, len(context), decoded, resources.max_bytes)
-    before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores)
+    known = sources(adapter, context, run.configs, given)
+    before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores, given=known)
     full, tokens = _reference(adapter, before, question, run.steps, planned.rows)
     layers, kept = _selected(adapter, before, full, run, resources)
     before.finite.raise_if_not(prompt.sample_id)
@@ -127,7 +134,7 @@ def _arrays(
 ) -> measure.Arrays:
     """Everything that a trace holds of the sample, at the steps that were measured."""
     with phase("assembly"):
-        arrays = sample_arrays(prompt, run, tokens, batches) | isolated_arrays(layers, adapter.device)
+        arrays = sample_arrays(prompt, run, tokens, batches, kept) | isolated_arrays(layers, adapter.device)
         arrays |= {"held_share": held_share(kept, adapter.kv_heads, int(arrays["prompt_tokens"]))}
         arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)

@@ -18,7 +18,7 @@ from perturbkv.selection.ranking import LayerStatistics, rank
 from tests.oracle import selection as naive
 from tests.support.models import HEADS
 
-PREFIX_SELECTIONS = [name for name in SELECTIONS if name not in ("random", "position")]
+PREFIX_SELECTIONS = [name for name in SELECTIONS if name not in ("random", "position", "given")]
 POLICIES = ["pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova"]
 LAYERS = 3
 

@@ -19,7 +19,7 @@ from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
-from perturbkv.configs.selections import SELECTIONS
+from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.scoring import registry as scores
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores.snapkv import SnapKV
@@ -83,8 +83,8 @@ class LayerBudget:
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
-BY_SCORE = tuple(name for name in SELECTIONS if name != "position")
-"""Selections that ask for scores: all but one."""
+BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", GIVEN))
+"""Selections that ask for scores."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Policy(WithOptions):
         name, summary, paper: what it is and its source; empty where no paper is its source.
         selections: the selections it takes.
         budgets: what shares them out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
-        own_window: its window where nobody says otherwise; None: the preset's.
+        own_window, own_granularity: its own where nobody says otherwise; None: the preset's.
         own_defaults: options whose default stands whatever the preset.
         competes: whether budgets depend on the layer's pooled scores.
         whole_model: whether budgets of one layer depend on the scores of all layers.
@@ -109,11 +109,16 @@ class Policy(WithOptions):
     selections: ClassVar[tuple[str, ...]] = BY_SCORE
     budgets: ClassVar[str] = "uniform"
     own_window: ClassVar[int | None] = None
+    own_granularity: ClassVar[str | None] = None
     own_defaults: ClassVar[tuple[str, ...]] = ()
     competes: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False
     score_options: ClassVar[tuple[str, ...]] = ()
     needs_scores: ClassVar[bool] = False
+
+    @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        """Raise ConfigError for a configuration that this policy cannot be."""
 
     @classmethod
     def caches(cls) -> tuple[str, ...]:

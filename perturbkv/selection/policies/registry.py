@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from perturbkv.selection import effects
 if TYPE_CHECKING:
     from perturbkv.scoring.score import Score
     from perturbkv.selection.policies.base import Policy
+    from perturbkv.selection.policies.outside import Outside
 
 
 def _base() -> type[Policy]:
@@ -34,10 +36,16 @@ def _base() -> type[Policy]:
 
 
 _POLICIES: Catalogue[Policy] = Catalogue(
-    "policy", "perturbkv.selection.policies", _base, besides=("base", "registry"), refused=lambda: SELECTIONS
+    "policy",
+    "perturbkv.selection.policies",
+    _base,
+    besides=("base", "outside", "presses", "registry"),
+    refused=lambda: SELECTIONS,
 )
 
 
+_OUTSIDE = {"given": "outside", "kvpress": "presses"}
+"""What stands before the colon of a policy from outside -> the module that has it."""
 _MADE: dict[tuple[str, type[Score]], type[Policy]] = {}
 
 
@@ -71,6 +79,8 @@ def known() -> list[type[Policy]]:
 
 def info(name: str) -> type[Policy]:
     """The policy's class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
+    if _from_outside(name):
+        return _outside(name)
     if name in _POLICIES.names() or (of_file(name) and not _is_score(name)):
         return _POLICIES.info(name)
     if name not in SCORES.names() and not of_file(name):
@@ -102,8 +112,21 @@ def plugins(config: EvictionConfig) -> dict[str, str]:
     return {name: digest(known) for name, known in used.items() if not is_ours(known)}
 
 
+def _from_outside(name: str) -> bool:
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and prefix in _OUTSIDE
+
+
+def _outside(name: str) -> type[Outside]:
+    """The class of a policy from outside: `kvpress:SnapKVPress`."""
+    found = importlib.import_module(f"{__package__}.{_OUTSIDE[name.partition(':')[0]]}")
+    return cast("type[Outside]", found.policy(name))
+
+
 def build(choice: Choice) -> Policy:
     """The policy with its options, those that were not given at their defaults. Raises as `completed`."""
+    if _from_outside(choice.name):
+        return _outside(choice.name)()  # what its options say matters to whoever runs it
     return _built(cast("Any", info(choice.name)), choice)
 
 
@@ -121,6 +144,8 @@ def spelled(choice: Choice) -> Choice:
 
 
 def _completed(choice: Choice) -> Choice:
+    if _from_outside(choice.name):
+        return _outside(choice.name).completed(choice)
     whole = completed(spelled(choice), f"policy '{choice.name}'", info(choice.name).options())
     by = whole.options.get("by")
     if not isinstance(by, Choice):
@@ -141,6 +166,7 @@ def resolved(config: EvictionConfig) -> EvictionConfig:
 
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """
+    info(config.policy.name).check(config)
     whole = dataclasses.replace(config, policy=_completed(config.policy))
     idle = effects.idle(whole, build(whole.policy))
     for (owner, name), needs in idle.items():
@@ -165,7 +191,7 @@ def pairs() -> list[tuple[str, str, str]]:
 
 
 def _listed(selections: tuple[str, ...]) -> str:
-    return "every selection but position" if len(selections) == len(SELECTIONS) - 1 else ", ".join(selections)
+    return "every selection but position" if len(selections) == len(SELECTIONS) - 2 else ", ".join(selections)
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
@@ -201,6 +227,11 @@ def _check_sign(config: EvictionConfig) -> None:
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
+    if config.given:
+        msg = (
+            f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
+        )
+        raise ConfigError(msg)
     if not _compressible(build(config.policy)):
         able = ", ".join(name for name in names() if _compressible(build(Choice(name))))
         msg = (

@@ -1,0 +1,54 @@
+"""Policies that are not ours: `given:NAME`, whose kept sets somebody hands over, and what runs outside code.
+
+Such a policy has a name with a colon. It shares nothing out and takes no selection: what it kept is its kept set, one
+per key/value head, whatever it holds, and `given` is what stands in the selection's place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import GIVEN
+from perturbkv.errors import ConfigError
+from perturbkv.selection.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Outside(Policy):
+    """A policy whose kept sets come from outside."""
+
+    selections: ClassVar[tuple[str, ...]] = (GIVEN,)
+    budgets: ClassVar[str] = "by head"
+    own_window: ClassVar[int | None] = 0
+    own_granularity: ClassVar[str | None] = "kv"
+    summary: ClassVar[str] = "kept sets that are handed over"
+
+    @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        """Raise ConfigError for a selection, a granularity or a protection of ours."""
+        asked = {"selection": (config.selection.name, GIVEN), "granularity": (str(config.granularity), "kv"),
+                 "window": (config.window, 0), "protect_first": (config.protect_first, 0),
+                 "protect_recent": (config.protect_recent, 0)}  # fmt: skip
+        for what, (got, wanted) in asked.items():
+            if got != wanted:
+                msg = (
+                    f"policy '{config.policy}' keeps what it keeps, per key/value head: expected {what} "
+                    f"{wanted}, got {got}; leave it out, pk.grid and --policy then choose it"
+                )
+                raise ConfigError(msg)
+
+    @classmethod
+    def completed(cls, choice: Choice) -> Choice:
+        """The choice, which has no options. Raises ConfigError for one."""
+        if choice.options:
+            msg = f"policy '{choice.name}' is kept sets that are handed over; it takes no options, got {choice}"
+            raise ConfigError(msg)
+        return Choice(choice.name, {}, frozenset())
+
+
+def policy(name: str) -> type[Outside]:
+    """The class of `given:NAME`."""
+    return type("Given", (Outside,), {"name": name})
