@@ -31,7 +31,7 @@ NEEDS = {
     "w_o": "W_O^h of each head (head, d_head, d_model)",
     "hidden": "what goes into the layer's attention (n, d_model)",
     "unrotated": "all n queries before rotation (head, n, d_head)",
-    "replay": "the context, run once more over its own full cache",
+    "replay": "the context, run once more over its own full cache: scored by `replayed`, pass by pass",
 }
 """What a score may need, by name."""
 PROMPT_ALONE = ("queries", "hidden", "unrotated", "replay")

@@ -21,7 +21,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.devices import on_device
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerBudget
-from perturbkv.selection.ranking import LayerStatistics, Ranking, Scores, at_ends
+from perturbkv.selection.ranking import Ends, LayerStatistics, Ranking, Scores, at_ends
 from perturbkv.theory import WORK
 
 _STEP_BYTES = 64 * 2**20
@@ -183,7 +183,7 @@ def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: i
     """Every configuration's, inside what its kept sets hold."""
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
     ends = [_ends(config, prompt_tokens) for config in configs]
-    shared = [_allocate(config, scores, prompt_tokens, *end) for config, end in zip(configs, ends, strict=True)]
+    shared = [_allocate(config, scores, prompt_tokens) for config in configs]
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in shared])
     if scores.statistics.valid is not None:
         kept = torch.minimum(kept, scores.statistics.valid.sum(dim=-1))
@@ -191,32 +191,40 @@ def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: i
     recent = torch.minimum(kept, asked_recent)
     first = torch.minimum(kept - recent, asked_first)
     always = first + recent
-    least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
-    stage1 = torch.maximum(_stage1(configs, kept - always, always + window), least)
+    if scores.has_own_stages(configs[0]):
+        stage1 = torch.stack([scores.first_counts(config, _settled(config, prompt_tokens)) for config in configs])
+    else:
+        least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
+        stage1 = torch.maximum(_stage1(configs, kept - always, always + window), least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, window)
 
 
-def _allocate(
-    config: EvictionConfig, scores: Scores, prompt_tokens: int, first: int, recent: int
-) -> Int[Tensor, " kept_head"]:
+def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
     """Prefix entries of each kept set: those that always stay, and its part of the others as the policy shares out."""
-    statistics, window = scores.statistics, min(config.window, prompt_tokens)
-    given = None
+    statistics, ends = scores.statistics, _settled(config, prompt_tokens)
+    always, given = ends.first + ends.recent, None
     if statistics.head_scores:
         by_head = torch.tensor(statistics.head_scores, dtype=WORK)
         given = by_head.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
     available = LayerBudget(
         kept_heads=scores.kept_heads(config),
         kept=config.kept_entries(prompt_tokens),
-        always=window + first + recent,
+        always=min(config.window, prompt_tokens) + always,
         layer=statistics.layer,
         layers=statistics.layers,
-        prefix=sys.maxsize if statistics.valid is not None else statistics.prefix - first - recent,
-        heads_in_order=lambda: scores.heads_in_order(config, first, recent),
+        prefix=sys.maxsize if statistics.valid is not None else statistics.prefix - always,
+        heads_in_order=lambda: scores.heads_in_order(config, ends),
         head_scores=given,
-        of_model=statistics.of_model and functools.partial(statistics.of_model, config),
+        of_model=statistics.of_model and functools.partial(statistics.of_model, config, ends),
     )
-    return registry.build(config.policy).allocate(config, available) + first + recent
+    return registry.build(config.policy).allocate(config, available) + always
+
+
+def _settled(config: EvictionConfig, prompt_tokens: int) -> Ends:
+    """What always stays at both ends, and what is left to share out."""
+    first, recent = _ends(config, prompt_tokens)
+    always = min(config.window, prompt_tokens) + first + recent
+    return Ends(first, recent, config.kept_entries(prompt_tokens) - always)
 
 
 def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:

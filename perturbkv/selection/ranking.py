@@ -17,12 +17,13 @@ from torch import Tensor
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, reduce_group, seeded
+from perturbkv.selection.competition import in_order
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
 _Made = TypeVar("_Made")
-OfModel = Callable[[EvictionConfig, Hashable, Callable[[Iterable[Score]], Any]], Any]
+OfModel = Callable[[EvictionConfig, "Ends", Hashable, Callable[[Iterable[Score]], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class LayerStatistics:
         realised: A of the first decoding query per query head; None where it is not known.
         head_scores: given scores of all query heads of the model, (layer, head); empty where there are none.
         valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
-        of_model: makes something of the pooled scores of all layers for a configuration, once for each key.
+        first_stage: what a policy's own stage 1 ranks by, unpooled; rows of its own. None where none has one.
+        of_model: makes something of the competing scores of all layers for a configuration, once for each key.
     """
 
     accumulated: Float[Tensor, "rows prefix"]
@@ -50,6 +52,7 @@ class LayerStatistics:
     realised: Float[Tensor, "head prefix"] | None = None
     head_scores: Sequence[Sequence[float]] = ()
     valid: Bool[Tensor, "kept_head prefix"] | None = None
+    first_stage: Float[Tensor, "first_rows prefix"] | None = None
     of_model: OfModel | None = None
 
     @property
@@ -71,6 +74,24 @@ class LayerStatistics:
         if self.valid is None:
             return torch.zeros(1, dtype=torch.int64, device=self.norms.device)
         return self.prefix - self.valid.sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What of a budget is settled before any score is looked at.
+
+    Attributes:
+        first, recent: entries before the window that always stay.
+        free: entries per kept set, on the average, that are shared out by score.
+    """
+
+    first: int
+    recent: int
+    free: int
+
+    def competing(self, prefix: int) -> slice:
+        """The places between both ends."""
+        return slice(self.first, prefix - self.recent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +136,14 @@ class Scores:
 
     def first(self, config: EvictionConfig) -> Ranking:
         """Ranking of the whole set, or of stage 1 where there are two."""
+        if self.has_own_stages(config):
+            return self.ranking(self.first_stage(config))
         return self.ranking(_FIRST[config.selection.name](self, config))
 
     def second(self, config: EvictionConfig) -> Ranking | None:
-        """Ranking of stage 2; None for a selection without stages."""
+        """Ranking of stage 2; None where there are no stages."""
+        if self.has_own_stages(config):
+            return self.ranking(self.attention(config))
         if config.selection.name not in _UNIFORM:
             return None
         return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]))
@@ -127,29 +152,60 @@ class Scores:
         """The order of a score of ours; places without an entry come last."""
         return self.once(("ranking", id(score)), lambda: rank(self._valid(score)))
 
-    def heads_in_order(self, config: EvictionConfig, first: int, recent: int) -> Int[Tensor, " entry"]:
-        """The kept set of every entry of the layer, by descending pooled attention; ties by position, then set.
+    def heads_in_order(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " entry"]:
+        """The kept set of every entry of the layer, by descending competing score; ties by position, then set.
 
-        The `first` and `recent` entries, which always stay, and places without an entry come last.
+        Entries at both ends, which always stay, and places without an entry come last.
         """
+        score = self.competing(config, ends)
+        return self.once(
+            ("heads", id(score), ends.first, ends.recent), lambda: in_order(self._inner(self._valid(score), ends))
+        )
+
+    def competing(self, config: EvictionConfig, ends: Ends) -> Score:
+        """What entries compete by: the pooled score, and the layer's largest for those of an own stage 1."""
         score = self.attention(config)
-        heads, prefix = score.shape
+        if registry.build(config.policy).first_stage is None or not score.numel():
+            return score
 
-        def make() -> Tensor:
-            competing = self._valid(score)
-            if first or recent:
-                place, begin = torch.arange(prefix, device=score.device), self.statistics.begin
-                competing = competing.masked_fill(
-                    at_ends(place, begin.unsqueeze(-1), prefix, first, recent), -torch.inf
-                )
-            return competing.T.flatten().sort(descending=True, stable=True).indices % heads
+        def make() -> Score:
+            ranks = rank(self._inner(self.first_stage(config), ends)).ranks
+            return torch.where(ranks < self.first_counts(config, ends).unsqueeze(-1), score.max(), score)
 
-        return self.once(("heads", id(score), first, recent), make)
+        return self.once(("competing", id(score), config.policy, ends), make)
+
+    def has_own_stages(self, config: EvictionConfig) -> bool:
+        """Whether the policy's own stage 1 comes before what the selection ranks by."""
+        return config.selection.name == "attention" and registry.build(config.policy).first_stage is not None
+
+    def first_stage(self, config: EvictionConfig) -> Score:
+        """What the policy's own stage 1 ranks by, the group's mean. Raises ConfigError where it was not computed."""
+        given = self.statistics.first_stage
+        if given is None:
+            msg = f"policy '{config.policy.name}' has a stage 1 of its own, whose scores are not known here"
+            raise ConfigError(msg)
+        kept = self.kept_heads(config)
+        return self.once(("own stage 1", kept), lambda: reduce_group(given, kept))
+
+    def first_counts(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
+        """Entries of the policy's own stage 1 beside those at both ends, no more than the budget shares out."""
+        score, policy = self.first_stage(config), registry.build(config.policy)
+        places = ends.competing(score.shape[-1])
+        return self.once(
+            ("own stage 1", config.policy, self.kept_heads(config), ends),
+            lambda: policy.first_counts(config, score, places).clamp(max=ends.free),
+        )
 
     def attention(self, config: EvictionConfig, pooled: bool = True) -> Score:
-        """Ā reduced over the group, then pooled: Ā'."""
-        kept, how = self.kept_heads(config), config.granularity.options.get("reduce", "mean")
+        """Ā reduced over the group, then pooled: Ā'. A score that reduces by itself is pooled first."""
+        kept, own = self.kept_heads(config), registry.build(config.policy).score.reduces
         kind, kernel = _pooling(config, pooled)
+        if own:
+            return self.once(
+                ("pooled", kept, own, kind, kernel),
+                lambda: reduce_group(pool(self.statistics.accumulated, kind, kernel), kept, own),
+            )
+        how = config.granularity.options.get("reduce", "mean")
         reduced = self.once(("attention", kept, how), lambda: reduce_group(self.statistics.accumulated, kept, how))
         return self.once(("pooled", kept, how, kind, kernel), lambda: pool(reduced, kind, kernel))
 
@@ -204,6 +260,14 @@ class Scores:
             return ranked(place).to(WORK).expand(kept, -1)
 
         return self.once(("position", kept, ranked), make)
+
+    def _inner(self, score: Score, ends: Ends) -> Score:
+        """Entries that always stay compete with none."""
+        if not (ends.first or ends.recent):
+            return score
+        prefix, begin = score.shape[-1], self.statistics.begin.unsqueeze(-1)
+        place = torch.arange(prefix, device=score.device)
+        return score.masked_fill(at_ends(place, begin, prefix, ends.first, ends.recent), -torch.inf)
 
     def _valid(self, score: Score) -> Score:
         valid = self.statistics.valid
