@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.ablation_tables import of_setting
-from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.ingredients import BASELINE, Row, Setting, settings
 from perturbkv.analyses.naming import short
@@ -79,7 +78,7 @@ class Ablation(Result):
             for row in getattr(setting, part)
             for told in [_told(part, row)]
             for kind in ("isolated", "propagated")
-            for one in _heads(getattr(row.compared, kind))
+            for one in getattr(row.compared, kind).records()
         ]
 
     def plot(self, width_mm: float = 174) -> Figure:
@@ -144,18 +143,3 @@ def _case(name: str, row: Row) -> Case:
 def _told(part: str, row: Row) -> dict[str, Any]:
     sides = {**columns_of(row.compared.treatment), "baseline": row.compared.baseline.label()}
     return {**sides, "part": part, "name": row.name, "alpha": row.alpha}
-
-
-def _heads(kind: HeadKind) -> list[dict[str, Any]]:
-    return [
-        {
-            "layer": layer,
-            "head": head,
-            "baseline_mean": float(kind.baseline_mean[layer, head]),
-            "treatment_mean": float(kind.treatment_mean[layer, head]),
-            "floor_mean": float(kind.floor_mean[layer, head]),
-            "verdict": int(verdict),
-        }
-        for layer, heads in enumerate(kind.verdict)
-        for head, verdict in enumerate(heads)
-    ]

@@ -89,6 +89,21 @@ class HeadKind:
         numbers: dict[str, Any] = plain(found)
         return numbers
 
+    def records(self) -> list[dict[str, Any]]:
+        """A row per layer and head: both sides' means over samples, their floor and the verdict."""
+        return [
+            {
+                "layer": layer,
+                "head": head,
+                "baseline_mean": float(self.baseline_mean[layer, head]),
+                "treatment_mean": float(self.treatment_mean[layer, head]),
+                "floor_mean": float(self.floor_mean[layer, head]),
+                "verdict": int(verdict),
+            }
+            for layer, heads in enumerate(self.verdict)
+            for head, verdict in enumerate(heads)
+        ]
+
 
 def compare(
     baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, flagged: NDArray[np.bool_], distance: str = "l1"

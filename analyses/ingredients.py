@@ -100,7 +100,7 @@ class Setting:
 
     @property
     def granularity(self) -> str:
-        """What all rows keep a set for: query or kv."""
+        """What all rows keep a set for: query, kv or layer."""
         return self.baseline.granularity.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _setting(trace: Trace, members: _Members, step: int) -> Setting:
 
     places = {name: place for place, name in enumerate(INGREDIENTS)}
     rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: places[key[0]])
-    grouped = members[BASELINE, None].granularity.name == "kv"
+    grouped = members[BASELINE, None].granularity.name != "query"
     expected = [name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or grouped]
     return Setting(
         baseline=members[BASELINE, None],

@@ -54,12 +54,13 @@ def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]
 
 
 def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
-    """The choices of which every configuration that has them says the same; a policy's own are shared with no other."""
+    """The choices of which every configuration that has them says the same; of policies and blocks, if all have it."""
     said: dict[str, list[str]] = {}
     for config in configs:
         for choice, word in config.words(every=True).items():
             said.setdefault(choice, []).append(word)
     own = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
+    own |= {"block", "block_score"}
     alike = {choice for choice, words in said.items() if len(set(words)) == 1}
     return {choice for choice in alike if choice not in own or len(said[choice]) == len(configs)}
 

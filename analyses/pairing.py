@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.choice import Choice, parse, split
+from perturbkv.configs.choice import Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import SELECTIONS
@@ -89,7 +89,7 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
 
 def _options(side: str) -> set[str]:
     """Options that a side names, which may then differ between the sides."""
-    return {name for part in split(side, ":") for name in parse(part).options}
+    return {name or "by" for part in halves(side) for name in parse(part).options}
 
 
 def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[str]) -> list[EvictionConfig]:
@@ -115,7 +115,7 @@ def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
 
 def _of_any_policy(side: str) -> bool:
     """Whether a side is a selection alone."""
-    return len(split(side, ":")) == 1 and parse(side).name in SELECTIONS
+    return len(halves(side)) == 1 and parse(side).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
@@ -144,15 +144,25 @@ def _held(run: RunConfig) -> str:
 
 def _matches(config: EvictionConfig, side: str) -> bool:
     """Whether a configuration is of a side: its names, and every option that the side gives."""
-    told = [parse(part) for part in split(side, ":")]
+    told = [parse(part) for part in halves(side)]
     if len(told) == 1:
         return _fits(told[0], config.selection) or _fits(told[0], config.policy)
     return len(told) == 2 and _fits(told[0], config.policy) and _fits(told[1], config.selection)
 
 
 def _fits(told: Choice, held: Choice) -> bool:
-    options = {name: "none" if value is None else value for name, value in told.options.items()}
-    return told.name == held.name and options.items() <= held.options.items()
+    """Whether a choice is the one that is told; the score that a policy ranks by may stand without a name."""
+    options = {name or "by": value for name, value in told.options.items()}
+    return told.name == held.name and all(
+        name in held.options and _means(value, held.options[name]) for name, value in options.items()
+    )
+
+
+def _means(told: Any, held: Any) -> bool:
+    """Whether an option is what is told of it."""
+    if isinstance(held, Choice):
+        return isinstance(told, str | Choice) and _fits(as_choice(told), held)
+    return bool(("none" if told is None else told) == held)
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bool:

@@ -93,7 +93,7 @@ def held_shares(trace: Trace, analysis: str) -> Floats:
     if "held_share" in trace.arrays:
         return np.asarray(values(trace, "held_share", analysis).mean(axis=0))
     kept, tokens = values(trace, "kept_count", analysis), values(trace, "prompt_tokens", analysis)
-    grouped = np.array([config.granularity.name == "kv" for config in trace.run.configs])
+    grouped = np.array([config.granularity.name != "query" for config in trace.run.configs])
     heads = kept.shape[-1]
     sets = _sets_per_layer(trace, int(np.argmax(grouped))) if grouped.any() else np.nan
     stored = np.where(grouped, heads, sets)  # of a group one head stands for all

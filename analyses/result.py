@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from perturbkv.display import Table, as_html, as_text
+from perturbkv.display import Part, as_html, as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +28,8 @@ class Result(ABC):
         """What to conclude, in one sentence before any jargon, with its interval and n, or why nothing can be said."""
 
     @abstractmethod
-    def tables(self) -> Sequence[Table | str]:
-        """Its tables, and lines between them."""
+    def tables(self) -> Sequence[Part]:
+        """Its tables, passages of text, and lines between them."""
 
     @abstractmethod
     def notes(self) -> str:
@@ -59,5 +59,5 @@ class Result(ABC):
     def _repr_html_(self) -> str:
         return as_html(self._parts())
 
-    def _parts(self) -> list[Table | str]:
+    def _parts(self) -> list[Part]:
         return [self.conclusion(), self.identity.lines()[0], *self.tables(), self.notes()]

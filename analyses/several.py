@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.result import Result
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Several(Sequenced[One], Result):
         """A sentence of each, on a line of its own."""
         return "\n".join(one.conclusion() for one in self.members)
 
-    def tables(self) -> Sequence[Table | str]:
+    def tables(self) -> Sequence[Part]:
         """The tables of each."""
         return [part for one in self.members for part in one.tables()]
 

@@ -1,27 +1,46 @@
-"""`perturbkv ablation`: which ingredient of the two-stage selection brings its gain."""
+"""`perturbkv ablation`: which ingredient of the two-stage selection brings its gain, or which method perturbs least."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
+from typer import Option
+
+from perturbkv.cli.choices import apart
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
-from perturbkv.configs.choice import Choice, as_choice
+from perturbkv.configs.choice import Choice, as_choice, halves, parse, split
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
 
 _ALPHAS = (0.0, 0.25, 0.5)
 _UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight-attention", "hindsight"]
 _STAGED = ["two-stage-uniform", "two-stage"]
+_STAGED_ON = ("snapkv", "pyramidkv", "adakv")
 
 
 @with_options
-def ablation(run: RunOptions, look: LookOptions) -> None:
+def ablation(
+    run: RunOptions,
+    look: LookOptions,
+    methods: Annotated[
+        str | None,
+        Option(
+            metavar="NAMES", help="Rank whole methods instead: all, or policies separated by commas", show_default=False
+        ),
+    ] = None,
+) -> None:
     """Tell apart what each ingredient of a method brings.
 
     Un-pooling, the value norms and the group's product, between the baseline and hindsight. Without --granularity both
     are measured: one kept set per query head, and one per kv head, where alone the group's product is a choice.
+    With --methods every policy is ranked against snapkv, and against random entries with the same protection.
     """
+    if methods is not None:
+        _rank(run, look, methods)
+        return
     study = open_study("ablation", run, look, lambda: _configs(run))
     if study is None:
         return
@@ -30,6 +49,53 @@ def ablation(run: RunOptions, look: LookOptions) -> None:
     result = analyse(study.trace, look.step)
     study.save(result.plot(study.width_mm), result.identity, "ablation")
     study.show(result)
+
+
+def _rank(run: RunOptions, look: LookOptions, methods: str) -> None:
+    study = open_study("methods", run, look, lambda: _methods(run, methods))
+    if study is None:
+        return
+    from perturbkv.analyses.methods import methods as analyse
+
+    result = analyse(study.trace, look.step)
+    study.save(result.plot(study.width_mm), result.identity, "methods")
+    study.show(result)
+
+
+def _methods(run: RunOptions, asked: str) -> tuple[EvictionConfig, ...]:
+    """Each method as it is meant, two stages on three of them, and the controls of the same protection."""
+    from perturbkv.analyses.method_rows import CONTROLS, control
+    from perturbkv.selection.policies.registry import resolved
+
+    if "policy" in run.typed:
+        msg = "--policy has no effect here: --methods names the policies; leave it out"
+        raise ConfigError(msg)
+    wanted = [name.strip() for name in split(asked, ",") if name.strip()]
+    if not wanted:
+        msg = "--methods takes all, or policies such as caote,h2o; got none"
+        raise ConfigError(msg)
+    named = _all(run) if wanted == ["all"] else [_meant(name) for name in apart("--methods", wanted)]
+    found = run.configs(list(dict.fromkeys(["snapkv:attention", *named])))
+    controls = [resolved(control(config, selection)) for config in found for selection in CONTROLS]
+    return tuple(dict.fromkeys([*found, *controls]))
+
+
+def _all(run: RunOptions) -> list[str]:
+    """Every policy that can run as it is asked for; two stages on SnapKV, PyramidKV and AdaKV."""
+    from perturbkv.selection.policies import registry
+
+    able = [one.name for one in registry.known() if run.head_scores is not None or not one.needs_scores]
+    fitting = [name for name in able if run.cache in registry.info(name).caches() and name != "random"]
+    return [*map(_meant, fitting), *(f"{name}:two-stage" for name in _STAGED_ON if name in fitting)]
+
+
+def _meant(method: str) -> str:
+    """A policy with its own selection: what its score, or its places, say alone."""
+    from perturbkv.selection.policies import registry
+
+    if len(halves(method)) > 1:
+        return method
+    return f"{method}:{registry.info(parse(method).name).selections[0]}"
 
 
 def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
@@ -43,7 +109,7 @@ def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
         wanted = dataclasses.replace(run, granularity=[str(plain)])
         made += dataclasses.replace(wanted, alpha=run.alpha and run.alpha[:1]).configs(_UNSTAGED)
         made += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
-        if granularity.name == "kv":
+        if granularity.name != "query":
             product = Choice(plain.name, {**plain.options, "product": MEAN_OF_PRODUCTS})
             grouped = dataclasses.replace(wanted, alpha=alphas, granularity=[str(product)])
             made += grouped.configs(["two-stage"])

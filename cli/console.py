@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from perturbkv.display import Table, show
+from perturbkv.display import Part, Table, show
 from perturbkv.pipeline.progress import Bar, bar
 
 SCHEMA = 1
@@ -28,8 +28,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     show(out, Table(title, columns, list(rows)))
 
 
-def part(found: Table | str) -> None:
-    """Print a table or a line of a result."""
+def part(found: Part) -> None:
+    """Print a table, a passage or a line of a result."""
     show(out, found)
 
 

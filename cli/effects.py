@@ -78,6 +78,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
     "generate": {
         "steps": "answers are as long as --max-new-tokens says",
         "save": "generate measures no outputs; perturbkv trace does",
+        "text": "it leaves no trace, and answers alone in its file",
     },
     "horizon": {"step": "it shows all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},

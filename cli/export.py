@@ -25,9 +25,10 @@ def export(
 ) -> None:  # fmt: skip
     """Write a trace as a table, CSV or Parquet.
 
-    One row per sample × configuration × step × layer × head, with every variable as a column.
+    One row per sample × configuration × step × layer × head, with every variable as a column. Where the trace holds its
+    prompts' text, their tokens go into a file beside it, NAME.tokens.csv.
     """
-    from perturbkv.storage.export import SUFFIXES, check_suffix, columns, write
+    from perturbkv.storage.export import SUFFIXES, check_suffix, columns, tokens_path, write, write_tokens
     from perturbkv.storage.trace_file import read_trace
 
     paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
@@ -35,8 +36,10 @@ def export(
         check_suffix(path)
         free(path, overwrite)
     finished = read_trace(trace)
+    beside = [free(tokens_path(path), overwrite) for path in paths] if "prompt_token" in finished.arrays else []
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
         counts = {str(path): write(finished, path, bar.one_more) for path in paths}
+        counts |= {str(path): write_tokens(finished, path) for path in beside}
     if as_json:
         console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})
     else:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from perturbkv.storage.trace_file import Description
 
 
 def info(
@@ -26,7 +29,12 @@ def info(
         return
     run = description.run
     states = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
-    about = [("samples", states), *_caches(description.caches), *sorted(description.attrs.items())]
+    about = [
+        ("samples", states),
+        ("text", _text(description)),
+        *_caches(description.caches),
+        *sorted(description.attrs.items()),
+    ]
     console.table(str(trace), ["", ""], about)
     console.table("configurations", ["config"], [(label,) for label in run.labels()])
     rows = [
@@ -36,6 +44,12 @@ def info(
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
         console.say(f"failed: {reason}")
+
+
+def _text(description: Description) -> str:
+    """Whether the prompts' text can be read from the file."""
+    held, complete = len(description.with_text), len(description.sample_ids) - len(description.failures)
+    return "not stored" if not held else "stored" if held == complete else f"stored of {held} of {complete} samples"
 
 
 def _caches(caches: dict[str, int]) -> list[tuple[str, str]]:

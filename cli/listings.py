@@ -88,11 +88,12 @@ def _list_policies(as_json: bool) -> None:
 
 def _describe(name: str, as_json: bool) -> None:
     """The options of a policy, a selection or a granularity. Raises UnknownNameError."""
+    from perturbkv.configs.plugins import of_file
     from perturbkv.configs.selections import GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
     from perturbkv.selection.policies import registry
 
     others = {**SELECTIONS, **GRANULARITIES}
-    if name not in others and name not in registry.names():
+    if name not in others and name not in registry.names() and not of_file(name):
         raise UnknownNameError(name, "policy or selection", [*registry.names(), *others])
     if name in others:
         summary, paper, options = others[name], "", {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[name]
@@ -106,11 +107,9 @@ def _describe(name: str, as_json: bool) -> None:
     if not options:
         console.say("It has no options of its own.")
         return
-    console.table(
-        "", ["option", "default", "what"], [(key, str(one.default), one.about) for key, one in options.items()]
-    )
+    console.table("", ["option", "default", "what"], [(key, one.written, one.about) for key, one in options.items()])
     option = next(iter(options))
-    console.say(f"written '{name}({option}={options[option].default})'")
+    console.say(f"written '{name}({option}={options[option].written})'")
 
 
 def _told(options: Mapping[str, Option]) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
+from perturbkv.cli.restriction import restriction
 from perturbkv.cli.selfcheck import selfcheck
+from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
@@ -39,10 +41,10 @@ app = typer.Typer(
 )
 _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, needle, horizon)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
-    "Running a model, and its trace": (trace, generate, head_scores, info, export),
+    "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
     "What there is to choose from": (models, datasets, policies),
     "This machine": (doctor, selfcheck),
 }

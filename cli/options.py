@@ -125,7 +125,7 @@ class RunOptions:
     ] = None
     granularity: Annotated[
         list[str] | None,
-        _evict(metavar="NAME", help="Heads with a kept set each: query or kv", show_default=_BY_PRESET),
+        _evict(metavar="NAME", help="Heads with a kept set each: query, kv, layer", show_default=_BY_PRESET),
     ] = None
     protect_first: Annotated[
         str | None, _evict(metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
@@ -147,6 +147,10 @@ class RunOptions:
     save: Annotated[
         list[str] | None, _run(metavar="NAME", help="outputs: also head outputs, hidden states, attention")
     ] = None
+    text: Annotated[
+        bool,
+        _run("--text/--no-text", help="Keep the prompts' text in the trace, for perturbkv tokens", show_default="yes"),
+    ] = True
     max_memory: Annotated[
         str | None,
         _run(metavar="SIZE", help="Of evicted caches at once: 2GiB", show_default="half of the model's"),

@@ -55,6 +55,7 @@ def plan(
         save=tuple(options.save or ()),
         generate=generate,
         head_scores=scores,
+        text=options.text,
         leave_out_unfit=leave_out_unfit,
     )
     return plan_run(files, placement, encode_prompts(options, files.tokenizer), configs, settings, resources)

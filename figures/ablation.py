@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.naming import short
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
+from perturbkv.figures.ratio_points import legend, point
 
 _WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
-_MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
 def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
@@ -37,7 +34,7 @@ def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = st
                     _panel(panel, chunk[place], names.pop(0), rows, named=place == 0)
                 else:
                     panel.set_axis_off()
-        figure.legend(handles=_legend(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
+        figure.legend(handles=legend(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
         style.foot(figure, identity, style.about(identity.samples))
     return figure
 
@@ -62,7 +59,7 @@ def _panel(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, na
     for place, title in enumerate(titles):
         if title in rows:
             for kind, measured in (("isolated", rows[title].isolated), ("propagated", rows[title].propagated)):
-                _point(axes, place, kind, measured)
+                point(axes, place, kind, measured, f"{BASELINE} or row is 0")
         elif title != BASELINE:
             grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
             axes.text(1, place, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
@@ -79,27 +76,3 @@ def _held(result: Setting) -> str:
     """What the rows' caches hold, once where they hold the same."""
     shares = [style.number(share) for row in result.rows for share in row.compared.held]
     return " to ".join(dict.fromkeys((min(shares), max(shares))))
-
-
-def _point(axes: Axes, place: int, kind: str, measured: HeadKind) -> None:
-    marker, offset = _MARKS[kind]
-    ratio = measured.sum_ratio
-    if np.isnan(ratio) or ratio <= 0:
-        axes.text(1, place + offset, f" {kind}: {BASELINE} or row is 0", fontsize=5.5, color="0.5", va="center")
-        return
-    colour = style.category_colours(2)[list(_MARKS).index(kind)]
-    axes.plot([measured.median_ratio], [place + offset], linestyle="", color=colour, marker="|", markersize=4.5,
-              markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
-    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
-                  marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
-
-
-def _legend() -> list[Line2D]:
-    sums = [
-        Line2D(
-            [], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind}, sum of heads"
-        )
-        for kind, colour in zip(_MARKS, style.category_colours(2), strict=True)
-    ]
-    middle = Line2D([], [], linestyle="", marker="|", markersize=5, color="0.3", label="the median head")
-    return [*sums, middle]

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
     from perturbkv.analyses.horizon import horizon as horizon
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
+    from perturbkv.analyses.methods import methods as methods
     from perturbkv.analyses.needle import needle as needle
+    from perturbkv.analyses.restriction import restriction as restriction
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
+    from perturbkv.analyses.tokens import tokens as tokens
     from perturbkv.api import generate as generate
     from perturbkv.api import load_model as load_model
     from perturbkv.api import load_prompts as load_prompts
@@ -67,11 +70,14 @@ _PUBLIC = {
     "load_model": "perturbkv.api",
     "load_prompts": "perturbkv.api",
     "measure": "perturbkv.api",
+    "methods": "perturbkv.analyses.methods",
     "needle": "perturbkv.analyses.needle",
     "option": "perturbkv.configs.option",
     "read_trace": "perturbkv.storage.trace_file",
+    "tokens": "perturbkv.analyses.tokens",
     "register_policy": "perturbkv.selection.policies.registry",
     "register_score": "perturbkv.selection.policies.registry",
+    "restriction": "perturbkv.analyses.restriction",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

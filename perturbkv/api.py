@@ -116,6 +116,7 @@ def measure(
     path: str | Path | None = None,
     engine: str = "here",
     save_outputs: bool = False,
+    text: bool = True,
     cache: str = "ragged",
     generate: int = 0,
     head_scores: Sequence[Sequence[float]] = (),
@@ -135,6 +136,8 @@ def measure(
             configurations measures those alone. None: everything stays in memory.
         engine: where samples are measured: `here`.
         save_outputs: keep head outputs, hidden states and attention too.
+        text: keep each prompt's tokens and text too, which `tokens` shows. No number depends on it: a run that goes on
+            adds it to the samples that are there, or takes it out of them.
         cache: layout of evicted caches, `ragged` or `rectangular`.
         generate: tokens generated from every cache and scored.
         head_scores: one row per layer, for the policy `headkv`.
@@ -145,7 +148,7 @@ def measure(
     Raises BudgetError, ConfigError, DatasetError, ModelError, TraceError; InterruptedRunError on Ctrl-C with a path.
     """
     save = ("outputs",) if save_outputs else ()
-    settings = Settings(steps, scenario, cache, save, generate, head_scores)
+    settings = Settings(steps, scenario, cache, save, generate, head_scores, text)
     planned = _planned(model, prompts, configs, settings, resources, kept=path is not None)
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         if path is None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perturbkv.passages import Passage
+
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
 
@@ -45,7 +47,11 @@ class Table:
         return drawn
 
 
-def as_text(parts: Sequence[Table | str], width: int = 80) -> str:
+Part = Table | Passage | str
+"""What a result shows: tables, passages of text that is marked, and lines."""
+
+
+def as_text(parts: Sequence[Part], width: int = 80) -> str:
     """Tables and lines of text as a terminal of this width shows them, without colours."""
     from rich.console import Console
 
@@ -56,13 +62,17 @@ def as_text(parts: Sequence[Table | str], width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in console.file.read().splitlines())
 
 
-def as_html(parts: Sequence[Table | str]) -> str:
+def as_html(parts: Sequence[Part]) -> str:
     """Tables and lines of text for a notebook."""
-    return "".join(part.as_html() if isinstance(part, Table) else f"<p>{_escaped(part)}</p>" for part in parts)
+    return "".join(f"<p>{_escaped(part)}</p>" if isinstance(part, str) else part.as_html() for part in parts)
 
 
-def show(console: Console, part: Table | str) -> None:
-    """Print a table, or a line of text in which nothing is read as markup."""
+def show(console: Console, part: Part) -> None:
+    """Print a table, a passage, or a line of text in which nothing is read as markup."""
+    if isinstance(part, Passage):
+        console.print(part.drawn(console.color_system is not None and not console.no_color), soft_wrap=False)
+        console.print()
+        return
     if isinstance(part, str):
         console.print(part, highlight=False, markup=False, emoji=False)
         return

@@ -1,7 +1,7 @@
 """The variables of a trace: names, axes, units and types, declared once.
 
 The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
-names everywhere: sample config step layer head answer_token d_head d_model key kept_entry.
+names everywhere: sample config step layer head answer_token d_head d_model key kept_entry prompt_entry lost_entry.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from perturbkv.errors import TraceError
 
-KEPT_AXIS, KEY_AXIS = "kept_entry", "key"
-"""Axes whose length differs from sample to sample: kept_entry is concatenated in a file, key is padded with NaN."""
+KEPT_AXIS, PROMPT_AXIS, KEY_AXIS = "kept_entry", "prompt_entry", "key"
+"""Axes whose length differs from sample to sample: key is padded with NaN."""
+ROWS = {KEPT_AXIS: "kept", PROMPT_AXIS: "prompt"}
+"""Axes along which all samples lie one behind the other -> what names the offset and the count of a sample's places."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,13 @@ class Variable:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Its axes in a trace: kept entries of all samples are one row, everything else has `sample` first."""
-        return self.dims if self.dims[:1] == (KEPT_AXIS,) else ("sample", *self.dims)
+        """Its axes in a trace: some lie in one row of all samples, everything else has `sample` first."""
+        return self.dims if self.in_rows else ("sample", *self.dims)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether all samples of it lie one behind the other."""
+        return not ROWS.keys().isdisjoint(self.dims)
 
     @property
     def raw(self) -> bool:
@@ -39,6 +46,7 @@ class Variable:
 _HEADS = ("config", "step", "layer", "head")
 _LAYERS = ("config", "step", "layer")
 _FLOORS = ("step", "layer", "head")
+_LOST = ("config", "layer", "head", "lost_entry")
 
 VARIABLES: dict[str, Variable] = {
     "perturbation_isolated": Variable(_HEADS, "L1", "isolated perturbation L_h of the head's output"),
@@ -120,6 +128,28 @@ VARIABLES: dict[str, Variable] = {
         ("config", "layer", "head"), "1", "first of the head's kept_count places in kept_position", "int64"
     ),
     "kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32"),
+    "lost_position": Variable(
+        _LOST,
+        "token",
+        "evicted positions with the largest A ν at step 0, that first; -1 past the last",
+        "int32",
+        optional=True,
+    ),
+    "lost_output": Variable(
+        _LOST, "L1", "A ν of these positions at step 0: what the output loses with each", "float32", optional=True
+    ),
+    "weighted_norm": Variable(("layer", "head"), "L1", "C at step 0, the sum of A ν over all entries", optional=True),
+    "prompt_count": Variable((), "token", "tokens of the prompt that are stored; 0 without its text", "int64", True),
+    "prompt_offset": Variable((), "1", "first of the sample's prompt_count places in prompt_token", "int64", True),
+    "prompt_token": Variable(("prompt_entry",), "1", "tokens of the prompt, its question behind them", "int32", True),
+    "prompt_start": Variable(
+        ("prompt_entry",),
+        "character",
+        "where the token begins in prompt_text; it ends where the next begins",
+        "int32",
+        optional=True,
+    ),
+    "prompt_text": Variable((), "1", "the prompt as the model got it, decoded token by token", "str", optional=True),
     "generated_full": Variable(
         ("answer_token",), "1", "tokens generated from the full cache; -1 past the end", "int64", optional=True
     ),
@@ -152,6 +182,9 @@ VARIABLES: dict[str, Variable] = {
         ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
     ),
 }
+
+TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt_text")
+"""What shows the prompt itself, and is no number that was measured: a trace may go without."""
 
 SUMS = ("cache_bytes", "cache_padding_bytes")
 """Variables of all configurations together: of some of them nothing is known."""

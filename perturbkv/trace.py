@@ -16,7 +16,7 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import SUMS, VARIABLES, axis_lengths
+from perturbkv.schema import ROWS, SUMS, TEXT, VARIABLES, axis_lengths
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,10 @@ class Trace:
         run: what was run.
         sample_ids: the `sample` coordinate, failed samples included.
         failures: sample id -> reason, for the failed ones.
-        arrays: variable name -> array with `sample` as its first axis (except `kept_position`: one long axis of all
-            samples, into which `kept_offset` points). Failed samples hold NaN, integers 0; so do steps past the end
-            of a complete sample's text, whose token is -1: `measured` tells.
+        arrays: variable name -> array with `sample` as its first axis (except `kept_position`, `prompt_token` and
+            `prompt_start`: one long axis of all samples, into which `kept_offset` or `prompt_offset` points). Failed
+            samples hold NaN, integers 0; so do steps past the end of a complete sample's text, whose token is -1:
+            `measured` tells.
         attrs: provenance as stored: format version, versions of libraries, device name, warnings.
         source: where it was read from, for messages and figures; `digest` its SHA-256, shortened.
     """
@@ -151,9 +152,7 @@ class Trace:
         if name in self.failures:
             return FailedSample(name, self.failures[name])
         place = self.sample_ids.index(name)
-        arrays = {one: array[place] for one, array in self.arrays.items() if one != "kept_position"}
-        kept = self.arrays.get("kept_position")
-        return SampleTrace(name, arrays if kept is None else {**arrays, **_own_kept(arrays, kept)})
+        return SampleTrace(name, part_of(lambda one, where: self.arrays[one][where], self.arrays, place))
 
     def sel(
         self,
@@ -222,7 +221,7 @@ class Trace:
         return "\n".join([self._title(), *(f"  {label}" for label in self.run.labels())])
 
     def _repr_html_(self) -> str:
-        small = [name for name in self.arrays if name != "kept_position" and not VARIABLES[name].raw]
+        small = [name for name in self.arrays if not VARIABLES[name].in_rows and not VARIABLES[name].raw]
         rows = [
             (name, " ".join(VARIABLES[name].dims), "×".join(map(str, self.arrays[name].shape)), VARIABLES[name].units)
             for name in small
@@ -230,16 +229,27 @@ class Trace:
         return Table(self._title(), ("variable", "axes behind sample", "#shape", "unit"), rows).as_html()
 
 
-def kept_range(offsets: NDArray[Any], counts: NDArray[Any]) -> tuple[int, int]:
-    """Where a sample's kept positions begin and end in the one row of all samples."""
-    return int(offsets.min()), int((offsets + counts).max())
+def part_of(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
+    """One complete sample's part of the named variables, of which `read` gives what stands somewhere.
+
+    Of rows that lie behind those of other samples its own alone, and offsets counted from their beginning.
+    """
+    wanted, found = list(names), {}
+    if "prompt_count" in wanted and not read("prompt_count", place):
+        wanted = [name for name in wanted if name not in TEXT]
+    for name in wanted:
+        of_rows = VARIABLES[name].in_rows
+        found[name] = np.asarray(read(name, _rows(read, ROWS[VARIABLES[name].dims[0]], place) if of_rows else place))
+    for rows in ROWS.values():
+        if f"{rows}_offset" in found:
+            found[f"{rows}_offset"] = np.asarray(found[f"{rows}_offset"] - _rows(read, rows, place).start)
+    return found
 
 
-def _own_kept(arrays: Mapping[str, NDArray[Any]], kept: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """A sample's kept positions without those of others, and where each kept set begins in them."""
-    offset = arrays["kept_offset"]
-    begin, end = kept_range(offset, arrays["kept_count"])
-    return {"kept_offset": offset - begin, "kept_position": kept[begin:end]}
+def _rows(read: Callable[[str, Any], Any], rows: str, place: int) -> slice:
+    """Where a sample's places begin and end in the one row of all samples."""
+    offsets, counts = (np.asarray(read(f"{rows}_{told}", place)) for told in ("offset", "count"))
+    return slice(int(offsets.min()), int((offsets + counts).max()))
 
 
 def _has(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:

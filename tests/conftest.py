@@ -21,6 +21,7 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
     "pipeline.decoding",
     "pipeline.measure",
     "pipeline.layer",
+    "pipeline.lost",
     "pipeline.assembly",
     "pipeline.samples",
     "pipeline.generation",

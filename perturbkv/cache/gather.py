@@ -34,7 +34,7 @@ class Kept:
 
 def lengths(layers: Sequence[Sequence[RankingGroup]], configs: int, device: torch.device) -> list[Lengths]:
     """Kept entries per kept set, for every layer. One transfer from the device brings them all."""
-    counts = [(group.budgets.kept + group.budgets.window) for found in layers for group in found]
+    counts = [group.budgets.kept_entries for found in layers for group in found]
     flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
     numbers = iter(flat)
     result = []

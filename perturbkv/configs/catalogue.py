@@ -44,7 +44,7 @@ class Catalogue(Generic[_Class]):
 
     def names(self) -> list[str]:
         """Of all classes, ours first, those that were registered last; nothing is imported."""
-        return list(dict.fromkeys([*self._files(), *_installed(f"{OURS}{self._group}"), *self.added]))
+        return list(dict.fromkeys([*self._files(), *installed(f"{OURS}{self._group}"), *self.added]))
 
     def info(self, name: str) -> type[_Class]:
         """The class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
@@ -54,7 +54,7 @@ class Catalogue(Generic[_Class]):
             return self._of_kind(class_of_file(name), name)
         if name in self._files():
             return self._ours(name)
-        if entry := _installed(f"{OURS}{self._group}").get(name):
+        if entry := installed(f"{OURS}{self._group}").get(name):
             return self._of_kind(loaded(entry), name)
         raise UnknownNameError(name, self.kind, self.names())
 
@@ -108,5 +108,6 @@ def _modules(package: str, besides: tuple[str, ...]) -> list[str]:
 
 
 @functools.cache
-def _installed(group: str) -> dict[str, EntryPoint]:
+def installed(group: str) -> dict[str, EntryPoint]:
+    """What installed packages bring, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}

@@ -17,6 +17,8 @@ _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
+_PREFIX = re.compile(r".*\.py")
+"""What stands before a colon and belongs to the name behind it."""
 _DEEPEST = 16
 FIRST = ""
 """The name of an option that was given without one."""
@@ -91,6 +93,14 @@ def split(text: str, separator: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
+
+
+def halves(text: str) -> list[str]:
+    """Policy and selection of `policy:selection`, or the text alone; `my_file.py:MyScore` is one name."""
+    first, *rest = split(text, ":")
+    if rest and _PREFIX.fullmatch(first):
+        first, *rest = f"{first}:{rest[0]}", *rest[1:]
+    return [first, ":".join(rest)] if rest else [first]
 
 
 def _shown(value: Any) -> str:

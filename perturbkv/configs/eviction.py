@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.option import completed
@@ -34,7 +35,7 @@ class EvictionConfig:
         selection: how the kept entries are taken from scores, a key of `SELECTIONS`.
         window: `w`, the last queries of the prompt, whose attention is accumulated and whose entries always stay
             (paper, Algorithm 2: n' = 32).
-        granularity: one kept set per `query` head or per `kv` head.
+        granularity: one kept set per `query` head, per `kv` head or per `layer`; of single entries or of whole blocks.
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
         twin: of a trace of format 1 or 2 that measured one configuration twice: what was said otherwise the second
@@ -87,12 +88,31 @@ class EvictionConfig:
         """First and most recent entries that always stay of `kept` ones; the window counts as recent."""
         return entries(self.protect_first, kept), max(self.window, entries(self.protect_recent, kept))
 
+    @property
+    def block(self) -> int:
+        """Entries of a block; 1 where single entries stay and go."""
+        return int(self.granularity.options.get("block", 1))
+
+    def blocks(self, prompt_tokens: int) -> Blocks:
+        """How a prompt's entries fall into blocks."""
+        return Blocks.of(prompt_tokens, self.window, self.block)
+
     def check_budget(self, tokens: int, what: str) -> None:
-        """Raise BudgetError unless `tokens` leaves something beside what always stays. `what` names the budget."""
+        """Raise BudgetError unless `tokens` leaves something beside what always stays. `what` names the budget.
+
+        Of blocks it has to leave one, wherever the window begins in its first.
+        """
         first, recent = self.protected(tokens)
-        if tokens > first + recent:
+        always, size = most_always(first, recent, self.block), self.block
+        if tokens >= always + size:
             return
-        if first + recent == self.window:
+        if size > 1:
+            msg = (
+                f"{what} keeps {tokens} entries, too few for a block of {size} beside those that always stay: up to "
+                f"{always} lie in blocks that hold the first {first} and the last {recent}; raise the budget to "
+                f"{always + size}, or lower block or --window"
+            )
+        elif first + recent == self.window:
             msg = (
                 f"{what} keeps {tokens} entries, no more than the window of {self.window} that always stays; "
                 f"raise the budget above {self.window} or lower --window"
@@ -104,8 +124,8 @@ class EvictionConfig:
             )
         raise BudgetError(msg)
 
-    def kept_entries(self, prompt_tokens: int) -> int:
-        """Entries kept per head of a prompt of n tokens: min(b, n), and n where n ≤ w, as the window always stays.
+    def allowed_entries(self, prompt_tokens: int) -> int:
+        """Entries per head of a prompt of n tokens that may be kept: min(b, n), and n where n ≤ w, as the window stays.
 
         Raises BudgetError where n > w and b leaves nothing beside what always stays.
         """
@@ -114,6 +134,11 @@ class EvictionConfig:
         tokens = self.budget.tokens(prompt_tokens)
         self.check_budget(tokens, f"budget {self.budget} of {prompt_tokens} tokens")
         return min(tokens, prompt_tokens)
+
+    def kept_entries(self, prompt_tokens: int) -> int:
+        """Entries kept per head: those that are allowed, or what whole blocks hold of them. Raises as these."""
+        blocks = self.blocks(prompt_tokens)
+        return blocks.held(blocks.bought(self.allowed_entries(prompt_tokens)))
 
     def label(self) -> str:
         """Unique, readable name: the `config` coordinate of a trace."""
@@ -142,8 +167,11 @@ class EvictionConfig:
         return said | {name: f"{name.replace('_', '-')}={value}" for name, value in told.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`."""
-        found: dict[str, Any] = {}
+        """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`.
+
+        Single entries are blocks of one, whether or not that was said.
+        """
+        found: dict[str, Any] = {"granularity_block": self.block}
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
@@ -215,7 +243,8 @@ def _unnested(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
-    return Choice(told.name, options, frozenset(options) - frozenset(told.options))
+    ordered = {option: options[option] for option in (*told.options, *options)}
+    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from perturbkv.configs.choice import FIRST, Choice, as_choice
 from perturbkv.errors import ConfigError, UnknownNameError
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     str: ((str,), "a name"),
@@ -31,13 +32,18 @@ class Option:
         call: whether it takes another choice, `name(option=value)`, beside its default.
     """
 
-    default: int | float | str
+    default: bool | int | float | str
     about: str
     known: tuple[str, ...] = ()
     low: float = 0
     high: float = math.inf
     odd: bool = False
     call: bool = False
+
+    @property
+    def written(self) -> str:
+        """The default as it stands in a choice."""
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def checked(self, value: Any, name: str, of: str = "") -> Any:
         """The value as its type; `name` is the option's, `of` its owner's, for messages.
@@ -49,14 +55,15 @@ class Option:
         kinds, words = _KINDS[type(self.default)]
         value = "none" if value is None and "none" in self.known else value
         what = f"{name} of {of}" if of else name
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, kinds):
             msg = f"{what} is {words}, got '{value}'"
             raise ConfigError(msg)
         if isinstance(value, str):
             if value not in self.known:
                 raise UnknownNameError(value, name, self.known)
             return value
-        self._check_number(value, what)
+        if not isinstance(value, bool):
+            self._check_number(value, what)
         return kinds[-1](value)
 
     def _check_number(self, value: Any, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -50,7 +51,11 @@ def loaded(entry: EntryPoint) -> object:
 def class_of_file(name: str) -> object:
     """The class of `my_file.py:MyScore`. Raises PluginError."""
     path, _, wanted = name.rpartition(":")
-    module = _module(Path(path).resolve(), name)
+    if not Path(path).is_file():
+        msg = f"'{name}': there is no file {Path(path).resolve()}"
+        raise PluginError(msg)
+    stamp = Path(path).stat()
+    module = _module(Path(path).resolve(), (stamp.st_mtime_ns, stamp.st_size))
     found = vars(module).get(wanted)
     if not inspect.isclass(found):
         held = [key for key, one in vars(module).items() if inspect.isclass(one) and one.__module__ == module.__name__]
@@ -59,17 +64,15 @@ def class_of_file(name: str) -> object:
     return found
 
 
-def _module(path: Path, name: str) -> ModuleType:
-    """The file as a module, run once for each content."""
-    if not path.is_file():
-        msg = f"'{name}': there is no file {path}"
-        raise PluginError(msg)
+@functools.cache
+def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
+    """The file as a module, run once for each content; `stamp` tells that it was not written since."""
     known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:16]}"
     if known_as in sys.modules:
         return sys.modules[known_as]
     spec = importlib.util.spec_from_file_location(known_as, path)
     if spec is None or spec.loader is None:
-        msg = f"'{name}': {path} is no Python file"
+        msg = f"{path} is no Python file"
         raise PluginError(msg)
     module = sys.modules[known_as] = importlib.util.module_from_spec(spec)
     try:

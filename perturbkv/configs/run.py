@@ -51,6 +51,7 @@ class RunConfig:
         cache: how evicted caches are laid out, a key of `CACHES`.
         head_scores: one row of scores per layer, for `headkv`; empty where no configuration asks for them.
         generate: tokens generated greedily from each cache and scored; 0: none.
+        plugins: score or policy that is not the toolkit's own -> what tells its version from others.
     """
 
     model: str
@@ -71,6 +72,7 @@ class RunConfig:
     cache: str = "ragged"
     head_scores: tuple[tuple[float, ...], ...] = ()
     generate: int = 0
+    plugins: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.samples < 1:

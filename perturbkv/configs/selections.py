@@ -36,15 +36,28 @@ _OWN: Mapping[str, Mapping[str, Option]] = {
 STAGED = ("two-stage", "two-stage-uniform")
 """Selections of two stages: what their second stage ranks is not what the first ranks."""
 SELECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {name: {**_STAGE1, **_OWN.get(name, {})} for name in SELECTIONS}
-GRANULARITIES = {"query": "one kept set per query head", "kv": "one kept set per key/value head"}
+GRANULARITIES = {
+    "query": "one kept set per query head",
+    "kv": "one kept set per key/value head",
+    "layer": "one kept set for all heads of a layer, as engines of one block table keep it",
+}
+_BLOCKS = {
+    "block": Option(1, "entries of a block, which stays or goes whole; 1: single entries", low=1),
+    "block_score": Option("sum", "of a block's entries: sum or max", known=("sum", "max")),
+}
+"""Blocks lie as an engine's block table has them (PagedAttention, https://arxiv.org/abs/2309.06180, section 4.1):
+`configs.blocks`."""
+_GROUP = {
+    "reduce": Option("mean", "scores of a group, before pooling: mean or max", known=("mean", "max")),
+    "product": Option(
+        "product-of-means",
+        "stage 2 of a group: mean(Ā)·mean(ν), or the mean of Ā_h·ν_h",
+        known=("product-of-means", "mean-of-products"),
+    ),
+}
+"""The group of `layer` is all of its query heads."""
 GRANULARITY_OPTIONS: Mapping[str, Mapping[str, Option]] = {
-    "query": {},
-    "kv": {
-        "reduce": Option("mean", "scores of a group, before pooling: mean or max", known=("mean", "max")),
-        "product": Option(
-            "product-of-means",
-            "stage 2 of a group: mean(Ā)·mean(ν), or the mean of Ā_h·ν_h",
-            known=("product-of-means", "mean-of-products"),
-        ),
-    },
+    "query": _BLOCKS,
+    "kv": {**_GROUP, **_BLOCKS},
+    "layer": {**_GROUP, **_BLOCKS},
 }

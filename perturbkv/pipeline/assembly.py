@@ -69,6 +69,18 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
     return arrays
 
 
+def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
+    """(config, layer, head, lost_entry) from per layer (config, head, lost_entry); C of every head without config."""
+    back = _inverse(order(layers[0].groups))
+    arrays = {}
+    for name in layers[0].lost:
+        dims = VARIABLES[name].dims
+        stacked = stack_on(device, [layer.lost[name] for layer in layers], dim=dims.index("layer"))
+        array = to_numpy(stacked, VARIABLES[name].dtype)
+        arrays[name] = array[back] if "config" in dims else array
+    return arrays
+
+
 def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
     """Variables of the decode steps, in the run's order of configurations; what all batches measured from the first."""
     back = _inverse([place for batch in batches for place in batch.places])
@@ -101,7 +113,7 @@ def kept_arrays(
                 start += int(own.sum())
     for layer, found in enumerate(layers):
         for group in found.groups:
-            taken = group.budgets.stage1.repeat_interleave(heads // group.kept_heads, dim=1)
+            taken = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
             stage1[list(group.places), layer] = to_numpy(taken, "int64")
     return {
         "kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": np.concatenate(rows)

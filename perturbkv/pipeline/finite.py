@@ -16,6 +16,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._finite: list[tuple[str, Tensor]] = []
+        self._made: list[tuple[str, Tensor]] = []
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
         """Look at one layer's activations."""
@@ -25,11 +26,15 @@ class FiniteCheck:
         """Look at activations that are called `where`."""
         self._finite.append((where, torch.isfinite(activations).all()))
 
+    def made(self, what: str, numbers: Tensor) -> None:
+        """Look at what was made of activations, which are looked at first."""
+        self._made.append((what, torch.isfinite(numbers).all()))
+
     def raise_if_not(self, sample: str) -> None:
         """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
         if not self._finite:
             return
-        places, flags = zip(*self._finite, strict=True)
+        places, flags = zip(*self._finite, *self._made, strict=True)
         for where, finite in zip(places, stack_on(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 raise ActivationError(where, sample)

@@ -16,7 +16,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import measure
+from perturbkv.pipeline import lost, measure
 from perturbkv.pipeline.decoding import StepRecord
 from perturbkv.pipeline.measure import LayerMasks
 from perturbkv.pipeline.prefill import Prefill, layer_norms
@@ -34,11 +34,13 @@ class LayerResult:
     Attributes:
         groups: what every configuration keeps.
         isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
+        lost: of the first step, name -> (config, head, lost_entry), or (head,) for C.
         attention: reference attention per step (head, key), where the run saves outputs.
     """
 
     groups: list[RankingGroup]
     isolated: list[dict[str, Tensor]]
+    lost: dict[str, Tensor]
     attention: list[Tensor]
 
 
@@ -69,15 +71,18 @@ def measure_layer(
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summands = theory.stack_summands(values, norms)
     steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices) for step in attention]
-    parts = []
+    added = lost.ordered(attention[0], norms[:, : attention[0].shape[-1]], n)
+    parts, gone = [], []
     for group, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
         masks = _per_query_head(group.kept_sets(rows), adapter.heads)
         alphas = on_device(
             [configs[place].selection["alpha"] for place in group.places[rows]], keys.device, theory.WORK
         )
         parts.append([measure.isolated(step, masks, alphas) for step in steps])
+        gone.append(lost.largest_lost(added, masks.kept))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
-    return LayerResult(found, isolated, attention if keep_attention else [])
+    most = _joined(gone) | {"weighted_norm": steps[0].total}
+    return LayerResult(found, isolated, most, attention if keep_attention else [])
 
 
 def _parts(found: Sequence[RankingGroup], entries: int, chunk_bytes: int) -> Iterator[tuple[RankingGroup, slice]]:
@@ -94,6 +99,5 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """One dictionary of all configurations; noise floors, which all parts measured, from the first."""
     return {
-        name: torch.cat([part[name] for part in parts]) if first.ndim == 2 else first
-        for name, first in parts[0].items()
+        name: torch.cat([part[name] for part in parts]) if first.ndim > 1 else first for name, first in parts[0].items()
     }

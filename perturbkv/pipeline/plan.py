@@ -16,6 +16,7 @@ from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_sliding_window
 from perturbkv.models.loading import ModelFiles, load_weights
+from perturbkv.selection.policies import registry
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ class Settings:
         scenario, cache, save: as in `RunConfig`.
         generate: tokens generated from every cache and scored; None: as many as the dataset says.
         head_scores: one row of scores per layer, for `headkv`.
+        text: whether the trace holds the prompts' text.
         leave_out_unfit: a budget that some prompt makes no larger than the window is left out instead of refused.
     """
 
@@ -43,6 +45,7 @@ class Settings:
     save: tuple[str, ...] = ()
     generate: int | None = 0
     head_scores: Sequence[Sequence[float]] = ()
+    text: bool = True
     leave_out_unfit: bool = False
 
 
@@ -66,6 +69,7 @@ class Plan:
         run: how, as the trace records it.
         resources: what it may take.
         batches: how the configurations of the largest prompt are decoded.
+        text: whether its trace holds the prompts' text: no number depends on it, so it is no part of `run`.
         loaded: the model, where it was loaded already.
     """
 
@@ -75,6 +79,7 @@ class Plan:
     run: RunConfig
     resources: Resources
     batches: Batches
+    text: bool = True
     loaded: Adapter | None = None
 
     def model(self) -> Adapter:
@@ -115,9 +120,10 @@ def plan(
         cache=settings.cache,
         head_scores=tuple(map(tuple, settings.head_scores)),
         generate=generate,
+        plugins={name: version for config in configs for name, version in registry.plugins(config).items()},
     )
     batches = _batches(files, run, prompts, placement.dtype, resources)
-    return Plan(files, placement, prompts, run, resources, batches, loaded)
+    return Plan(files, placement, prompts, run, resources, batches, settings.text, loaded)
 
 
 def fitting(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.finite import FINAL_NORM, LOGITS, FiniteCheck
 from perturbkv.pipeline.replay import replay_scores
+from perturbkv.pipeline.rotations import TURNED, Rotations
 from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
@@ -25,7 +25,6 @@ from perturbkv.scoring.score import Asked
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.policies import registry
 from perturbkv.selection.ranking import Ends, LayerStatistics, Scores
-from perturbkv.theory import WORK
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,7 @@ def prefill(
     with phase("prefill"), capture(adapter, reading.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
     reading.finite.look(LOGITS, logits)
-    with phase("replay"):
-        replay_scores(adapter, token_ids, reading.cache, found.scored, sample, reading.finite)
+    replay_scores(adapter, token_ids, reading.cache, found.scored, sample, reading.finite)
     return Prefill(reading.cache, logits[0, -1], found, reading.finite)
 
 
@@ -172,6 +170,7 @@ class _Reading:
         self.wanted = [wanted for wanted in found.scored if wanted.score.replay is None]
         self.needs = {need for wanted in self.wanted for need in wanted.score.needs}
         self.input: Tensor | None = None
+        self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
         """What the model calls."""
@@ -205,7 +204,7 @@ class _Reading:
             sample=self.found.sample,
             window=0,
             attention_input=self.input,
-            turned_back=partial(turned_back, self.adapter) if "unrotated" in self.needs else None,
+            rotary=None if self.needs.isdisjoint(TURNED) else self.rotations,
         )
 
     def _score(self, view: LayerView) -> None:
@@ -213,7 +212,7 @@ class _Reading:
         for window in dict.fromkeys(wanted.window for wanted in self.wanted):
             own = [wanted.score for wanted in self.wanted if wanted.window == window]
             for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
-                self.finite.look(f"the scores '{score.name}' of layer {view.layer}", made)
+                self.finite.made(f"the scores '{score.called}' of layer {view.layer}", made)
                 self.found.scored[Asked(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
@@ -229,14 +228,3 @@ class _Reading:
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
     """ν of a layer's values, computed as the run asks for."""
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)
-
-
-def turned_back(adapter: Adapter, queries: Float[Tensor, "head query d_head"]) -> Float[Tensor, "head query d_head"]:
-    """Queries of the positions 0, 1, … as they were before rotation, in `WORK`."""
-    places = torch.arange(queries.shape[1], device=queries.device).unsqueeze(0)
-    cosine, sine = (part[0].to(WORK) for part in adapter.rotary(queries.unsqueeze(0), places))
-    size, half = cosine.shape[-1], cosine.shape[-1] // 2
-    rotated, rest = queries[..., :size].to(WORK), queries[..., size:].to(WORK)
-    swapped = torch.cat([rotated[..., half:], -rotated[..., :half]], dim=-1)
-    stretched = cosine.square() + sine.square()  # the factor that YaRN puts on both
-    return torch.cat([(rotated * cosine + swapped * sine) / stretched, rest], dim=-1)

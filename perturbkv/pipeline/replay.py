@@ -17,6 +17,7 @@ from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_sliding_window
 from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.finite import FiniteCheck
+from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.compute import replayed
 from perturbkv.scoring.replay_view import Replay, ReplayView
 from perturbkv.scoring.score import Asked, Score
@@ -51,12 +52,13 @@ def replay_scores(
     wanted = {asked.score: asked.score.replay for asked in scored if asked.score.replay is not None}
     for how in dict.fromkeys(wanted.values()):
         own = [score for score, replay in wanted.items() if replay == how]
-        made = _replay(adapter, context, cache, how, own, sample)
+        with phase("replay"):
+            made = _replay(adapter, context, cache, how, own, sample)
         for asked in (asked for asked in scored if asked.score in own):
             prefix = max(0, len(context) - asked.window)
             scored[asked] += [rows[:, :prefix] for rows in made[asked.score]]
             for layer, rows in enumerate(scored[asked]):
-                finite.look(f"the scores '{asked.score.name}' of layer {layer}", rows)
+                finite.made(f"the scores '{asked.score.called}' of layer {layer}", rows)
 
 
 def _replay(

@@ -13,7 +13,9 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import InterruptedRunError, TraceError
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.provenance import provenance
+from perturbkv.pipeline.texts import PromptTexts
 from perturbkv.storage.memory import in_memory
+from perturbkv.storage.texts import Texts, with_text
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -46,10 +48,12 @@ def run_to_file(
     """
     total = len(planned.prompts)
     _check_place(path)
-    writer = TraceWriter(path, planned.run, planned.prompts.ids, provenance(planned), overwrite=overwrite)
+    made = provenance(planned)
+    writer = TraceWriter(path, planned.run, planned.prompts.ids, made, overwrite=overwrite, texts=_texts(planned))
     missing = writer.missing()
     _say_what_is_there(planned, missing)
     _say_what_is_special(planned)
+    _say_whose_text_changes(planned, writer.changing_text())
     if not missing:
         return writer.finish()
     progress(total - len(missing), total)
@@ -96,7 +100,13 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
         progress(len(measured), total)
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
-    return in_memory(planned.run, [measured[name] for name in planned.prompts.ids], provenance(planned))
+    texts = _texts(planned)
+    samples = [with_text(measured[name], texts) for name in planned.prompts.ids]
+    return in_memory(planned.run, samples, provenance(planned))
+
+
+def _texts(planned: Plan) -> Texts:
+    return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
 
 
 def _say_what_is_there(planned: Plan, missing: Missing) -> None:
@@ -112,6 +122,14 @@ def _say_what_is_there(planned: Plan, missing: Missing) -> None:
             "%s with %d of %d configurations there already: measuring %d more",
             counted, configs - max(parts), configs, max(parts),
         )  # fmt: skip
+
+
+def _say_whose_text_changes(planned: Plan, changing: int) -> None:
+    """Text is no number: samples that are there get it, or lose it, without being measured again."""
+    if changing:
+        samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
+        added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
+        _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
 
 
 def _say_what_is_special(planned: Plan) -> None:

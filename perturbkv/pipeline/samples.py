@@ -27,6 +27,7 @@ from perturbkv.pipeline.assembly import (
     held_share,
     isolated_arrays,
     kept_arrays,
+    lost_arrays,
     sample_arrays,
     step_arrays,
     with_all_steps,
@@ -130,6 +131,7 @@ def _arrays(
         arrays = sample_arrays(prompt, run, tokens, batches) | isolated_arrays(layers, adapter.device)
         arrays |= {"held_share": held_share(kept, adapter.kv_heads, int(arrays["prompt_tokens"]))}
         arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
+        arrays |= lost_arrays(layers, adapter.device)
         if run.generate:
             arrays |= answer_arrays(adapter, prompt, batches, run.generate)
         if "outputs" in run.save:

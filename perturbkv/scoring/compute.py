@@ -50,11 +50,11 @@ class Shown:
 
     def __getattr__(self, name: str) -> Any:
         if name in NEEDS and name not in self._score.needs:
-            msg = f"score '{_named(self._score)}' looks at {name}, which its needs {self._score.needs} do not name"
+            msg = f"score '{self._score.called}' looks at {name}, which its needs {self._score.needs} do not name"
             raise PluginError(msg)
         if not hasattr(type(self._view), name) and name not in type(self._view).__dataclass_fields__:
             msg = (
-                f"score '{_named(self._score)}' asks for '{name}', which no layer shows: what comes after the prompt "
+                f"score '{self._score.called}' asks for '{name}', which no layer shows: what comes after the prompt "
                 f"is not known when a cache is evicted; there are {', '.join(NEEDS)}"
             )
             raise PluginError(msg)
@@ -98,11 +98,7 @@ def _check_numbers(score: Score, view: LayerView | ReplayView, found: Any, shape
 
 
 def _broken(score: Score, view: LayerView | ReplayView, what: str) -> PluginError:
-    return PluginError(f"score '{_named(score)}' {what} (layer {view.layer}, sample '{view.sample}')")
-
-
-def _named(score: Score) -> str:
-    return getattr(score, "name", type(score).__name__)
+    return PluginError(f"score '{score.called}' {what} (layer {view.layer}, sample '{view.sample}')")
 
 
 def _fingerprint(view: LayerView) -> tuple[float, ...]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.errors import PluginError
+from perturbkv.scoring.left_out import HeaviestLeftOut, leave_out_heaviest
+from perturbkv.scoring.rotation import Rotation
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.theory import WORK
 
@@ -26,15 +28,18 @@ NEEDS = {
     "values": "(kv_head, n, d_head)",
     "attention": "softmax rows of the window's queries, causal inside it (head, w, n), float64",
     "logits": "what `attention` is the softmax of, −inf after each query (head, w, n), float64",
-    "outputs": "Σ_j a_ij v_j of the window's queries, before W_O (head, w, d_head), float64",
+    "outputs": "o_i = Σ_j a_ij v_j of the window's queries, before W_O (head, w, d_head), float64",
+    "distances": "‖v_j − o_i‖₂² (head, w, n), float64",
+    "left_out": "for each window query its heaviest entry, and the mean of the values of all others, float64",
     "norms": "ν = ‖V_i W_O^h‖₁ (head, n)",
     "w_o": "W_O^h of each head (head, d_head, d_model)",
     "hidden": "what goes into the layer's attention (n, d_model)",
-    "unrotated": "all n queries before rotation (head, n, d_head)",
+    "unrotated": "all n queries before rotation (head, n, d_head), float32 or better",
+    "rotations": "the model's rotation of any range of positions, also of those after the prompt",
     "replay": "the context, run once more over its own full cache: scored by `replayed`, pass by pass",
 }
 """What a score may need, by name."""
-PROMPT_ALONE = ("queries", "hidden", "unrotated", "replay")
+PROMPT_ALONE = ("queries", "hidden", "unrotated", "rotations", "replay")
 """What is there while a prompt is read, and gone when a cache that decoding has filled is compressed again."""
 _Found = TypeVar("_Found")
 _ROW_BYTES = 48
@@ -55,7 +60,7 @@ class LayerView:
         sample: the sample's id, for seeds.
         window: w.
         attention_input: (n, d_model); None where no score asks for `hidden`.
-        turned_back: gives all n queries before rotation; None where no score asks for `unrotated`.
+        rotary: gives the rotation of a range of positions; None where no score asks for `unrotated` or `rotations`.
     """
 
     queries: Float[Tensor, "head query d_head"]
@@ -69,7 +74,7 @@ class LayerView:
     sample: str
     window: int
     attention_input: Float[Tensor, "key d_model"] | None = None
-    turned_back: Callable[[Tensor], Tensor] | None = None
+    rotary: Callable[[range], Rotation] | None = None
 
     @property
     def heads(self) -> int:
@@ -114,9 +119,27 @@ class LayerView:
         return self.logits.softmax(dim=-1)
 
     @cached_property
+    def left_out(self) -> HeaviestLeftOut:
+        """Of the window's queries."""
+        return leave_out_heaviest(self.attention, self.values, lambda: self.logits)
+
+    @cached_property
     def outputs(self) -> Float[Tensor, "head query d_head"]:
         """Of the window's queries."""
-        return self.attention @ self.per_head(self.values.to(WORK))
+        return self.left_out.whole
+
+    @cached_property
+    def distances(self) -> Float[Tensor, "head query key"]:
+        """Squared, from one product: an error of about 1e-16 · ‖v_j‖²; each query's heaviest entry is exact."""
+        values, outputs = self.values.to(WORK), self.outputs
+        ones = torch.ones_like(values[..., :1])
+        lengths = outputs.square().sum(dim=-1, keepdim=True)
+        ours = torch.cat([-2 * outputs, torch.ones_like(lengths), lengths], dim=-1)
+        theirs = torch.cat([values, values.square().sum(dim=-1, keepdim=True), ones], dim=-1)
+        grouped = ours.reshape(self.kv_heads, -1, ours.shape[-1]) @ theirs.mT
+        found = grouped.view(self.heads, -1, self.entries).clamp_(min=0)
+        left = self.left_out
+        return found.scatter_(-1, left.place.unsqueeze(-1), (left.mass.square() * left.apart).unsqueeze(-1))
 
     @cached_property
     def w_o(self) -> Float[Tensor, "head d_head d_model"]:
@@ -126,7 +149,12 @@ class LayerView:
     @cached_property
     def unrotated(self) -> Float[Tensor, "head query d_head"]:
         """All queries before rotation."""
-        return _asked_for(self.turned_back, "unrotated")(self.queries)
+        return _asked_for(self.rotary, "unrotated")(range(self.entries)).turned_back(self.queries)
+
+    @property
+    def rotations(self) -> Callable[[range], Rotation]:
+        """The rotation of a range of positions."""
+        return _asked_for(self.rotary, "rotations")
 
     @property
     def hidden(self) -> Float[Tensor, "key d_model"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.catalogue import Catalogue
 from perturbkv.configs.choice import Choice, as_choice
@@ -27,11 +27,16 @@ def _base() -> type[Score]:
 SCORES: Catalogue[Score] = Catalogue("score", "perturbkv.scoring.scores", _base, refused=lambda: [*SELECTIONS, OWN])
 
 
-@functools.cache
 def build(choice: Choice | str) -> Score:
     """The score with its options, those that were not given at their defaults. Raises as `resolved`."""
-    named = resolved(as_choice(choice))
-    return SCORES.info(named.name)(**named.options)
+    named = as_choice(choice)
+    return _built(cast("Any", SCORES.info(named.name)), named)
+
+
+@functools.cache
+def _built(kind: Any, choice: Choice) -> Score:
+    found: Score = kind(**resolved(choice).options)
+    return found
 
 
 def resolved(choice: Choice) -> Choice:

@@ -67,6 +67,11 @@ class Score(WithOptions):
         raise NotImplementedError
 
     @property
+    def called(self) -> str:
+        """Its name; of a user's file, which needs none, the class's."""
+        return getattr(self, "name", type(self).__name__)
+
+    @property
     def replay(self) -> Replay | None:
         """How the context is to be run again, of a score that needs `replay`; its entries are scored by `replayed`."""
         return None

@@ -16,6 +16,8 @@ _POOLING = ("pool", "kernel")
 _LOOKS = "a selection or policy that looks at attention"
 _POOLED = "a selection or policy that looks at pooled attention"
 _POOLS = "a pool other than none"
+_BLOCKS = "a block of several entries"
+_SCORES = "a selection by score"
 
 
 def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
@@ -41,6 +43,10 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
         found["granularity", "product"] = "a two-stage selection"
     elif _mean_of_one(config, unpooled, reduces):
         found["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
+    if config.block == 1:
+        found |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
+    elif config.selection.name == "position":
+        found["granularity", "block_score"] = _SCORES
     known = {
         "policy": policy.options(),
         "selection": SELECTION_OPTIONS[config.selection.name],

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from perturbkv.configs.choice import Choice, as_choice, parse, split
+from perturbkv.configs.choice import Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import CHOICES, PRESETS, EvictionConfig
 from perturbkv.configs.plugins import of_file
 from perturbkv.configs.selections import SELECTIONS
@@ -23,9 +23,9 @@ FIELDS = ("preset", "budget", "window", "granularity", "protect_first", "protect
 """What every configuration has; all else is an option of some policy, selection or granularity."""
 ORDER = (
     "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "pool", "kernel", "granularity",
-    "group_score", "reduce", "group_product", "product", "sinks", "seed", "pyramid_beta", "pyramid_line", "beta",
-    "line", "floor", "safeguard", "head_beta", "recent", "history", "protect_first", "protect_recent", "positions",
-    "policy", "selection",
+    "group_score", "reduce", "group_product", "product", "block", "block_score", "sinks", "seed", "pyramid_beta",
+    "pyramid_line", "beta", "line", "floor", "safeguard", "head_beta", "recent", "history", "protect_first",
+    "protect_recent", "positions", "policy", "selection",
 )  # fmt: skip
 """The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy, by
 name."""
@@ -123,6 +123,7 @@ def asked(
     chosen = {name: value for name, value in choices.items() if value is not None}
     granularity = as_choice(chosen.pop("granularity", PRESETS[preset].get("granularity", "query")))
     named, selected = policy_and_selection(selection, policy)
+    named = registry.spelled(named)
     owners = {"policy": named, "selection": selected, "granularity": granularity}
     beside = {name: value for name, value in chosen.items() if name not in FIELDS}
     _check_once(owners, beside)
@@ -175,17 +176,9 @@ def names_policy(selection: str) -> bool:
     return policy_and_selection(selection, "-")[0].name != "-"
 
 
-def _halves(text: str) -> list[str]:
-    """Policy and selection of `policy:selection`, or the text; a file's class (`my_file.py:MyScore`) is one name."""
-    first, *rest = split(text, ":")
-    if rest and of_file(f"{first}:"):
-        first, *rest = f"{first}:{rest[0]}", *rest[1:]
-    return [first, ":".join(rest)] if rest else [first]
-
-
 def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
     """What a selection, as `grid` takes it, and the policy beside it stand for."""
-    if isinstance(text, str) and len(parts := _halves(text)) > 1:
+    if isinstance(text, str) and len(parts := halves(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)
     if chosen.name not in SELECTIONS and (of_file(chosen.name) or chosen.name in registry.names()):

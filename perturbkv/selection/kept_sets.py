@@ -16,9 +16,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from perturbkv.configs.blocks import Blocks
 from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.devices import on_device
+from perturbkv.selection import blocks as whole_blocks
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerBudget
 from perturbkv.selection.ranking import Ends, LayerStatistics, Ranking, Scores, at_ends
@@ -42,22 +44,33 @@ class KeptSets:
 
 @dataclass(frozen=True, eq=False)
 class Budgets:
-    """Prefix entries per configuration and kept set: all that stay, those of stage 1, the first and the recent ones.
+    """Blocks of the prefix per configuration and kept set: all that stay, those of stage 1, the first, the recent ones.
 
-    `kept` holds `stage1`, which holds `first` and `recent`: the entries of both ends that stay whatever their scores.
-    `window` entries stay beside them.
+    `kept` holds `stage1`, which holds `first` and `recent`: those of both ends that stay whatever their scores. Beside
+    them stays the tail of `blocks`, in which the `window` entries lie. Without blocks each holds one entry.
     """
 
     kept: Int[Tensor, "config kept_head"]
     stage1: Int[Tensor, "config kept_head"]
     first: Int[Tensor, "config kept_head"]
     recent: Int[Tensor, "config kept_head"]
+    blocks: Blocks
     window: int
+
+    @property
+    def kept_entries(self) -> Int[Tensor, "config kept_head"]:
+        """All entries that stay."""
+        return self.kept * self.blocks.size + self.blocks.tail
+
+    @property
+    def stage1_entries(self) -> Int[Tensor, "config kept_head"]:
+        """Entries before the window that stage 1 takes, or that always stay."""
+        return self.stage1 * self.blocks.size + self.blocks.tail - self.window
 
     def stays(
         self, place: Int[Tensor, "kept_head prefix"], begin: Int[Tensor, " #kept_head"], rows: _Rows
     ) -> Bool[Tensor, "config kept_head prefix"]:
-        """Whether the entries at these places of the prefix are among the first or the recent ones."""
+        """Whether the blocks at these places of the prefix are among the first or the recent ones."""
         first, recent = self.first[rows].unsqueeze(-1), self.recent[rows].unsqueeze(-1)
         return at_ends(place, begin.unsqueeze(-1), place.shape[-1], first, recent)
 
@@ -69,10 +82,10 @@ class RankingGroup:
     Attributes:
         places: which of the run's configurations they are.
         first, second: ranking of stage 1 and of the rest; the same one for a selection without stages.
-        budgets: how many entries stay.
-        begin: place of each kept set's first entry.
-        protects: whether any entry before the window stays because of its place.
-        stage1_cut, cut: an entry stays in stage 1, or beside it, where its rank lies below.
+        budgets: how many blocks stay, of one entry each where nothing else is asked for.
+        begin: place of each kept set's first block.
+        protects: whether any block before the window stays because of its place.
+        stage1_cut, cut: a block stays in stage 1, or beside it, where its rank lies below.
     """
 
     places: tuple[int, ...]
@@ -97,7 +110,7 @@ class RankingGroup:
             place = torch.arange(ranks.shape[-1], device=ranks.device).expand_as(ranks)
             stage1 |= self.budgets.stays(place, self.begin, rows)
         kept = stage1 | (self.second.ranks < self.cut[rows].unsqueeze(-1))
-        return KeptSets(_with_window(kept, self.budgets.window), _with_window(stage1, self.budgets.window))
+        return KeptSets(*(whole_blocks.entries(each, self.budgets.blocks) for each in (kept, stage1)))
 
 
 def ranking_groups(
@@ -136,7 +149,8 @@ def _group(
     second: Ranking,
     prompt_tokens: int,
 ) -> RankingGroup:
-    budgets, begin = _budgets(configs, scores, prompt_tokens), scores.statistics.begin
+    budgets = _budgets(configs, scores, prompt_tokens)
+    begin = scores.statistics.begin // budgets.blocks.size
     protects = any(any(_ends(config, prompt_tokens)) for config in configs)
     steps = [_cuts(first, second, budgets, begin if protects else None, rows) for rows in _steps(len(configs), first)]
     stage1_cut, cut = (torch.cat(kind) for kind in zip(*steps, strict=True))
@@ -180,13 +194,14 @@ def _cut(
 
 
 def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: int) -> Budgets:
-    """Every configuration's, inside what its kept sets hold."""
+    """Every configuration's, inside what its kept sets hold; they rank alike, so that their blocks are the same."""
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
+    blocks = configs[0].blocks(prompt_tokens)
     ends = [_ends(config, prompt_tokens) for config in configs]
     shared = [_allocate(config, scores, prompt_tokens) for config in configs]
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in shared])
     if scores.statistics.valid is not None:
-        kept = torch.minimum(kept, scores.statistics.valid.sum(dim=-1))
+        kept = torch.minimum(kept, blocks.before - scores.statistics.begin // blocks.size)
     asked_first, asked_recent = on_device(ends, device).unsqueeze(1).unbind(dim=-1)
     recent = torch.minimum(kept, asked_recent)
     first = torch.minimum(kept - recent, asked_first)
@@ -195,64 +210,65 @@ def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: i
         stage1 = torch.stack([scores.first_counts(config, _settled(config, prompt_tokens)) for config in configs])
     else:
         least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
-        stage1 = torch.maximum(_stage1(configs, kept - always, always + window), least)
-    return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, window)
+        stage1 = torch.maximum(_stage1(configs, kept - always, always + blocks.tail_blocks), least)
+    return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
 
 
 def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
-    """Prefix entries of each kept set: those that always stay, and its part of the others as the policy shares out."""
-    statistics, ends = scores.statistics, _settled(config, prompt_tokens)
-    always, given = ends.first + ends.recent, None
+    """Blocks of each kept set's prefix: those that always stay, and its part of the others as the policy shares out."""
+    statistics, blocks = scores.statistics, config.blocks(prompt_tokens)
+    ends, given = _settled(config, prompt_tokens), None
     if statistics.head_scores:
         by_head = torch.tensor(statistics.head_scores, dtype=WORK)
         given = by_head.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
     available = LayerBudget(
         kept_heads=scores.kept_heads(config),
-        kept=config.kept_entries(prompt_tokens),
-        always=min(config.window, prompt_tokens) + always,
+        kept=blocks.tail_blocks + ends.always + ends.free,
+        always=blocks.tail_blocks + ends.always,
         layer=statistics.layer,
         layers=statistics.layers,
-        prefix=sys.maxsize if statistics.valid is not None else statistics.prefix - always,
+        prefix=sys.maxsize if statistics.valid is not None else blocks.before - ends.always,
         heads_in_order=lambda: scores.heads_in_order(config, ends),
         head_scores=given,
         of_model=statistics.of_model and functools.partial(statistics.of_model, config, ends),
+        window=blocks.tail_blocks,
     )
-    return registry.build(config.policy).allocate(config, available) + always
+    return registry.build(config.policy).allocate(config, available) + ends.always
 
 
 def _settled(config: EvictionConfig, prompt_tokens: int) -> Ends:
-    """What always stays at both ends, and what is left to share out."""
+    """What always stays at both ends, and what the budget buys beside it."""
     first, recent = _ends(config, prompt_tokens)
-    always = min(config.window, prompt_tokens) + first + recent
-    return Ends(first, recent, config.kept_entries(prompt_tokens) - always)
+    bought = config.blocks(prompt_tokens).bought(config.allowed_entries(prompt_tokens))
+    return Ends(first, recent, bought - first - recent)
 
 
 def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
-    """Entries before the window that stay because they are first, or recent; no more than the budget in all."""
-    kept, window = config.kept_entries(prompt_tokens), min(config.window, prompt_tokens)
+    """Blocks before the tail that stay for entries that are first, or recent; no more in all than the budget buys."""
+    allowed, window = config.allowed_entries(prompt_tokens), min(config.window, prompt_tokens)
+    blocks = config.blocks(prompt_tokens)
     policy = registry.build(config.policy)
-    first = min(policy.first_entries(config, kept), kept - window)
-    recent = min(policy.recent_entries(config, kept), kept - first)
-    return first, max(0, recent - window)
+    first = min(policy.first_entries(config, allowed), allowed - window)
+    recent = min(policy.recent_entries(config, allowed), allowed - first)
+    bought = blocks.bought(allowed)
+    first_blocks = min(blocks.first(first), bought)
+    return first_blocks, min(blocks.recent(recent), bought - first_blocks)
 
 
 def _guaranteed(config: EvictionConfig, prompt_tokens: int) -> int:
-    """Entries beside those that always stay that stage 1 takes at least."""
-    kept, window = config.kept_entries(prompt_tokens), min(config.window, prompt_tokens)
-    return registry.build(config.policy).guaranteed(config, kept, window + sum(_ends(config, prompt_tokens)))
+    """Blocks beside those that always stay that stage 1 takes at least."""
+    blocks = config.blocks(prompt_tokens)
+    kept = blocks.tail_blocks + blocks.bought(config.allowed_entries(prompt_tokens))
+    always = blocks.tail_blocks + sum(_ends(config, prompt_tokens))
+    return registry.build(config.policy).guaranteed(config, kept, always)
 
 
 def _stage1(
     configs: Sequence[EvictionConfig], free: Int[Tensor, "config kept_head"], always: Int[Tensor, "config kept_head"]
 ) -> Int[Tensor, "config kept_head"]:
-    """Entries that stage 1 takes of `free` beside the `always` kept ones (METHOD: Select)."""
+    """Blocks that stage 1 takes of `free` ones beside those that `always` stay (METHOD: Select)."""
     alpha = on_device([[config.selection["alpha"]] for config in configs], free.device, WORK)
     total = on_device([[config.selection["split"] == "total"] for config in configs], free.device)
     of_prefix = whole_entries(alpha * free)
     of_total = (whole_entries(alpha * (free + always)) - always).clamp(min=0)
     return torch.where(total, of_total, of_prefix).to(torch.int64)
-
-
-def _with_window(prefix: Bool[Tensor, "config kept_head prefix"], window: int) -> Bool[Tensor, "config kept_head key"]:
-    """The window's entries always stay."""
-    return torch.cat([prefix, prefix.new_ones(*prefix.shape[:-1], window)], dim=-1)

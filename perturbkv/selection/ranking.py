@@ -17,6 +17,7 @@ from torch import Tensor
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, reduce_group, seeded
+from perturbkv.selection import blocks
 from perturbkv.selection.competition import in_order
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
@@ -78,16 +79,21 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class Ends:
-    """What of a budget is settled before any score is looked at.
+    """What of a budget is settled before any score is looked at, in entries or blocks.
 
     Attributes:
-        first, recent: entries before the window that always stay.
-        free: entries per kept set, on the average, that are shared out by score.
+        first, recent: those before the window that always stay.
+        free: those per kept set, on the average, that are shared out by score.
     """
 
     first: int
     recent: int
     free: int
+
+    @property
+    def always(self) -> int:
+        """At both ends together."""
+        return self.first + self.recent
 
     def competing(self, prefix: int) -> slice:
         """The places between both ends."""
@@ -96,7 +102,7 @@ class Ends:
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """An order of every kept set's prefix.
+    """An order of every kept set's prefix, by entries or by blocks.
 
     `order` holds the positions, best first; `ranks` each position's place in it.
     """
@@ -131,45 +137,54 @@ class Scores:
         return self._made[key]  # type: ignore[return-value]
 
     def kept_heads(self, config: EvictionConfig) -> int:
-        """How many kept sets the configuration's granularity makes."""
+        """How many kept sets a cache holds; a layer's one kept set is that of every key/value head."""
         return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
+
+    def reduced(self, config: EvictionConfig, score: Tensor, how: str = "mean") -> Score:
+        """Scores of query heads, reduced over those that share a kept set."""
+        return reduce_group(score, self._sets(config), how).expand(self.kept_heads(config), -1)
+
+    def _sets(self, config: EvictionConfig) -> int:
+        """How many kept sets may differ."""
+        return 1 if config.granularity.name == "layer" else self.kept_heads(config)
 
     def first(self, config: EvictionConfig) -> Ranking:
         """Ranking of the whole set, or of stage 1 where there are two."""
         if self.has_own_stages(config):
-            return self.ranking(self.first_stage(config))
-        return self.ranking(_FIRST[config.selection.name](self, config))
+            return self.ranking(self.first_stage(config), config)
+        return self.ranking(_FIRST[config.selection.name](self, config), config)
 
     def second(self, config: EvictionConfig) -> Ranking | None:
         """Ranking of stage 2; None where there are no stages."""
         if self.has_own_stages(config):
-            return self.ranking(self.attention(config))
+            return self.ranking(self.attention(config), config)
         if config.selection.name not in _UNIFORM:
             return None
-        return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]))
+        return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]), config)
 
-    def ranking(self, score: Score) -> Ranking:
-        """The order of a score of ours; places without an entry come last."""
-        return self.once(("ranking", id(score)), lambda: rank(self._valid(score)))
+    def ranking(self, score: Score, config: EvictionConfig) -> Ranking:
+        """The order of a score of ours, of its entries or blocks; places without an entry come last."""
+        size, how = blocks.scoring(config)
+        return self.once(("ranking", id(score), size, how), lambda: rank(blocks.scores(self._valid(score), size, how)))
 
     def heads_in_order(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " entry"]:
-        """The kept set of every entry of the layer, by descending competing score; ties by position, then set.
+        """The kept set of every entry or block of the layer, by descending competing score; ties by place, then set.
 
-        Entries at both ends, which always stay, and places without an entry come last.
+        Those at both ends, which always stay, and places without an entry come last.
         """
         score = self.competing(config, ends)
-        return self.once(
-            ("heads", id(score), ends.first, ends.recent), lambda: in_order(self._inner(self._valid(score), ends))
-        )
+        key = ("heads", id(score), ends.first, ends.recent)
+        return self.once(key, lambda: in_order(self._inner(score, ends, config.block)))
 
     def competing(self, config: EvictionConfig, ends: Ends) -> Score:
-        """What entries compete by: the pooled score, and the layer's largest for those of an own stage 1."""
-        score = self.attention(config)
+        """What entries or blocks compete by: the pooled score, and the layer's largest for those of an own stage 1."""
+        pooled, (size, how) = self.attention(config), blocks.scoring(config)
+        score = self.once(("blocks", id(pooled), size, how), lambda: blocks.scores(self._valid(pooled), size, how))
         if registry.build(config.policy).first_stage is None or not score.numel():
             return score
 
         def make() -> Score:
-            ranks = rank(self._inner(self.first_stage(config), ends)).ranks
+            ranks = rank(self._inner(self.first_stage(config), ends, config.block)).ranks
             return torch.where(ranks < self.first_counts(config, ends).unsqueeze(-1), score.max(), score)
 
         return self.once(("competing", id(score), config.policy, ends), make)
@@ -184,8 +199,7 @@ class Scores:
         if given is None:
             msg = f"policy '{config.policy.name}' has a stage 1 of its own, whose scores are not known here"
             raise ConfigError(msg)
-        kept = self.kept_heads(config)
-        return self.once(("own stage 1", kept), lambda: reduce_group(given, kept))
+        return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduced(config, given))
 
     def first_counts(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
         """Entries of the policy's own stage 1 beside those at both ends, no more than the budget shares out."""
@@ -198,58 +212,54 @@ class Scores:
 
     def attention(self, config: EvictionConfig, pooled: bool = True) -> Score:
         """Ā reduced over the group, then pooled: Ā'. A score that reduces by itself is pooled first."""
-        kept, own = self.kept_heads(config), registry.build(config.policy).score.reduces
+        sets, given = self._sets(config), self.statistics.accumulated
         kind, kernel = _pooling(config, pooled)
-        if own:
-            return self.once(
-                ("pooled", kept, own, kind, kernel),
-                lambda: reduce_group(pool(self.statistics.accumulated, kind, kernel), kept, own),
-            )
+        if own := registry.build(config.policy).score.reduces:
+            key = ("pooled", sets, own, kind, kernel)
+            return self.once(key, lambda: self.reduced(config, pool(given, kind, kernel), own))
         how = config.granularity.options.get("reduce", "mean")
-        reduced = self.once(("attention", kept, how), lambda: reduce_group(self.statistics.accumulated, kept, how))
-        return self.once(("pooled", kept, how, kind, kernel), lambda: pool(reduced, kind, kernel))
+        reduced = self.once(("attention", sets, how), lambda: self.reduced(config, given, how))
+        return self.once(("pooled", sets, how, kind, kernel), lambda: pool(reduced, kind, kernel))
 
     def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
         """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""
-        kept, pooled = self.kept_heads(config), config.selection.options.get("score") == "pooled"
-        key = ("stage 2", kept, config.granularity, _pooling(config, pooled), _epsilon(config))
+        pooled = config.selection.options.get("score") == "pooled"
+        key = ("stage 2", config.granularity, _pooling(config, pooled), _epsilon(config))
         return self.once((*key, uniform), lambda: self._product(config, pooled, uniform))
 
     def _product(self, config: EvictionConfig, pooled: bool, uniform: bool) -> Score:
-        kept = self.kept_heads(config)
         norms = self.statistics.norms.to(WORK)
         if uniform:
             norms = torch.ones_like(norms)
         if config.granularity.options.get("product") == "mean-of-products":
             scored = self.statistics.accumulated
             per_head = pool(scored, *_pooling(config, pooled)).repeat_interleave(len(norms) // len(scored), dim=0)
-            return reduce_group((per_head + _epsilon(config)) * norms, kept)
-        return (self.attention(config, pooled) + _epsilon(config)) * reduce_group(norms, kept)
+            return self.reduced(config, (per_head + _epsilon(config)) * norms)
+        return (self.attention(config, pooled) + _epsilon(config)) * self.reduced(config, norms)
 
     def value(self, config: EvictionConfig) -> Score:
         """ν alone."""
-        kept = self.kept_heads(config)
-        return self.once(("value", kept), lambda: reduce_group(self.statistics.norms.to(WORK), kept))
+        return self.once(("value", self._sets(config)), lambda: self.reduced(config, self.statistics.norms.to(WORK)))
 
     def hindsight(self, config: EvictionConfig) -> Score:
         """The realised A·ν."""
-        kept, given = self.kept_heads(config), self.statistics
-        return self.once(("hindsight", kept), lambda: reduce_group(given.hindsight * given.norms.to(WORK), kept))
+        sets, given = self._sets(config), self.statistics
+        return self.once(("hindsight", sets), lambda: self.reduced(config, given.hindsight * given.norms.to(WORK)))
 
     def hindsight_attention(self, config: EvictionConfig) -> Score:
         """The realised A alone."""
-        kept = self.kept_heads(config)
-        return self.once(("hindsight attention", kept), lambda: reduce_group(self.statistics.hindsight, kept))
+        sets = self._sets(config)
+        return self.once(("hindsight attention", sets), lambda: self.reduced(config, self.statistics.hindsight))
 
     def random(self, config: EvictionConfig) -> Score:
         """Uniform numbers that depend on seed, sample and layer alone, not on the device."""
-        kept, given, seed = self.kept_heads(config), self.statistics, config.selection["seed"]
-        return self.once(
-            ("random", kept, seed),
-            lambda: seeded(kept, given.prefix, seed, given.sample, given.layer).to(
-                given.norms.device, non_blocking=True
-            ),
-        )
+        sets, given, seed = self._sets(config), self.statistics, config.selection["seed"]
+
+        def make() -> Score:
+            drawn = seeded(sets, given.prefix, seed, given.sample, given.layer)
+            return drawn.to(given.norms.device, non_blocking=True).expand(self.kept_heads(config), -1)
+
+        return self.once(("random", sets, seed), make)
 
     def position(self, config: EvictionConfig) -> Score:
         """As the policy ranks places."""
@@ -261,11 +271,11 @@ class Scores:
 
         return self.once(("position", kept, ranked), make)
 
-    def _inner(self, score: Score, ends: Ends) -> Score:
-        """Entries that always stay compete with none."""
-        if not (ends.first or ends.recent):
+    def _inner(self, score: Score, ends: Ends, size: int) -> Score:
+        """What always stays competes with none."""
+        if not ends.always:
             return score
-        prefix, begin = score.shape[-1], self.statistics.begin.unsqueeze(-1)
+        prefix, begin = score.shape[-1], (self.statistics.begin // size).unsqueeze(-1)
         place = torch.arange(prefix, device=score.device)
         return score.masked_fill(at_ends(place, begin, prefix, ends.first, ends.recent), -torch.inf)
 

@@ -57,8 +57,7 @@ def check_places(path: Path, axis: str, held: NDArray[np.generic]) -> None:
 def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Shape]) -> None:
     """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
     for name, shape in shapes.items():
-        dims = VARIABLES[name].dims if name in VARIABLES else ()
-        axes = dims if dims == ("kept_entry",) else ("sample", *dims)
+        axes = VARIABLES[name].axes if name in VARIABLES else ("sample",)
         expected = tuple(lengths[axis] for axis in axes)
         if shape != expected:
             msg = f"expected {name} of the shape {expected} along {' '.join(axes)} in {path}, got {shape}; {_AGAIN}"
@@ -75,13 +74,13 @@ def check_measured(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: i
         raise TraceError(msg)
 
 
-def check_kept(path: Path, offset: Counts, count: Counts, held: int) -> None:
-    """Raise TraceError unless every head's kept entries lie within the `held` ones of `kept_position`."""
+def check_rows(path: Path, name: str, offset: Counts, count: Counts, held: int) -> None:
+    """Raise TraceError unless the places that `name`_offset and `name`_count tell lie within the `held` of its axis."""
     wrong = (offset < 0) | (count < 0) | (count > held - offset)
     if wrong.any():
         where = tuple(np.argwhere(wrong)[0].tolist())
         msg = (
-            f"expected kept_offset and kept_count within the {held} entries of kept_position in {path}, "
+            f"expected {name}_offset and {name}_count within the {held} places along '{name}_entry' in {path}, "
             f"got {offset[where]} and {count[where]} at {where}; {_AGAIN}"
         )
         raise TraceError(msg)

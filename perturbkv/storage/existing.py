@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.storage.merge import Shapes, kept_entries
-from perturbkv.storage.trace_file import describe_whole, opened
-from perturbkv.trace import kept_range
+from perturbkv.storage.trace_file import describe_whole, opened, values
+from perturbkv.trace import part_of
 
 
 class ExistingTrace:
@@ -26,6 +25,7 @@ class ExistingTrace:
     def __init__(self, path: Path) -> None:
         held = describe_whole(path)
         self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
+        self.with_text = frozenset(held.with_text)
         self._path, self._stamp = path, path.stat().st_mtime_ns
 
     def part(self, sample_id: str) -> ExistingSample | None:
@@ -47,23 +47,13 @@ class ExistingSample:
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
         """Those of the named variables that it holds, as in a `SampleTrace`; one sample's bytes alone are read."""
         with opened(self.path, self.stamp) as file:
-            first, last = self._kept(file)
-            arrays = {}
-            for name in names:
-                if name == "kept_position":
-                    arrays[name] = np.asarray(file[name][first:last])
-                elif name in file:
-                    arrays[name] = np.asarray(file[name][self.place])
-            if "kept_offset" in arrays:
-                arrays["kept_offset"] -= first
-            return arrays
+            held = [name for name in names if name in file]
+            return part_of(lambda name, where: values(file, name, where), held, self.place)
 
     def shapes(self) -> Shapes:
         """Variable name -> shape, that of kept_position without what no head keeps."""
         with opened(self.path, self.stamp) as file:
-            shapes = {name: tuple(file[name].shape[1:]) for name in VARIABLES if name in file}
+            shapes = {name: tuple(file[name].shape[1:]) for name in VARIABLES if name in file and name not in TEXT}
         kept = self.arrays(("kept_offset", "kept_count"))
-        return {**shapes, "kept_position": (kept_entries(kept["kept_offset"], kept["kept_count"]),)}
-
-    def _kept(self, file: Any) -> tuple[int, int]:
-        return kept_range(file["kept_offset"][self.place], file["kept_count"][self.place])
+        text = {name: array.shape for name, array in self.arrays(TEXT).items()}
+        return {**shapes, **text, "kept_position": (kept_entries(kept["kept_offset"], kept["kept_count"]),)}

@@ -3,7 +3,7 @@
 Columns: the row's coordinates, every choice of its configuration (null where it has no such option), then every
 variable that has no other axes, repeated along the axes that it lacks. Parquet carries each column's unit and meaning
 in its field's metadata, and the trace's provenance in the file's. Failed samples, and steps past the end of a sample's
-text, have no rows.
+text, have no rows. The prompts' own tokens and texts are a table of their own: a row per sample × token.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import pyarrow.parquet
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.schema import VARIABLES, Variable
+from perturbkv.schema import TEXT, VARIABLES, Variable
 from perturbkv.storage.files import written_whole
-from perturbkv.trace import Trace
+from perturbkv.storage.texts import pieces_of
+from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")
 _COUNTS = ("budget", "protect_first", "protect_recent")
 _WIDER = {frozenset({int, float}): float}
+_TOKENS = pa.schema([("sample", pa.string()), ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string())])
 _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
 
 def columns(trace: Trace) -> dict[str, Variable]:
-    """The variables that become columns: those of the trace whose axes are the table's; `kept_offset` means nothing."""
+    """The variables that become columns: those of the trace whose axes are the table's; offsets and texts do not."""
     return {
         name: variable
         for name, variable in VARIABLES.items()
-        if name in trace.arrays and name != "kept_offset" and set(variable.dims) <= set(AXES)
+        if name in trace.arrays and name not in ("kept_offset", *TEXT) and set(variable.dims) <= set(AXES)
     }
 
 
@@ -75,15 +77,46 @@ def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None)
     A file appears whole or not at all; `finished` is called after each sample. Raises ConfigError for another suffix.
     """
     check_suffix(path)
-    opened = pa.csv.CSVWriter if path.suffix == ".csv" else pa.parquet.ParquetWriter
     written = 0
-    with written_whole(path) as beside, opened(beside, schema(trace)) as writer:
+    with written_whole(path) as beside, _opened(path)(beside, schema(trace)) as writer:
         for place in np.flatnonzero(trace.ok):
             batch = rows(trace, int(place))
             writer.write_batch(batch)
             written += batch.num_rows
             finished()
     return written
+
+
+def _opened(path: Path) -> Any:
+    return pa.csv.CSVWriter if path.suffix == ".csv" else pa.parquet.ParquetWriter
+
+
+def tokens_path(path: Path) -> Path:
+    """Where the table of the tokens goes, beside the table at `path`."""
+    return path.with_name(f"{path.stem}.tokens{path.suffix}")
+
+
+def write_tokens(trace: Trace, path: Path) -> int:
+    """Write the prompts' tokens, one row each, as `write` does; returns the rows. The trace has to hold their text."""
+    check_suffix(path)
+    written = 0
+    with written_whole(path) as beside, _opened(path)(beside, _TOKENS) as writer:
+        for name in trace.sample_ids:
+            batch = _token_rows(trace.sample(name))
+            writer.write_batch(batch)
+            written += batch.num_rows
+    return written
+
+
+def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
+    """The tokens of one sample; none of one that failed or was stored without them."""
+    pieces = [] if isinstance(sample, FailedSample) else pieces_of(sample)
+    if isinstance(sample, FailedSample) or not pieces:
+        return pa.RecordBatch.from_pylist([], schema=_TOKENS)
+    named = [sample.sample_id] * len(pieces)
+    tokens = [named, range(len(pieces)), sample.arrays["prompt_token"], pieces]
+    columns = [pa.array(values, kind) for values, kind in zip(tokens, _TOKENS.types, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=_TOKENS)
 
 
 def check_suffix(path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, KEY_AXIS, VARIABLES, axis_lengths
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, ROWS, VARIABLES, axis_lengths
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import SampleTrace
 
@@ -46,8 +46,8 @@ def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], se
     for sample_id, held in shapes.items():
         names |= set(held or ())
         for axis, length in axis_lengths(sample_id, held or {}).items():
-            if axis == KEPT_AXIS:
-                sizes[axis] += length
+            if axis in ROWS:
+                sizes[axis] = sizes.get(axis, 0) + length
             elif axis == KEY_AXIS:
                 sizes[axis] = max(length, sizes.get(axis, 0))
             elif sizes.setdefault(axis, length) != length:
@@ -56,23 +56,32 @@ def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], se
     return sizes, names
 
 
-def fill_of(dtype: str) -> float:
-    """What stands where nothing was measured: NaN in floats, 0 in integers."""
+def fill_of(dtype: str) -> float | str:
+    """What stands where nothing was measured: NaN in floats, 0 in integers, no text."""
+    if dtype == "str":
+        return ""
     return np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
 
 
-def place(arrays: Arrays, where: int, sample: SampleTrace, kept: int) -> int:
-    """Put one sample at its place along `sample`; returns how many kept entries it added behind `kept`."""
-    added = len(sample.arrays["kept_position"])
+def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
+    """Put one sample at its place along `sample`, and behind what is `filled` of the axes that all samples share."""
     if "steps_measured" in arrays:
         arrays["steps_measured"][where] = sample.sizes()["step"]  # of a version that measured them all, unless it says
+    offsets = {f"{rows}_offset": axis for axis, rows in ROWS.items()}
     for name, array in sample.arrays.items():
-        if name == "kept_position":
-            arrays[name][kept : kept + added] = array
-        elif name == "kept_offset":
-            arrays[name][where] = np.asarray(array) + kept
+        if VARIABLES[name].in_rows:
+            begin = filled[VARIABLES[name].dims[0]]
+            arrays[name][begin : begin + len(array)] = array
+        elif name in offsets:
+            arrays[name][where] = np.asarray(array) + filled[offsets[name]]
         elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
             arrays[name][where, ..., : array.shape[-1]] = array
         else:
-            arrays[name][where] = array
-    return added
+            arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" else array
+    for axis in ROWS:
+        filled[axis] += sample.sizes().get(axis, 0)
+
+
+def nothing_filled() -> dict[str, int]:
+    """The axes that all samples share, before the first sample."""
+    return dict.fromkeys(ROWS, 0)

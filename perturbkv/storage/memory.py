@@ -12,7 +12,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.files import written_whole
-from perturbkv.storage.layout import fill_of, place, whole_sizes
+from perturbkv.storage.layout import fill_of, nothing_filled, place, whole_sizes
 from perturbkv.storage.trace_file import write_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -25,17 +25,18 @@ def in_memory(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], att
     ids = tuple(sample.sample_id for sample in samples)
     sizes, names = whole_sizes(run, ids, {name: shapes.get(name) for name in ids})
     arrays = {name: _empty(name, sizes) for name in VARIABLES if name in names}
-    kept = 0
+    filled = nothing_filled()
     for where, sample in enumerate(samples):
         if isinstance(sample, SampleTrace):
-            kept += place(arrays, where, sample, kept)
+            place(arrays, where, sample, filled)
     return Trace(run, ids, arrays, failures, dict(attrs))
 
 
 def _empty(name: str, sizes: Mapping[str, int]) -> np.ndarray[Any, Any]:
     """A variable of all samples with nothing in it."""
     variable = VARIABLES[name]
-    return np.full([sizes[axis] for axis in variable.axes], fill_of(variable.dtype), dtype=variable.dtype)
+    dtype = object if variable.dtype == "str" else variable.dtype
+    return np.full([sizes[axis] for axis in variable.axes], fill_of(variable.dtype), dtype=dtype)
 
 
 def save(trace: Trace, path: Path) -> Path:

@@ -16,17 +16,17 @@ import numpy as np
 from perturbkv.configs import former
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, VARIABLES
+from perturbkv.schema import ROWS, TEXT, VARIABLES
 from perturbkv.storage.coordinates import (
     check_configs,
-    check_kept,
     check_measured,
     check_places,
+    check_rows,
     check_samples,
     check_shapes,
 )
 from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.layout import fill_of, place, whole_sizes
+from perturbkv.storage.layout import fill_of, nothing_filled, place, whole_sizes
 from perturbkv.storage.lazy import LazyArrays
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import FailedSample, SampleTrace, Trace
@@ -43,6 +43,8 @@ _COORDINATES = {
     "d_model": "component of a hidden state",
     "key": "position of a cache entry",
     "kept_entry": "place in kept_position",
+    "prompt_entry": "place in prompt_token",
+    "lost_entry": "place among the evicted entries that add most",
 }
 _WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 """How netCDF names a dimension that has no coordinate: counting kept_position's entries would take twice its bytes."""
@@ -64,9 +66,9 @@ def write_trace(
     sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
     with h5py.File(path, "w", track_order=True) as file:
         _write_header(file, run, attrs, sample_ids, sizes, names)
-        kept = 0
+        filled = nothing_filled()
         for where, name in enumerate(sample_ids):
-            kept += _write_sample(file, where, sample(name), kept)
+            _write_sample(file, where, sample(name), filled)
 
 
 def _write_header(
@@ -85,21 +87,23 @@ def _write_header(
     text = h5py.string_dtype()
     for name, variable in VARIABLES.items():
         if name in names:
-            _create(file, name, variable.axes, sizes, variable.dtype, variable.units, variable.long_name)
+            dtype = text if variable.dtype == "str" else variable.dtype
+            _create(file, name, variable.axes, sizes, dtype, variable.units, variable.long_name)
     _create(file, "failure", ("sample",), sizes, text, "1", "why the sample failed; empty where it is complete")
     _create(file, "complete", ("sample",), sizes, "uint8", "1", "1 where every number of the sample is there")
 
 
 def _write_coordinates(file: h5py.File, sizes: Mapping[str, int], sample_ids: Sequence[str], labels: list[str]) -> None:
     named = {"sample": list(sample_ids), "config": labels}
-    for axis, length in sizes.items():
+    for axis in (one for one in _COORDINATES if one in sizes):  # in one order, whatever a sample brought first
+        length = sizes[axis]
         if axis in named:
             scale = file.create_dataset(axis, data=named[axis], dtype=h5py.string_dtype())
-        elif axis == KEPT_AXIS:
+        elif axis in ROWS:
             scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
         else:
             scale = file.create_dataset(axis, data=np.arange(length, dtype=np.int64))
-        scale.make_scale(axis if axis != KEPT_AXIS else f"{_WITHOUT_VARIABLE}{length:10d}")
+        scale.make_scale(f"{_WITHOUT_VARIABLE}{length:10d}" if axis in ROWS else axis)
         scale.attrs["units"], scale.attrs["long_name"] = "1", _COORDINATES[axis]
 
 
@@ -113,7 +117,7 @@ def _create(
         options = {"chunks": (1, *shape[1:]), "compression": "gzip", "compression_opts": 1, "shuffle": True}
     if isinstance(dtype, str):
         options["fillvalue"] = fill_of(dtype)
-    if axes[-1] == KEPT_AXIS:
+    if axes[-1] in ROWS:
         options["fill_time"] = "never"  # every place is written once; filling first would write them twice
     variable = file.create_dataset(name, shape=shape, dtype=dtype, **options)
     variable.attrs["units"], variable.attrs["long_name"] = units, long_name
@@ -121,20 +125,19 @@ def _create(
         dimension.attach_scale(file[axis])
 
 
-def _write_sample(file: h5py.File, where: int, sample: SampleTrace | FailedSample, kept: int) -> int:
-    """Write one sample, its `complete` flag last; returns how many kept entries it added behind `kept`."""
+def _write_sample(file: h5py.File, where: int, sample: SampleTrace | FailedSample, filled: dict[str, int]) -> None:
+    """Write one sample behind what is `filled`, its `complete` flag last."""
     if isinstance(sample, FailedSample):
         file["failure"][where] = sample.reason
-        return 0
-    added = place(file, where, sample, kept)
-    file["complete"][where] = 1
-    return added
+    else:
+        place(file, where, sample, filled)
+        file["complete"][where] = 1
 
 
 def read_trace(path: str | Path) -> Trace:
     """A finished trace. Raises TraceError for anything that is not one, and where its labels are not its run's.
 
-    Kept positions and saved outputs, which may be larger than memory should hold, are read when they are asked for;
+    Kept positions, text and saved outputs, which may be larger than memory should hold, are read when asked for;
     everything else at once. Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
     """
     path = Path(path)
@@ -143,7 +146,7 @@ def read_trace(path: str | Path) -> Trace:
         _check_axes(file, run, path)
         ids, failures = _samples_of(file)
         names = [name for name in VARIABLES if name in file]
-        arrays = {name: np.asarray(file[name][()]) for name in names if not _is_large(name)}
+        arrays = {name: values(file, name) for name in names if not _is_large(name)}
         attrs = _provenance_of(file)
     digest = _digest(path)
     later = [name for name in names if _is_large(name)]
@@ -151,8 +154,14 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(run, ids, held, failures, attrs, str(path), digest)
 
 
+def values(file: h5py.File, name: str, where: Any = ()) -> Any:
+    """A variable's numbers, or texts, at a place, by default all of them."""
+    held = file[name].asstr() if VARIABLES[name].dtype == "str" else file[name]
+    return np.asarray(held[where])
+
+
 def _is_large(name: str) -> bool:
-    return name == "kept_position" or VARIABLES[name].raw
+    return VARIABLES[name].in_rows or VARIABLES[name].dtype == "str" or VARIABLES[name].raw
 
 
 def _read_later(path: Path) -> Callable[[str], Any]:
@@ -161,7 +170,7 @@ def _read_later(path: Path) -> Callable[[str], Any]:
 
     def read(name: str) -> Any:
         with opened(path, stamp) as file:
-            return np.asarray(file[name][()])
+            return values(file, name)
 
     return read
 
@@ -180,7 +189,10 @@ class StoredVariable:
 
 @dataclass(frozen=True)
 class Description:
-    """What a trace file holds; of its numbers the bytes of its evicted caches alone, all samples' together."""
+    """What a trace file holds; of its numbers the bytes of its evicted caches alone, all samples' together.
+
+    `with_text` names the samples whose prompt's text is stored.
+    """
 
     run: RunConfig
     sample_ids: tuple[str, ...]
@@ -188,6 +200,7 @@ class Description:
     attrs: dict[str, str]
     variables: dict[str, StoredVariable]
     caches: dict[str, int]
+    with_text: tuple[str, ...]
 
 
 def describe(path: Path) -> Description:
@@ -197,16 +210,23 @@ def describe(path: Path) -> Description:
         run = _run_of(file, path)
         _check_axes(file, run, path)
         ids, failures = _samples_of(file)
-        names = [name for name in file if name not in _COORDINATES]
+        names = [name for name in file if name not in _COORDINATES and not file[name].is_scale]
         variables = {name: _stored(file[name]) for name in names}
         caches = {name: int(file[name][()].sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
-        return Description(run, ids, failures, _provenance_of(file), variables, caches)
+        return Description(run, ids, failures, _provenance_of(file), variables, caches, _with_text(file, ids))
+
+
+def _with_text(file: h5py.File, ids: Sequence[str]) -> tuple[str, ...]:
+    counts = values(file, "prompt_count") if set(TEXT) <= set(file) else np.zeros(len(ids))
+    return tuple(name for name, count in zip(ids, counts, strict=True) if count)
 
 
 def _stored(variable: h5py.Dataset) -> StoredVariable:
     axes = tuple(dim[0].name.lstrip("/") for dim in variable.dims)
     units, long_name = str(variable.attrs["units"]), str(variable.attrs["long_name"])
-    return StoredVariable(axes, variable.shape, str(variable.dtype), units, long_name, int(variable.nbytes))
+    texts = variable[()].tolist() if variable.dtype.kind == "O" else None  # of a text HDF5 counts its address alone
+    nbytes = variable.nbytes if texts is None else sum(map(len, texts))
+    return StoredVariable(axes, variable.shape, str(variable.dtype), units, long_name, int(nbytes))
 
 
 def read_run(path: Path) -> RunConfig:
@@ -269,14 +289,15 @@ def _check_axes(file: h5py.File, run: RunConfig, path: Path) -> None:
     check_configs(path, labels, _names(file, "config"), known_wording=version > 1)
     check_samples(path, _names(file, "sample"))
     for axis in axes:
-        if axis not in ("sample", "config", KEPT_AXIS):
+        if axis not in ("sample", "config", *ROWS):
             check_places(path, axis, file[axis][()])
     variables = [name for name in (*VARIABLES, "complete", "failure") if name in file]
     check_shapes(path, {axis: len(file[axis]) for axis in axes}, {name: file[name].shape for name in variables})
     if "steps_measured" in file:
         check_measured(path, file["steps_measured"][()], file["complete"][()] != 0, len(file["step"]))
-    if {"kept_offset", "kept_count", "kept_position"} <= set(variables):
-        check_kept(path, file["kept_offset"][()], file["kept_count"][()], len(file["kept_position"]))
+    for axis, rows in ROWS.items():
+        if {f"{rows}_offset", f"{rows}_count", axis} <= set(file):
+            check_rows(path, rows, file[f"{rows}_offset"][()], file[f"{rows}_count"][()], len(file[axis]))
 
 
 def _names(file: h5py.File, axis: str) -> list[str]:

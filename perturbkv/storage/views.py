@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from perturbkv.schema import KEPT_AXIS, VARIABLES
+from perturbkv.schema import ROWS, VARIABLES
 from perturbkv.storage.export import rows, schema
 from perturbkv.trace import Trace
 
@@ -28,7 +28,7 @@ def to_dataset(trace: Trace) -> Any:
     variables["complete"] = (("sample",), trace.ok.astype(np.uint8), {})
     variables["failure"] = (("sample",), [trace.failures.get(name, "") for name in trace.sample_ids], {})
     made = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
-    counted = {axis: np.arange(length) for axis, length in made.sizes.items() if axis not in (*coordinates, KEPT_AXIS)}
+    counted = {axis: np.arange(length) for axis, length in made.sizes.items() if axis not in {*coordinates, *ROWS}}
     return made.assign_coords(counted)
 
 

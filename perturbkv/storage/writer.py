@@ -13,6 +13,7 @@ from perturbkv.storage.existing import ExistingSample, ExistingTrace
 from perturbkv.storage.files import clear_leftovers, written_whole
 from perturbkv.storage.journal import Entry, Journal, journal_path
 from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
+from perturbkv.storage.texts import Texts, with_text, with_text_shapes
 from perturbkv.storage.trace_file import describe_whole, read_run, write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -33,6 +34,8 @@ class TraceWriter:
             stays as it is until this run's is whole and takes its place; a journal of another run, which is no trace
             yet, is removed at once. A run that was killed before that goes on with `overwrite` alone: without it the
             other run's file is refused as ever.
+        texts: of the samples' prompts; the finished file has these and no others, whatever its samples were measured
+            with. None: samples keep what they have.
 
     Raises TraceError where a file or journal of another run is there and `overwrite` is False.
     """
@@ -44,8 +47,9 @@ class TraceWriter:
         sample_ids: Sequence[str],
         attrs: Mapping[str, str],
         overwrite: bool = False,
+        texts: Texts | None = None,
     ) -> None:
-        self.path, self.run, self.attrs = path, run, dict(attrs)
+        self.path, self.run, self.attrs, self.texts = path, run, dict(attrs), texts
         self.sample_ids = tuple(sample_ids)
         self._check_ids()
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
@@ -68,6 +72,13 @@ class TraceWriter:
     def done(self) -> set[str]:
         """Samples that need not be measured: complete in the file and the journal, or failed in this run."""
         return set(self.sample_ids) - set(self.missing())
+
+    def changing_text(self) -> int:
+        """How many finished samples of the older file get a text that they lack, or lose the one that they have."""
+        if self._old is None or self.texts is None:
+            return 0
+        held = [name for name in self.sample_ids if self._old.part(name) is not None]
+        return sum((name in self._old.with_text) != bool(self.texts) for name in held)
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
         """Keep one sample in the journal: measured for `configs`, by default all of the run, in this order.
@@ -172,7 +183,8 @@ class TraceWriter:
         fields = differing_fields(self.run, run)
         if fields:
             msg = (
-                f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}; use another "
+                f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}"
+                f"{_changed(self.run, run) if 'plugins' in fields else ''}; use another "
                 "--output, or --overwrite to replace it (only samples and configurations may be added)"
             )
             raise TraceError(msg)
@@ -199,16 +211,21 @@ class TraceWriter:
         old = self._old
         if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
             return False
+        if self.changing_text():
+            return False
         return not any(self._entries.get(name) and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 
     def _shapes(self, name: str) -> Shapes | None:
-        return None if self._missing_of(name) else joined_shapes([part.shapes() for part in self._parts(name)])
+        if self._missing_of(name):
+            return None
+        return with_text_shapes(name, joined_shapes([part.shapes() for part in self._parts(name)]), self.texts)
 
     def _sample(self, name: str) -> SampleTrace | FailedSample:
         if self._missing_of(name):
             return FailedSample(name, str(self._reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
-        return single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))
+        whole = single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))
+        return with_text(whole, self.texts)
 
 
 def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
@@ -217,9 +234,16 @@ def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
         "samples": held.samples <= run.samples,
         "configs": set(held.configs) <= set(run.configs),
         "head_scores": not held.head_scores,  # empty where no configuration needs them
+        "plugins": held.plugins.items() <= run.plugins.items(),
         "dataset_options": _grown(held.dataset_options, run.dataset_options),
     }
     return [name for name in run.differences(held) if not may_grow.get(name, False)]
+
+
+def _changed(run: RunConfig, held: RunConfig) -> str:
+    """Which scores and policies are another version now."""
+    names = [name for name, version in held.plugins.items() if run.plugins.get(name, version) != version]
+    return f" ({', '.join(names)} is another version now)" if names else ""
 
 
 def _grown(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:

@@ -36,6 +36,34 @@ def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]
     assert Path("out/ablation.pdf").exists()
 
 
+def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("restriction", *instead(tiny, "--budget", 80), "-o", "out", "--json", "--format", "pdf")
+    assert ran.code == 0, ran.err
+    settings = ran.json()["settings"]
+    assert [setting["baseline"]["selection"] for setting in settings] == ["attention", "two-stage"]
+    names = ["kv(block=16)", "kv(block=32)", "layer", "layer(block=16)", "layer(block=32)", "query"]
+    for setting in settings:
+        assert [row["name"] for row in setting["rows"]] == names
+        held = {row["name"]: row["held_over_full_treatment"] for row in setting["rows"]}
+        assert held["layer"] == setting["rows"][0]["held_over_full_baseline"] >= held["kv(block=16)"]
+        assert held["layer(block=16)"] == held["kv(block=16)"]
+    assert Path("out/restriction.pdf").exists()
+
+
+def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: list[object]) -> None:
+    asked = [*instead(tiny, "--budget", 80), "--policy", "adakv"]
+    told = perturbkv("restriction", *asked, "--dry-run", "--json").json()
+    assert [one["config"]["granularity"] for one in told["kept"][::2]] == [
+        "kv",
+        "kv(block=16)",
+        "kv(block=32)",
+        "query",
+    ]
+    ran = perturbkv("restriction", *asked, "--granularity", "layer", "-o", "out")
+    assert ran.code == 2
+    assert "policy 'adakv' shares budgets out by head, and granularity 'layer' keeps one set" in ran.err
+
+
 def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, tiny: list[object]) -> None:
     told = perturbkv("ablation", *tiny, "--alpha", 0, "--granularity", "query", "-o", "out", "--json").json()
     rows = {row["name"]: row for row in told["settings"][0]["rows"]}

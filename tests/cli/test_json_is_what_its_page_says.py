@@ -16,7 +16,7 @@ from perturbkv.models import aliases
 from perturbkv.selfcheck import kernel
 from perturbkv.storage import trace_file
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
-from tests.house.test_no_label_is_parsed import made
+from tests.house.test_no_label_is_parsed import asked_of, made
 
 Run = Callable[..., Any]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
@@ -84,6 +84,7 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
         "trace": ["trace", *tiny, "-o", "t.h5"],
         "info": ["info", "t.h5"],
         "export": ["export", "t.h5", "-o", "t.csv"],
+        "tokens": ["tokens", "t.h5"],
         "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "-o", "out"],
         "dry run": ["heads", *tiny, "--dry-run"],
         "head-scores": ["head-scores", "--model", model, "-o", "s.json"],
@@ -102,10 +103,11 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
     found = {name: perturbkv(*arguments, "--json").json() for name, arguments in asked.items()}
     finished = made()
     finished.arrays["sigma_topk"][..., 0, 0] = 0.4  # type: ignore[index]
-    monkeypatch.setattr(trace_file, "read_trace", lambda path: finished)
     for name, options in ANALYSES.items():
+        shown = asked_of(name) if name in ("restriction", "ablation --methods") else finished
+        monkeypatch.setattr(trace_file, "read_trace", lambda path, shown=shown: shown)
         folder = f"analyses/{name}"
-        found[name] = perturbkv(name, "made.h5", *options, "-o", folder, "--format", "png", "--json").json()
+        found[name] = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json").json()
     found["summary.json"] = json.loads(Path("analyses/heads/summary.json").read_text())
     return found
 

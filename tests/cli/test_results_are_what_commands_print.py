@@ -21,13 +21,14 @@ import perturbkv as pk
 from perturbkv.analyses.needle_grid import OUTCOMES
 from perturbkv.analyses.result import Result
 from perturbkv.trace import Trace
-from tests.house.test_no_label_is_parsed import made
+from tests.house.test_no_label_is_parsed import asked_of
 
 Run = Callable[..., Any]
 ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "assumption": lambda trace: pk.assumption(trace),
     "bound-tightness": lambda trace: pk.bound_tightness(trace),
     "ablation": lambda trace: pk.ablation(trace),
+    "restriction": lambda trace: pk.restriction(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
 }
@@ -35,14 +36,19 @@ EVERY = pytest.mark.parametrize("command", ANALYSES)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made().save(tmp_path_factory.mktemp("made") / "made.h5")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("made")
+    return {name: asked_of(name).save(folder / f"{name}.h5") for name in ANALYSES}
+
+
+@pytest.fixture
+def path(paths: dict[str, Path], command: str) -> Path:
+    return paths[command]
 
 
 @pytest.fixture(scope="module")
-def results(path: Path) -> dict[str, Result]:
-    trace = pk.read_trace(path)
-    return {name: analyse(trace) for name, analyse in ANALYSES.items()}
+def results(paths: dict[str, Path]) -> dict[str, Result]:
+    return {name: analyse(pk.read_trace(paths[name])) for name, analyse in ANALYSES.items()}
 
 
 @EVERY
@@ -154,10 +160,10 @@ def test_what_each_sample_found_adds_up_to_the_shares(results: dict[str, Result]
     np.testing.assert_array_equal(rows.propagated, np.array(link["measured"]["propagated"])[:, 0])
 
 
-@pytest.mark.parametrize("module", ["assumption", "bound_tightness", "ablation", "horizon", "needle"])
+@pytest.mark.parametrize("module", ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle"])
 def test_the_examples_in_docstrings_run(module: str) -> None:
     where = importlib.import_module(f"perturbkv.analyses.{module}")
-    ran = doctest.testmod(where, extraglobs={"trace": made()})
+    ran = doctest.testmod(where, extraglobs={"trace": asked_of(module)})
     assert ran.attempted > 0
     assert ran.failed == 0
 
@@ -166,7 +172,8 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "for name in ('assumption', 'bound_tightness', 'ablation', 'horizon', 'needle'): getattr(pk, name)\n"
+        "for name in ('assumption', 'bound_tightness', 'ablation', 'restriction', 'horizon', 'needle'):\n"
+        "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0

@@ -130,7 +130,7 @@ def test_what_only_looks_like_json_asked_for_is_not(perturbkv: Run, words: list[
     ("typed", "offered"),
     [
         ("perturbkv he", ["heads", "head-scores"]),
-        ("perturbkv heads --policy s", ["snapkv", "scissorhands", "streaming-llm"]),
+        ("perturbkv heads --policy s", ["snapkv", "streaming-llm", "scissorhands"]),
         ("perturbkv heads --dataset qa", ["qasper"]),
         ("perturbkv trace --preset re", ["released-v2"]),
         ("perturbkv layers --model mis", ["mistral-7b"]),
@@ -146,9 +146,9 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("adakv", {"floor": 0.2, "safeguard": "mixture", "pool": "max", "kernel": 7}),
+        ("adakv", {"floor": 0.2, "safeguard": "mixture", "by": "own", "pool": "max", "kernel": 7}),
         ("snapkv", {"pool": "max", "kernel": 7}),
-        ("query", {}),
+        ("query", {"block": 1, "block_score": "sum"}),
         ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0}),
     ],
 )
@@ -169,5 +169,5 @@ def test_options_are_written_behind_their_policy(perturbkv: Run) -> None:
     assert kept[0]["config"]["policy_options"] == {"floor": 0.1, "safeguard": "mixture", "pool": "max", "kernel": 7}
     wrong = perturbkv("trace", "--policy", "adakv(flor=1)")
     assert (wrong.code, wrong.err.strip()) == (
-        2, "error: policy 'adakv' has no option 'flor'; its options: floor, safeguard, pool, kernel",
+        2, "error: policy 'adakv' has no option 'flor'; its options: floor, safeguard, by, pool, kernel",
     )  # fmt: skip

@@ -103,6 +103,19 @@ def test_policy_and_selection_are_measured(copy: Path, data: Path, tmp_path: Pat
     assert kept[0] < tokens - 24
 
 
+def test_a_score_of_ones_own_is_measured_under_any_budget_rule(copy: Path, data: Path, tmp_path: Path) -> None:
+    shared = ["--model", model_folder(tmp_path / "tiny"), "--dataset", data, "--window", 4, "--budget", 24]
+    peak = "my_score.py:Peak(tau=2)"
+    wanted = ["--compare", f"snapkv(pool=none):attention,{peak}:attention,adakv({peak}):two-stage", "--json"]
+    said = json.loads(perturbkv(copy, "heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
+    asked = [config["policy"] for config in said["run"]["configs"]]
+    assert asked == ["snapkv(pool=none)", peak.replace("tau=2", "tau=2.0"), f"adakv(by={peak.replace('2', '2.0')})"]
+    assert said["comparisons"][0]["isolated"]["tied"] < said["comparisons"][0]["heads"]
+    lines = (copy / "my_score.py").read_text().splitlines()
+    assert len(lines) <= 15
+    assert "tau" in perturbkv(copy, "policies", "my_score.py:Peak")
+
+
 def test_a_family_and_a_command_run(copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny", "olmo2"), "--dataset", data, "--window", 4, "--budget", 24]
     perturbkv(copy, "kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")

@@ -65,7 +65,8 @@ def resolves(name: str) -> bool:
 
 
 def unresolved(text: str) -> list[str]:
-    """Dotted names of ours that are not there, but for those in files that the page tells to make."""
+    """Dotted names of ours that are not there, but for those in files that the page tells to make, and entry points."""
+    text = re.sub(r"```toml.*?```", "", text, flags=re.DOTALL)
     made = [f"perturbkv.{path.removesuffix('.py').replace('/', '.')}" for path in NEW.findall(text)]
     names = [name for name in dict.fromkeys(NAME.findall(text)) if not DATA.search(name) and name not in made]
     return [name for name in names if not resolves(name)]

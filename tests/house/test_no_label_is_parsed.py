@@ -46,35 +46,55 @@ CONFIGS = (
         for selection in ("attention", "random", "two-stage")
     ),
 )
-OPAQUE = {config: f"c{place:02}" for place, config in enumerate(CONFIGS)}
+RESTRICTED = tuple(
+    configuration(128, selection=selection, granularity=granularity)
+    for granularity in ("kv", "kv(block=16)", "layer", "query") for selection in ("attention", "two-stage")
+)  # fmt: skip
+RANKED = tuple(
+    configuration(128, policy=policy, selection=selection)
+    for policy, selection in (
+        ("snapkv", "attention"),
+        ("snapkv", "random"),
+        ("tova", "attention"),
+        ("h2o", "attention"),
+    )
+)
+OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys((*CONFIGS, *RESTRICTED, *RANKED)))}
 COMMANDS = {
     "heads": ["--compare", "attention,two-stage,adakv:two-stage"],
     "layers": ["--per-sample", "--budgets", "--compare", "attention,two-stage,random"],
     "assumption": [],
     "bound-tightness": ["--selection", "two-stage"],
     "ablation": [],
+    "ablation --methods": ["all"],
+    "restriction": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
 }
 
 
-def made() -> Trace:
-    """A trace that every analysis can be asked of: L ≤ θ ≤ θ̂ ≤ θ̂_relax, three steps, answers to needle prompts."""
+def asked_of(command: str) -> Trace:
+    """The trace that an analysis is asked of."""
+    return made({"restriction": RESTRICTED, "ablation --methods": RANKED}.get(command, CONFIGS))
+
+
+def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
+    """What every other analysis can be asked of: L ≤ θ ≤ θ̂ ≤ θ̂_relax, three steps, answers to needle prompts."""
     samples = []
     for place in range(5):
-        arrays: dict[str, Any] = dict(sample_trace(f"s{place}", configs=len(CONFIGS), steps=3, seed=place).arrays)
+        arrays: dict[str, Any] = dict(sample_trace(f"s{place}", configs=len(configs), steps=3, seed=place).arrays)
         draw = np.random.default_rng(place)
         moved = arrays["perturbation_isolated"]
         arrays |= {"theta": 3 * moved, "theta_hat": 4 * moved, "theta_hat_relax": 5 * moved}
         arrays |= {name: draw.uniform(0.51, 1, moved.shape) for name in ("sigma_topk", "sigma_stage1", "retained_mass")}
-        arrays |= {"evicted": np.ones(len(CONFIGS), dtype=np.uint8), "prompt_tokens": np.asarray(500)}
+        arrays |= {"evicted": np.ones(len(configs), dtype=np.uint8), "prompt_tokens": np.asarray(500)}
         arrays |= {name: np.full_like(arrays[name], 1e-3) for name in ("noise_floor", "noise_floor_isolated")}
-        arrays |= {"score": draw.integers(0, 2, len(CONFIGS)).astype(float), "score_full": np.asarray(1.0)}
-        arrays |= {"digits": draw.uniform(0, 1, len(CONFIGS)), "digits_full": np.asarray(1.0)}
-        arrays["held_share"] = draw.uniform(0.1, 0.5, len(CONFIGS))
+        arrays |= {"score": draw.integers(0, 2, len(configs)).astype(float), "score_full": np.asarray(1.0)}
+        arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
+        arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
         samples.append(SampleTrace(f"s{place}", arrays))
     options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}
-    return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=CONFIGS)
+    return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=tuple(configs))
 
 
 def drawn(figure: Figure, identity: RunIdentity, stem: Path, formats: list[str]) -> list[str]:
@@ -88,8 +108,10 @@ def told(command: str, folder: Path) -> str:
     """What an analysis of the trace prints, draws and writes."""
     out = io.StringIO()
     screens = mock.patch.multiple(console, out=console.Console(file=out, width=400), err=console.Console(file=out))
-    argv = mock.patch.object(sys, "argv", ["perturbkv", command, "made.h5", *COMMANDS[command], "-o", str(folder)])
-    made_trace = made()
+    argv = mock.patch.object(
+        sys, "argv", ["perturbkv", *command.split(), *COMMANDS[command], "made.h5", "-o", str(folder)]
+    )
+    made_trace = asked_of(command)
     finished = mock.patch.object(trace_file, "read_trace", lambda path: made_trace)
     with screens, argv, finished, mock.patch.object(study, "save_figure", drawn), contextlib.suppress(SystemExit):
         main()
@@ -99,7 +121,7 @@ def told(command: str, folder: Path) -> str:
 
 def hidden(text: str) -> str:
     """The text with each label as its opaque one: the longest first, as one may begin another."""
-    for config in sorted(CONFIGS, key=lambda config: -len(config.label())):
+    for config in sorted(OPAQUE, key=lambda config: -len(config.label())):
         text = text.replace(config.label(), OPAQUE[config])
     return text
 

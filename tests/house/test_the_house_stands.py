@@ -17,7 +17,7 @@ PARTS = {
     "cli": "perturbkv.cli",
 }
 FLOORS = (
-    ("errors", "theory", "devices", "display"),
+    ("errors", "theory", "devices", "passages", "display"),
     ("configs",),
     ("schema", "models", "scoring"),
     ("trace",),
@@ -29,7 +29,7 @@ FLOORS = (
     ("cli",),
 )
 """Each part imports itself and what lies on lower floors."""
-NUMPY_SIDE = ("errors", "display", "configs", "schema", "trace", "storage", "analyses", "figures")
+NUMPY_SIDE = ("errors", "passages", "display", "configs", "schema", "trace", "storage", "analyses", "figures")
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {"perturbkv.trace": {"storage"}, "perturbkv": set()}
 """What a module imports late, against the arrows: a trace is written or shown otherwise, public names handed out."""

@@ -133,6 +133,12 @@ def guaranteed(config: Any, kept: int) -> int:
 
 def always(config: Any, n: int) -> list[int]:
     """Positions that stay in every head: the first ones, the most recent ones, and the window among these."""
+    first, recent = ends(config, n)
+    return [position for position in range(n) if position < first or position >= n - recent]
+
+
+def ends(config: Any, n: int) -> tuple[int, int]:
+    """How many of the first and of the most recent entries those are."""
     kept = min(config.budget.tokens(n), n)
     first, recent = (
         asked if isinstance(asked, int) else math.floor(Fraction(str(asked)) * kept)
@@ -142,5 +148,4 @@ def always(config: Any, n: int) -> list[int]:
     if config.policy == "h2o":
         recent = max(recent, math.floor(Fraction(str(config.recent)) * kept))
     first = min(first, kept - min(config.window, n))
-    recent = min(recent, kept - first)
-    return [position for position in range(n) if position < first or position >= n - recent]
+    return first, min(recent, kept - first)

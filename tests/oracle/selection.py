@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracle import policies
+from tests.oracle import blocks, policies
 from tests.oracle.theory import Array, pool
 from tests.support.configs import flat
 
@@ -33,24 +33,54 @@ def select(
     """Per query head: (kept, stage 1) positions, the window in both, ascending."""
     config = flat(config)
     heads = len(attention)
-    group = 1 if config.granularity == "query" else heads // kv_heads
+    group = {"query": 1, "kv": heads // kv_heads, "layer": heads}[config.granularity]
     prefix = n - min(config.window, n)
     members = [list(range(first, first + group)) for first in range(0, heads, group)]
     given = [[sum(Fraction(row[h]) for h in one) / group for one in members] for row in head_scores]
     pooled = [_pooled(config, one, attention, prefix) for one in members]
+    scores = [_scores(config, one, attention, norms, realised, prefix) for one in members]
+    if config.block == 1:
+        return [sets for sets in _sets(config, pooled, scores, n, layer, layers, given) for _ in range(group)]
+    whole = [list(blocks.scored(config, dict(enumerate(one))).values()) for one in pooled]
+    ranked = [tuple(one and blocks.scored(config, one) for one in both) for both in scores]
+    found = _sets(*_of(*blocks.as_entries(config, n), whole, ranked), layer, layers, given)
+    spread = [tuple(blocks.positions(config, n, one) for one in both) for both in found]
+    return [sets for sets in spread for _ in range(group)]  # type: ignore[misc]
+
+
+def _of(config: Any, n: int, pooled: Any, scores: Any) -> tuple[Any, Any, Any, int]:
+    """Of scores what lies before the blocks of the window."""
+    prefix = n - config.window
+    kept = [
+        tuple(one and {place: score for place, score in one.items() if place < prefix} for one in both)
+        for both in scores
+    ]
+    return config, [one[:prefix] for one in pooled], kept, n
+
+
+def _sets(
+    config: Any,
+    pooled: Sequence[Sequence[float]],
+    scores: Sequence[tuple[dict[int, float], dict[int, float] | None]],
+    n: int,
+    layer: int,
+    layers: int,
+    given: Sequence[Sequence[Fraction]],
+) -> list[tuple[list[int], list[int]]]:
+    """(kept, stage 1) of every kept set."""
+    prefix = n - min(config.window, n)
     always = policies.always(config, n)
     forced = [position for position in always if position < prefix]
     budgets = policies.budgets(config, pooled, n, layer, layers, given)
     sets = []
-    for one, budget in zip(members, budgets, strict=True):
-        first, second = _scores(config, one, attention, norms, realised, prefix)
+    for (first, second), budget in zip(scores, budgets, strict=True):
         free = {position: score for position, score in first.items() if position not in forced}
         stage1 = top(free, _stage1_count(config, budget + n - prefix, len(always), min(config.budget.tokens(n), n)))
         if second is not None:
             free = {position: score for position, score in second.items() if position not in (*forced, *stage1)}
         left = budget - len(forced)
         kept = top(free, left) if second is None else stage1 + top(free, left - len(stage1))
-        sets += [(sorted(kept + always), sorted(stage1 + always))] * group
+        sets.append((sorted(kept + always), sorted(stage1 + always)))
     return sets
 
 

@@ -52,7 +52,7 @@ def test_kept_counts_equal_the_budgets() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_measured_against_its_own_noise(dtype: torch.dtype) -> None:
     arrays = trace_sample(tiny_adapter(dtype=dtype), prompt(), run(config(16), config(1.0))).arrays
-    assert all(np.isfinite(array).all() for array in arrays.values())
+    assert all(np.isfinite(array).all() for name, array in arrays.items() if name != "lost_output")  # fewer went
     floor = arrays["noise_floor"].max()
     assert arrays["perturbation_propagated"][0].mean() > 3 * floor
     assert arrays["perturbation_propagated"][1].max() <= 3 * floor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +55,22 @@ def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
         EvictionConfig(Budget(14), window=WINDOW, granularity=granularity),
         replace(inside, budget=Budget(0.7)),
     )
+
+
+def block_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Whole blocks of several sizes beside single entries, in one batch."""
+    fields = {"window": WINDOW, "kernel": 3, "granularity": granularity}
+    made = [
+        configuration(15, block=4, **fields),
+        configuration(15, block=4, selection="attention", block_score="max", **fields),
+        configuration(22, block=8, alpha=0.5, **fields),
+        configuration(21, block=4, protect_first=3, protect_recent=7, **fields),
+        configuration(18, block=4, policy="pyramidkv(beta=4)", **fields),
+        configuration(18, block=4, policy="h2o", **fields),
+        configuration(14, **fields),
+        configuration(18, policy="streaming-llm(positions=in-cache)", block=4, window=WINDOW, granularity=granularity),
+    ]
+    return tuple(made) if granularity == "layer" else (*made, configuration(18, block=4, policy="adakv", **fields))
 
 
 class Reference:
@@ -119,8 +136,13 @@ CASES = [
     ("qwen3", "MQA", "query", "regular", "positions"),
     ("llama", "GQA", "query", "context-only", "positions"),
     ("phi3", "MQA", "kv", "context-only", "positions"),
+    ("qwen3", "GQA", "layer", "regular", "selections"),
+    ("llama", "GQA", "layer", "regular", "blocks"),
+    ("qwen3", "GQA", "kv", "context-only", "blocks"),
+    ("llama", "MHA", "layer", "context-only", "blocks"),
+    ("phi3", "MQA", "query", "regular", "blocks"),
 ]
-CONFIGS = {"selections": configs, "policies": policy_configs, "positions": position_configs}
+CONFIGS = {"selections": configs, "policies": policy_configs, "positions": position_configs, "blocks": block_configs}
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -147,6 +169,31 @@ def test_kept_positions(case: tuple[SampleTrace, Reference]) -> None:
                 start = offset[index, layer, head]
                 assert positions[start : start + count[index, layer, head]].tolist() == kept
                 assert sample.arrays["stage1_count"][index, layer, head] == len(stage1) - config.window
+
+
+def test_the_cache_holds_each_set_once_per_key_value_head(case: tuple[SampleTrace, Reference]) -> None:
+    """A set of all heads is held once for each key/value head; what a block holds counts whole."""
+    sample, reference = case
+    kv_heads, layers = reference.decoder.kv_heads, reference.decoder.layers
+    for index, config in enumerate(reference.run.configs):
+        sets = [reference.kept(layer, config) for layer in range(layers)]
+        stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
+        held = sum(len(kept) for layer in sets for kept, _ in layer) * stored / len(sets[0])
+        assert sample.arrays["held_share"][index] == pytest.approx(held / (layers * kv_heads * reference.n))
+    assert sample.arrays["cache_bytes"] - sample.arrays["cache_padding_bytes"] == pytest.approx(
+        sample.arrays["held_share"].sum() * layers * kv_heads * reference.n * 2 * reference.decoder.d_head * 8
+    )
+
+
+def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> None:
+    sample, _ = case
+    moved, theta, hat, relaxed = (
+        sample.arrays[name] for name in ("perturbation_isolated", "theta", "theta_hat", "theta_hat_relax")
+    )
+    assert (moved <= theta * (1 + 1e-9) + 1e-12).all()
+    assert (theta <= hat * (1 + 1e-9) + 1e-12).all()
+    evidence = sample.arrays["sigma_stage1"] > 0.5
+    assert (hat <= relaxed * (1 + 1e-9) + 1e-12)[evidence].all()
 
 
 def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
@@ -183,6 +230,26 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                         found = float(sample.arrays[name][index, step, layer, head])
                         least = 1e-24 if name.endswith("cosine") else 1e-12
                         assert found == pytest.approx(number, rel=RELATIVE, abs=least), (name, index, layer, step, head)
+
+
+def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference]) -> None:
+    """Entry by entry: ‖A_i V_i W_O^h‖₁ of step 0, of what went, the largest ten of all."""
+    sample, reference = case
+    arrays, decoder = sample.arrays, reference.decoder
+    for layer in range(decoder.layers):
+        held = reference.layer(layer, 0)
+        attention = theory.decode_attention(held["query"], held["key"], decoder.d_head**-0.5)
+        norms = theory.projected_value_norms(held["value"], held["w_o"], decoder.heads)
+        for head in range(decoder.heads):
+            added = [float(a * norm) for a, norm in zip(attention[head], norms[head], strict=True)]
+            assert float(arrays["weighted_norm"][layer, head]) == pytest.approx(math.fsum(added), rel=RELATIVE)
+            for index, config in enumerate(reference.run.configs):
+                kept, _ = reference.kept(layer, config)[head]
+                gone = sorted((-added[i], i) for i in range(reference.n) if i not in kept)[:10]
+                places = [i for _, i in gone] + [-1] * (10 - len(gone))
+                assert arrays["lost_position"][index, layer, head].tolist() == places
+                lost = [-number for number, _ in gone] + [math.nan] * (10 - len(gone))
+                np.testing.assert_allclose(arrays["lost_output"][index, layer, head], lost, rtol=RELATIVE)
 
 
 def heads(reference: Reference, step: Step, layer: int) -> list[np.ndarray]:

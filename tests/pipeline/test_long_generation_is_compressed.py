@@ -83,7 +83,10 @@ class Naive:
             columns = theory.head_slice(self._w_o(layer), head, decoder.d_head)
             for place, value in enumerate(values[:-WINDOW]):
                 norms[head, first + place] = theory.l1(value @ columns)
-        return [self._take(layer, head, votes, norms, longest) for head in range(decoder.heads)]
+        return self._take_all(layer, votes, norms, longest)
+
+    def _take_all(self, layer: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> list[float]:
+        return [self._take(layer, head, votes, norms, longest) for head in range(self.decoder.heads)]
 
     def _take(self, layer: int, head: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> float:
         held, prefix = self.held[layer][head], longest - WINDOW
@@ -103,7 +106,10 @@ class Naive:
         stage1 = selection.top({place: pooled[head][place] for place in places}, count)
         rest = {place: votes[head][place] * norms[head][place] for place in places if place not in stage1}
         kept = sorted([*forced, *stage1, *selection.top(rest, budget - count), *range(prefix, longest)])
-        positions = [held[place - first] for place in kept]
+        return self._moved(layer, head, [held[place - first] for place in kept])
+
+    def _moved(self, layer: int, head: int, positions: list[int]) -> float:
+        held = self.held[layer][head]
         keys, values = self._entries(layer, head)
         query = self.queries[layer][-1][head]
         weights = theory.softmax([self.scale * float(query @ key) for key in keys])
@@ -127,6 +133,38 @@ class Naive:
 
     def _w_o(self, layer: int) -> np.ndarray:
         return self.decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+
+
+class NaiveBlocks(Naive):
+    """Whole blocks of what is held: what was kept of the prompt are whole blocks, and what came after lies behind."""
+
+    def _take_all(self, layer: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> list[float]:
+        held = self.held[layer]
+        sets = selection.select(self.config, votes, norms, norms, longest, self.decoder.kv_heads)
+        return [self._moved(layer, head, [held[head][place] for place in kept]) for head, (kept, _) in enumerate(sets)]
+
+
+@pytest.mark.parametrize("granularity", ["layer", "layer(block=4)", "kv(block=4)", "query(block=4, block_score=max)"])
+def test_whole_blocks_and_layers_are_compressed_as_the_naive_run_does(granularity: str) -> None:
+    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config("snapkv", granularity=granularity)
+    naive = NaiveBlocks(adapter, chosen)
+    expected = naive.generate()
+    found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
+    assert found.evicted[0] == expected[: len(found.evicted[0])]
+    assert len(found.compressions) >= 2
+    for one, (generated, before, moved) in zip(found.compressions, naive.compressions, strict=False):
+        assert (one.generated, one.before) == (generated, before)
+        assert one.after == chosen.kept_entries(int(before)) <= BUDGET
+        np.testing.assert_allclose(one.perturbation.numpy(), moved, rtol=1e-5)
+
+
+def test_uneven_sets_of_whole_blocks_stay_in_whole_blocks() -> None:
+    adapter = exact_adapter("llama", 4, 2, seed=1)
+    for policy in ("adakv", "pyramidkv"):
+        chosen = config(policy, granularity="kv(block=3)")
+        found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
+        assert len(found.compressions) >= 2
+        assert all(one.after <= BUDGET for one in found.compressions)
 
 
 @pytest.mark.parametrize(

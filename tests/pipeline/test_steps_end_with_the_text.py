@@ -84,7 +84,8 @@ def test_a_first_token_that_ends_the_text_is_measured_all_the_same() -> None:
     arrays = trace_sample(ending(first), PROMPT, run(steps=1)).arrays
     assert arrays["token_id"].tolist() == [first]
     assert int(arrays["steps_measured"]) == 1
-    assert not any(np.isnan(array).any() for array in arrays.values() if array.dtype.kind == "f")
+    numbers = [array for name, array in arrays.items() if array.dtype.kind == "f" and name != "lost_output"]
+    assert not any(np.isnan(array).any() for array in numbers)  # fewer than ten entries may have gone
 
 
 def test_evicted_runs_decode_the_measured_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:

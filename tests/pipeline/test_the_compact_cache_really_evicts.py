@@ -24,6 +24,7 @@ Positions = list[torch.Tensor]
 RAGGED = {
     "query": [(9, 9, 9, 9), (25, 3, 11, 18), (9, 9, 9, 9), (40, 1, 2, 5)],
     "kv": [(9,) * 2, (25, 3), (9,) * 2, (40, 1)],
+    "layer": [(9,), (25,), (1,), (40,)],
 }
 
 
@@ -86,14 +87,14 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def counts_of(adapter: Adapter, granularity: str) -> list[tuple[int, ...]]:
     """Kept entries per row and kept set, from even to very uneven."""
-    if granularity == "query":
-        return RAGGED["query"]
+    if granularity != "kv":
+        return RAGGED[granularity]
     return [(row * adapter.kv_heads)[: adapter.kv_heads] for row in RAGGED["kv"]]
 
 
 @pytest.mark.parametrize("path", ["padded", "packed"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("granularity", ["query", "kv"])
+@pytest.mark.parametrize("granularity", ["query", "kv", "layer"])
 def test_decoding_equals_the_masked_full_cache(
     heads: tuple[int, int], granularity: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,8 +102,9 @@ def test_decoding_equals_the_masked_full_cache(
     if path == "packed":
         monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
     rows = counts_of(adapter, granularity)
+    times = adapter.kv_heads if granularity == "layer" else 1  # one set, held once for each key/value head
     positions = [
-        [kept_positions(counts, seed=10 * layer + row) for row, counts in enumerate(rows)]
+        [kept_positions(counts, seed=10 * layer + row) * times for row, counts in enumerate(rows)]
         for layer in range(len(adapter.layers))
     ]
     tokens = list(token_ids(STEPS, seed=5))

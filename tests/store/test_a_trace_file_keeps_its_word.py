@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import perturbkv
 from perturbkv.errors import TraceError
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.storage.trace_file import FORMAT_VERSION, describe, read_trace
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(
     assert trace.sample_ids == ("s0", "s1")
     for place, sample in enumerate(samples):
         for name, array in sample.arrays.items():
-            if name.startswith("kept_"):
+            if name.startswith("kept_") or name in TEXT:
                 continue
             found = trace.arrays[name][place]
             if name == "attention_full":
@@ -84,7 +84,8 @@ def test_every_variable_has_scales_units_and_a_name(tmp_path: Path) -> None:
             if name in VARIABLES:
                 axes = [dim[0].name.lstrip("/") for dim in variable.dims]
                 dims = VARIABLES[name].dims
-                assert axes == (list(dims) if dims == ("kept_entry",) else ["sample", *dims])
+                in_rows = dims in (("kept_entry",), ("prompt_entry",))
+                assert axes == (list(dims) if in_rows else ["sample", *dims])
 
 
 def test_kept_entries_are_counted_by_a_dimension_that_takes_no_bytes(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_format_md_and_the_code_name_the_same_variables() -> None:
     told = {name: (axes, kind, unit, meaning, must == "MAY") for name, axes, kind, unit, meaning, must in rows}
     real = {}
     for name, spec in VARIABLES.items():
-        axes = spec.dims if spec.dims == ("kept_entry",) else ("sample", *spec.dims)
+        axes = spec.dims if spec.dims in (("kept_entry",), ("prompt_entry",)) else ("sample", *spec.dims)
         real[name] = (" ".join(axes), spec.dtype, spec.units, spec.long_name, spec.optional)
     assert told == real
     assert f"format version {FORMAT_VERSION}" in FORMAT

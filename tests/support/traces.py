@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.configs.run import RunConfig
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 
@@ -35,10 +35,10 @@ def sample_trace(
     """Floats are lognormal, kept positions c … c + KEPT − 1 for every head of configuration c."""
     draw = np.random.default_rng(seed)
     sizes = {"config": configs, "step": steps, "layer": layers, "head": heads, "d_head": 3, "d_model": 4, "key": keys}
-    sizes["answer_token"] = 4
-    arrays: dict[str, Any] = {}
+    sizes |= {"answer_token": 4, "lost_entry": 2}
+    arrays: dict[str, Any] = text(f"Prompt of {name}:\nçé {seed}") if optional else {}
     for variable, spec in VARIABLES.items():
-        if spec.optional and not optional or variable == "kept_position":
+        if spec.optional and not optional or variable == "kept_position" or variable in TEXT:
             continue
         shape = tuple(sizes[axis] for axis in spec.dims)
         kind = np.dtype(spec.dtype)
@@ -53,6 +53,18 @@ def sample_trace(
     first = np.repeat(np.arange(configs, dtype=np.int32), KEPT * layers * heads)
     arrays["kept_position"] = first + np.tile(np.arange(KEPT, dtype=np.int32), rows)
     return SampleTrace(name, arrays)
+
+
+def text(said: str) -> dict[str, Any]:
+    """A prompt of two characters a token."""
+    starts = np.arange(0, len(said), 2, dtype=np.int32)
+    return {
+        "prompt_count": np.asarray(len(starts)),
+        "prompt_offset": np.asarray(0),
+        "prompt_token": starts + 7,
+        "prompt_start": starts,
+        "prompt_text": np.asarray(said),
+    }
 
 
 def ragged(sample: SampleTrace, seed: int = 0, sharing: int = 1) -> SampleTrace:
@@ -95,10 +107,12 @@ def trace(*samples: SampleTrace, failures: dict[str, str] | None = None, **run: 
     names = [sample.sample_id for sample in samples] + list(failures)
     arrays = {}
     for variable in samples[0].arrays:
-        if variable == "kept_position":
+        if VARIABLES[variable].in_rows:
             arrays[variable] = np.concatenate([sample.arrays[variable] for sample in samples])
             continue
         stacked = np.stack([sample.arrays[variable] for sample in samples])
+        if variable == "prompt_offset":
+            stacked = np.cumsum([0, *(len(sample.arrays["prompt_token"]) for sample in samples)])[:-1]
         blank = np.zeros_like(stacked[:1]) if stacked.dtype.kind in "iu" else np.full_like(stacked[:1], np.nan)
         arrays[variable] = np.concatenate([stacked, *[blank] * len(failures)])
     steps = samples[0].sizes()["step"]

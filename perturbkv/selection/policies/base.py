@@ -48,7 +48,7 @@ class LatestFirst:
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """What budgets may look at in one layer.
+    """What budgets may look at in one layer; of whole blocks every entry here is a block (`configs.blocks`).
 
     Attributes:
         kept_heads: kept sets of the layer.
@@ -62,6 +62,7 @@ class LayerBudget:
         head_scores: given scores of all heads, for headkv.
         of_model: makes something of all layers' scores (kept_head, place), in their order, once for each hashable key;
             what always stays is not among them. None where a cache is compressed again, layer by layer.
+        window: of what always stays that which the window takes.
     """
 
     kept_heads: int
@@ -73,6 +74,7 @@ class LayerBudget:
     heads_in_order: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
     of_model: Callable[[Any, Callable[[Iterable[Tensor]], Any]], Any] | None = None
+    window: int = 0
 
     @property
     def free(self) -> int:
@@ -227,7 +229,8 @@ class ByScore(Policy):
     @staticmethod
     def of(scored: type[Score], name: str) -> type[Policy]:
         """The policy that a score is, under this name."""
-        options = dataclasses.fields(scored)
+        fields = {field.name: field for field in dataclasses.fields(scored)}
+        options = [fields[option] for option in scored.options()]
         told = {
             "name": name,
             "scored": scored,

@@ -68,7 +68,7 @@ class DefensiveKV(Policy):
     ) -> Int[Tensor, " kept_head"]:
         """Entries strictly before `mass` less the bias, below the bound."""
         prefix, window = scores.shape[-1], config.window
-        most = prefix * config.kept_entries(prefix + window) // (prefix + window) - window
+        most = prefix * config.allowed_entries(prefix + window) // (prefix + window) - window
         bias = scores[:, -window:].sum(dim=-1).mean()
         held = scores[:, places].sort(dim=-1, descending=True).values
         share = held / held.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(WORK).tiny)

@@ -46,7 +46,7 @@ class PyramidKV(Pooled):
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """The layer's place on the line, for every kept set."""
         if self.line == "total":
-            most = available.prefix + available.always - config.window
+            most = available.prefix + available.always - available.window
             budgets = (
                 whole_budgets(available.kept, most, available.always, available.layers, self.beta) - available.always
             )

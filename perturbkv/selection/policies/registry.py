@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.catalogue import Catalogue
 from perturbkv.configs.choice import FIRST, Choice
@@ -102,18 +102,26 @@ def plugins(config: EvictionConfig) -> dict[str, str]:
     return {name: digest(known) for name, known in used.items() if not is_ours(known)}
 
 
-@functools.cache
 def build(choice: Choice) -> Policy:
     """The policy with its options, those that were not given at their defaults. Raises as `completed`."""
-    policy = info(choice.name)
-    return policy(**choice.options if choice.usual is not None else _completed(choice).options)
+    return _built(cast("Any", info(choice.name)), choice)
+
+
+@functools.cache
+def _built(kind: Any, choice: Choice) -> Policy:
+    found: Policy = kind(**(choice if choice.usual is not None else _completed(choice)).options)
+    return found
+
+
+def spelled(choice: Choice) -> Choice:
+    """The choice with a score that stands first without a name, `adakv(caote)`, under its name: `adakv(by=caote)`."""
+    if FIRST not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
+        return choice
+    return Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
 
 
 def _completed(choice: Choice) -> Choice:
-    options = info(choice.name).options()
-    if FIRST in choice.options and "by" in options and "by" not in choice.options:
-        choice = Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
-    whole = completed(choice, f"policy '{choice.name}'", options)
+    whole = completed(spelled(choice), f"policy '{choice.name}'", info(choice.name).options())
     by = whole.options.get("by")
     if not isinstance(by, Choice):
         return whole.without(["by"])
@@ -162,11 +170,22 @@ def _listed(selections: tuple[str, ...]) -> str:
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
-    """Raise ConfigError where the policy does not take the configuration's selection, or the cache not its budgets."""
+    """Raise ConfigError where policy and selection, granularity or cache do not go together."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
         what = f"policy '{policy.name}' does not combine with selection '{config.selection.name}'"
         raise ConfigError(_refusal(what))
+    if policy.budgets == "by head" and config.granularity.name == "layer":
+        msg = (
+            f"policy '{policy.name}' shares budgets out by head, and granularity 'layer' keeps one set for all heads; "
+            "choose kv or query, or another policy"
+        )
+        raise ConfigError(msg)
+    if build(config.policy).first_stage is not None and config.block > 1:
+        msg = (
+            f"policy '{policy.name}' chooses single entries in a stage 1 of its own; leave block of the granularity out"
+        )
+        raise ConfigError(msg)
     if cache not in policy.caches():
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
@@ -180,7 +199,7 @@ def _check_sign(config: EvictionConfig) -> None:
     user = f"policy '{policy.name}'" if policy.mixes else multiplied
     if policy.score.signed and user:
         msg = (
-            f"{user} multiplies or mixes scores, and '{policy.score.name}' gives some below 0; choose selection "
+            f"{user} multiplies or mixes scores, and '{policy.score.called}' gives some below 0; choose selection "
             "attention with equal budgets"
         )
         raise ConfigError(msg)

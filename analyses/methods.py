@@ -1,0 +1,156 @@
+"""Which eviction method perturbs least, and how much of that is what it protects? (METHOD: Protection)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from perturbkv.analyses import numbers
+from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.method_rows import Row, Setting, settings
+from perturbkv.analyses.naming import folded
+from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.result import Result
+from perturbkv.analyses.sentences import capital, decided, over
+from perturbkv.display import Table
+from perturbkv.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_OVER = ("method", "#held /\nfull", "#snapkv", "#random,\nsame ends", "#snapkv,\nsame ends")
+_OUTPUT = ("method", "#isolated", "#last layer's\ndrift", "#KL of the next\ntoken (nat)")
+
+
+@dataclass(frozen=True, repr=False)
+class MethodRanking(Result):
+    """Every budget and granularity of a trace that holds SnapKV and another method.
+
+    Attributes:
+        settings: methods of equal budget and granularity.
+        step: decode step looked at.
+        identity: of the run, with the configurations of all settings.
+    """
+
+    settings: tuple[Setting, ...]
+    step: int
+    identity: RunIdentity
+
+    def conclusion(self) -> str:
+        """Of each setting the method that perturbs least, and how many perturb less than SnapKV, or than chance."""
+        return " ".join(_concluded(one) for one in self.settings) + f" ({over(self.identity.samples)})"
+
+    def tables(self) -> list[Table | str]:
+        """Of each setting the methods by their propagated perturbation, then what comes out."""
+        return [part for setting in self.settings for part in _tables(setting)]
+
+    def notes(self) -> str:
+        """What rows and columns mean."""
+        kind = self.settings[0].rows[0].compared.propagated
+        return (
+            f"{numbers.about_intervals(self.identity.samples, medians=True)} Σ of all heads' propagated L1, the "
+            "method's over what the column names; below 1 it perturbs less. Same ends: with the method's own window "
+            "and protected first and recent entries, the others drawn at random, or by SnapKV's score. KL: median over "
+            f"samples. {numbers.ABOUT_HELD} {numbers.about_floor(kind.floor_relative_median)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        return {"settings": [setting.to_dict() for setting in self.settings]}
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per method, kind, layer and head: both sides' mean L1 over samples, their floor and the verdict.
+
+        `baseline` is SnapKV's label. A verdict is 1 (better), 0 (tied) or −1 (worse).
+        """
+        return [
+            {**columns_of(row.config), "baseline": setting.baseline.label(), "name": row.name, "kind": kind, **one}
+            for setting in self.settings
+            for row in setting.rows
+            for kind in ("isolated", "propagated")
+            for one in getattr(row.compared, kind).records()
+        ]
+
+    def plot(self, width_mm: float = 174) -> Figure:
+        """A panel per setting: each method over SnapKV, and over chance with the same protection."""
+        from perturbkv.figures.methods import draw
+
+        return draw(self.settings, self.identity, width_mm)
+
+
+def methods(trace: Trace, step: int = 0) -> MethodRanking:
+    """Rank eviction methods by how much they perturb, each beside what its protected entries alone bring.
+
+    Compared is propagated L1 over all heads (METHOD: the quantities) with SnapKV's at the same budget, and with
+    random entries and SnapKV's under the method's own window and protected entries, where the trace holds them.
+
+    Args:
+        trace: what was measured.
+        step: decode step.
+
+    Raises TraceError where no budget holds SnapKV and another policy, or the trace has no complete sample or not what
+    is needed; ConfigError where it has no such step.
+    """
+    found = settings(trace, step)
+    configs = dict.fromkeys(config for one in found for config in one.identity.configs)
+    return MethodRanking(found, step, identity(trace, list(configs), step))
+
+
+def _concluded(setting: Setting) -> str:
+    """'At b=128 query, caote perturbs least: 0.80 [0.70, 0.90] of snapkv; of 12 methods 5 perturb less, …'."""
+    best = setting.rows[0]
+    ratio, interval = best.compared.propagated.sum_ratio, best.compared.propagated.sum_ratio_interval
+    least = best.name if ratio < 1 else "snapkv"
+    told = f"{numbers.decimal(ratio, interval)} of snapkv's" if ratio < 1 else f"{best.name} is next, {ratio:.2f} of it"
+    return (
+        f"{capital(f'at {setting.setting}')}, {least} perturbs least ({told}). Of {len(setting.rows)} methods "
+        f"{_counted([row.compared for row in setting.rows])} than snapkv; "
+        f"{_counted([row.controls['random'] for row in setting.rows if 'random' in row.controls])} than random entries "
+        "under the same protection."
+    )
+
+
+def _counted(found: list[HeadComparison]) -> str:
+    """'5 perturb less and 3 more, 4 undecided'."""
+    sides = Counter(decided(one.propagated.sum_ratio_interval, 1) for one in found)
+    undecided = sides[0] + sides[None]
+    return f"{sides[-1]} perturb less and {sides[1]} more{f' ({undecided} undecided)' if undecided else ''}"
+
+
+def _tables(setting: Setting) -> list[Table | str]:
+    held = numbers.held(setting.rows[0].compared.held[0])
+    first = ["snapkv (= 1)", held, "1", _summed(setting.controls.get("random")), ""]
+    kl = numbers.significant(setting.kl.median, setting.kl.interval)
+    return [
+        Table(
+            f"{setting.setting}: propagated, Σ of all heads, over that of", _OVER, [first, *map(_over, setting.rows)]
+        ),
+        Table(
+            f"{setting.setting}: over snapkv's, and KL",
+            _OUTPUT,
+            [["snapkv", "1", "1", kl], *map(_output, setting.rows)],
+        ),
+    ]
+
+
+def _over(row: Row) -> list[str]:
+    ratios = [row.compared, row.controls.get("random"), row.controls.get("attention")]
+    return [folded(row.name), numbers.held(row.compared.held[1]), *map(_summed, ratios)]
+
+
+def _summed(found: HeadComparison | None) -> str:
+    if found is None:
+        return ""
+    return numbers.decimal(found.propagated.sum_ratio, found.propagated.sum_ratio_interval, apart="\n")
+
+
+def _output(row: Row) -> list[str]:
+    isolated = row.compared.isolated
+    return [
+        folded(row.name),
+        numbers.decimal(isolated.sum_ratio, isolated.sum_ratio_interval, apart="\n"),
+        numbers.decimal(row.drift_ratio, row.drift_ratio_interval, apart="\n"),
+        numbers.significant(row.kl.median, row.kl.interval),
+    ]

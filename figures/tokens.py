@@ -1,0 +1,89 @@
+"""A prompt as a strip cut into rows, a cell per token: who keeps it, and which losses move the output most."""
+
+from __future__ import annotations
+
+from math import ceil, sqrt
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from perturbkv.analyses.naming import sides
+from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, TokenFates
+from perturbkv.figures import style
+from perturbkv.figures.labels import held_sides
+
+_COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
+_ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
+_PER_ROW = {True: 50, False: 100}
+
+
+def draw(found: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
+    """Rows of tokens; a triangle stands on each of the ten losses of the baseline (▼) and of the treatment (▲)."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        per_row = max(_PER_ROW[narrow], ceil(sqrt(len(found.fates))))
+        rows = -(-len(found.fates) // per_row)
+        figure = style.figure(width_mm, max(_LOWEST_MM, _AROUND_MM + rows * _ROW_MM))
+        axes = figure.subplots()
+        _strip(axes, found, per_row, rows)
+        _marks(axes, found, per_row)
+        axes.set_title(_title(found), loc="left")
+        figure.legend(handles=_legend(found), loc="outside upper left", ncols=2 if narrow else 4)
+        style.foot(
+            figure, found.identity, f"held / full {held_sides(found.held)} · ▼ ▲: the losses with the largest A ν"
+        )
+    return figure
+
+
+def _strip(axes: Axes, found: TokenFates, per_row: int, rows: int) -> None:
+    names = list(_COLOURS)
+    cells = np.full(rows * per_row, np.nan)
+    cells[: len(found.fates)] = [names.index(fate) for fate in found.fates]
+    norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names))
+    colours, edges = ListedColormap(list(_COLOURS.values())), (np.arange(per_row + 1), np.arange(rows + 1))
+    axes.pcolormesh(*edges, cells.reshape(rows, per_row), cmap=colours, norm=norm, edgecolors="white", linewidth=0.3)
+    axes.set_ylim(rows, 0)
+    step = max(1, rows // 12)
+    axes.set_yticks(np.arange(0, rows, step) + 0.5, [f"{row * per_row:,}" for row in range(0, rows, step)])
+    axes.set_xlabel(f"position in its row of {per_row}")
+    axes.set_ylabel("first position of the row")
+    axes.tick_params(length=0)
+
+
+def _marks(axes: Axes, found: TokenFates, per_row: int) -> None:
+    for lost, (marker, colour, lift) in zip(found.losses or (), _losses(), strict=False):
+        for one in lost:
+            x, y = one.position % per_row + 0.5, one.position // per_row + lift
+            axes.plot(x, y, marker=marker, color=colour, markersize=2.6, markeredgecolor="white", markeredgewidth=0.3)
+
+
+def _losses() -> list[tuple[str, str, float]]:
+    """Marker, colour and place in the cell of each side's losses; those of both stand one above the other."""
+    return [("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7)]
+
+
+def _title(found: TokenFates) -> str:
+    first, second = sides(found.baseline, found.treatment)
+    head, budget = found.shown, found.baseline.budget
+    return f"{found.prompt.sample}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
+
+
+def _legend(found: TokenFates) -> list[Patch | Line2D]:
+    first, second = sides(found.baseline, found.treatment)
+    said = {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
+            QUESTION: "question, not compressed"}  # fmt: skip
+    handles: list[Patch | Line2D] = [
+        Patch(color=_COLOURS[fate], label=f"{word} ({found.fates.count(fate):,})")
+        for fate, word in said.items()
+        if fate in found.fates
+    ]
+    if found.losses is not None:
+        handles += [
+            Line2D([], [], linestyle="", marker=marker, color=colour, markersize=4, label=f"lost by {name}")
+            for name, (marker, colour, _) in zip((first, second), _losses(), strict=True)
+        ]
+    return handles

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from perturbkv.analyses.naming import common
+from perturbkv.analyses.pairing import by_selection, pairs
+from perturbkv.analyses.restriction import restriction
+from perturbkv.analyses.restrictions import settings
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import TraceError
+from perturbkv.trace import Trace
+from tests.support.measured import config, hand_made
+from tests.support.traces import run_config
+
+ASKED = ("query", "layer(block=16)", "kv", "layer", "kv(block=32)", "kv(block=16, block_score=max)", "kv(block=16)")
+CONFIGS = [config("two-stage", 128, granularity=name) for name in ASKED]
+L1 = [2.0, 15.0, 10.0, 12.0, 14.0, 11.0, 13.0]
+HELD = [0.5, 0.2, 0.25, 0.25, 0.2, 0.2, 0.2]
+
+
+def made(configs: list[EvictionConfig] = CONFIGS, samples: int = 6, scale: float = 1.0) -> Trace:
+    """One head; sample i perturbs and drifts i + 1 times as much as the first; KL is 1 … 6 times a configuration's."""
+    values = np.array([L1[CONFIGS.index(one)] for one in configs])
+    factor = 1 + np.arange(samples)
+    each = factor[:, None] * values
+    floor = np.full((samples, 1, 1), 1e-9)
+    arrays = {
+        "perturbation_isolated": scale * each[:, :, None, None],
+        "perturbation_propagated": 2 * each[:, :, None, None],
+        "noise_floor": floor,
+        "noise_floor_isolated": floor,
+        "hidden_drift_l1": each[:, :, None] ** 2,
+        "hidden_noise_floor": np.full((samples, 1), 1e-9),
+        "logit_kl": each / 100,
+        "sigma_stage1": np.full((samples, len(configs), 1, 1), 0.9),
+        "held_share": np.tile([HELD[CONFIGS.index(one)] for one in configs], (samples, 1)),
+    }
+    return hand_made(configs, arrays)
+
+
+def test_every_restriction_is_held_against_single_entries_per_key_value_head() -> None:
+    (found,) = settings(made())
+    assert found.baseline == CONFIGS[2]
+    assert [row.name for row in found.rows] == [
+        "kv(block=16)", "kv(block=16, block_score=max)", "kv(block=32)", "layer", "layer(block=16)", "query",
+    ]  # fmt: skip
+    expected = [1.3, 1.1, 1.4, 1.2, 1.5, 0.2]
+    assert [row.compared.isolated.sum_ratio for row in found.rows] == pytest.approx(expected)
+    assert [row.compared.propagated.sum_ratio for row in found.rows] == pytest.approx(expected)
+    assert [row.drift_ratio for row in found.rows] == pytest.approx([ratio**2 for ratio in expected])
+    assert [row.kl.median for row in found.rows] == pytest.approx([0.35 * ratio for ratio in expected])
+    assert found.kl.median == pytest.approx(0.35)
+    assert [row.compared.held[1] for row in found.rows] == pytest.approx([0.2, 0.2, 0.2, 0.25, 0.2, 0.5])
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_the_conclusion_is_of_restrictions_alone() -> None:
+    said = restriction(made()).conclusion()
+    assert said == (
+        "A restricted kept set perturbs more than one of single entries per kv head in all 5 cases: 10 % [10, 10] more "
+        "at kv(block=16, block_score=max) to 50 % [50, 50] more at layer(block=16) (propagated, all heads, equal "
+        "budgets; n = 6 samples)."
+    )
+    assert "no restriction" in restriction(made([CONFIGS[0], CONFIGS[2]])).conclusion()
+
+
+def test_tables_fit_80_columns_and_show_what_each_cache_holds() -> None:
+    for samples in (1, 3, 6):
+        text = repr(restriction(made(samples=samples)))
+        assert max(map(len, text.splitlines())) <= 80
+        assert "0.50" in text and "held / full: entries that" in text
+        assert "what it cannot spend on a whole block" in " ".join(text.split())
+
+
+def test_settings_do_not_mix_what_else_differs() -> None:
+    other = config("attention", 128, granularity="kv")
+    many = [*CONFIGS, other]
+    L1.append(20.0), HELD.append(0.25), CONFIGS.append(other)  # type: ignore[func-returns-value]
+    try:
+        (found,) = settings(made(many))
+        assert other not in found.identity.configs
+    finally:
+        L1.pop(), HELD.pop(), CONFIGS.pop()
+
+
+def test_other_analyses_pair_blocks_with_blocks_of_the_same_size() -> None:
+    granularities = ("kv", "kv(block=16)", "kv(block=32)", "layer", "layer(block=16)")
+    run = run_config(configs=tuple(
+        config(name, 128, granularity=one) for one in granularities for name in ("attention", "two-stage")
+    ))  # fmt: skip
+    found = pairs(run, "attention", "two-stage")
+    assert [(first.granularity.name, first.block) for first, _ in found] == [
+        (second.granularity.name, second.block) for _, second in found
+    ]
+    assert len(found) == len(by_selection(run)) == 5
+    assert "block" not in common(run.configs)
+    assert "block=16" in common([one for one in run.configs if one.block == 16])
+
+
+@pytest.mark.parametrize("asked", [("query", "layer"), ("kv",), ("kv(block=16)", "layer")])
+def test_a_trace_without_a_pair_is_refused(asked: tuple[str, ...]) -> None:
+    configs = [one for one in CONFIGS if str(one.granularity) in asked]
+    with pytest.raises(TraceError, match="restriction needs the granularity 'kv' of single entries and another one"):
+        restriction(made(configs))
+
+
+def test_a_row_per_restriction_kind_and_head() -> None:
+    rows = restriction(made()).records()
+    assert len(rows) == 6 * 2
+    first = next(row for row in rows if row["name"] == "layer" and row["kind"] == "propagated")
+    assert first["treatment_mean"] == pytest.approx(2 * 12 * 3.5)
+    assert (first["verdict"], first["held"]) == (-1, 0.25)
+
+
+def test_the_figure_shows_the_rows_in_order() -> None:
+    result = restriction(made())
+    for width in (84, 174):
+        figure = result.plot(width)
+        (axes,) = (axes for axes in figure.axes if axes.get_visible())
+        boxes = [box for box in axes.containers if box.lines[0].get_gid() == "propagated"]
+        drawn = [float(box.lines[0].get_xdata()[0]) for box in boxes]
+        assert drawn == pytest.approx([row.compared.propagated.sum_ratio for row in result.settings[0].rows])
+        drifts = [box for box in axes.containers if box.lines[0].get_gid() == "drift"]
+        assert [float(box.lines[0].get_xdata()[0]) for box in drifts] == pytest.approx(
+            [row.drift_ratio for row in result.settings[0].rows]
+        )
+        assert "layer(block=16), held 0.20" in [label.get_text() for label in axes.get_yticklabels()]

@@ -1,0 +1,124 @@
+"""`perturbkv tokens` on a finished trace, `--no-text` on what makes one, and what `info` and `export` say of text."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from rich.cells import cell_len
+
+import perturbkv as pk
+
+Run = Callable[..., Any]
+SENTENCE = "The quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture
+def traced(perturbkv: Run, tiny: list[object]) -> Path:
+    assert perturbkv("trace", *tiny, "-o", "t.h5").code == 0
+    return Path("t.h5")
+
+
+def test_the_prompt_is_shown_with_its_fates_and_losses(perturbkv: Run, traced: Path) -> None:
+    ran = perturbkv("tokens", traced, "--sample", "p1", "--layer", 1, "--head", 3, "--all")
+    assert ran.code == 0
+    assert ran.out.startswith("Of 'p1', head 1-3:")
+    assert all(cell_len(line) <= 80 for line in ran.out.splitlines())
+    shown = re.sub(r"\[[-=]|[-=]\]|\{\+|\+\}", "", ran.out.partition("both evict")[2])
+    assert "".join(SENTENCE.split()) in "".join(shown.replace("␣", " ").split())
+    for side in ("attention", "two-stage"):
+        assert f"{side}: the 10 losses that move the output most" in " ".join(ran.out.split())
+    assert "\x1b" not in ran.out
+    assert not list(Path().glob("*.json"))
+
+
+def test_colours_stand_in_place_of_marks_in_a_terminal(
+    perturbkv: Run, traced: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    coloured = perturbkv("tokens", traced, "--layer", 0, "--head", 0).out
+    assert "\x1b[30;43m" in coloured
+    assert "[-" not in re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = perturbkv("tokens", traced, "--layer", 0, "--head", 0).out
+    assert "[-" in plain
+    assert "\x1b[30;43m" not in plain
+
+
+def test_json_holds_what_a_notebook_holds(perturbkv: Run, traced: Path) -> None:
+    told = perturbkv("tokens", traced, "--layer", 1, "--compare", "two-stage,attention", "--json").json()
+    found = pk.tokens(pk.read_trace(traced), layer=1, baseline="two-stage", treatment="attention")
+    expected = json.loads(json.dumps(found.to_dict()))
+    assert {name: told[name] for name in expected} == expected
+    assert "".join(one["text"] for one in told["tokens"]).endswith(SENTENCE)
+
+
+def test_a_run_without_text_leaves_none_and_tokens_says_how_to_get_it(perturbkv: Run, tiny: list[object]) -> None:
+    assert perturbkv("heads", *tiny, "-o", "out", "--no-text", "--format", "png").code == 0
+    assert b"brown" not in Path("out/trace.h5").read_bytes()
+    assert re.search(r"^text +not stored", perturbkv("info", "out/trace.h5").out, re.MULTILINE)
+    ran = perturbkv("tokens", "out/trace.h5")
+    assert (ran.code, ran.out) == (2, "")
+    assert len(ran.err.strip().splitlines()) == 1
+    assert "expected the text of the prompts in out/trace.h5, got a trace without it (--no-text" in ran.err
+    again = perturbkv("heads", *tiny, "-o", "out", "--format", "png")
+    assert "the text of 2 samples that were measured without it is added; --no-text" in " ".join(again.err.split())
+    assert re.search(r"^text +stored", perturbkv("info", "out/trace.h5").out, re.MULTILINE)
+    assert perturbkv("tokens", "out/trace.h5").code == 0
+
+
+def test_text_is_taken_out_of_a_trace_by_the_same_command(perturbkv: Run, tiny: list[object], traced: Path) -> None:
+    ran = perturbkv("trace", *tiny, "-o", traced, "--no-text")
+    assert (ran.code, "is taken out of the trace" in ran.err) == (0, True)
+    assert b"brown" not in traced.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--sample", "p9"], "expected one of the trace's samples (p0, p1), got 'p9'"),
+        (["--layer", 7], "expected a layer from 0 to 1, got 7"),
+        (["--head", 1], "expected the layer of head 1"),
+        (["--compare", "attention"], "--compare takes two or more"),
+        (["--compare", "attention,value,two-stage"], "expected a baseline and a treatment in --compare"),
+        (["--budget", "x"], "'x'"),
+        (["--budget", "99"], "with a budget of 99, got a trace of 24"),
+    ],
+)
+def test_a_mistake_is_one_line(perturbkv: Run, traced: Path, asked: list[object], said: str) -> None:
+    ran = perturbkv("tokens", traced, *asked)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_what_has_no_text_to_leave_out_refuses_the_option(perturbkv: Run, tiny: list[object], traced: Path) -> None:
+    assert "--text has no effect on generate" in perturbkv("generate", *tiny, "--no-text").err
+    assert "--text has no effect on a finished trace" in perturbkv("heads", traced, "--no-text").err
+
+
+def test_a_sweep_file_leaves_text_out(perturbkv: Run, model: Path, data: Path) -> None:
+    lines = [f"model: {model}", f"dataset: {data}", "samples: 1", "budget: 24", "window: 8", "text: false"]
+    Path("s.yaml").write_text("\n".join(lines))
+    assert perturbkv("trace", "--config", "s.yaml", "-o", "s.h5").code == 0
+    assert perturbkv("info", "s.h5", "--json").json()["with_text"] == []
+
+
+def test_export_writes_tokens_into_a_table_of_their_own(perturbkv: Run, traced: Path) -> None:
+    ran = perturbkv("export", traced, "--json").json()
+    tokens = {path: rows for path, rows in ran["files"].items() if ".tokens" in path}
+    assert set(tokens) == {"t.tokens.csv", "t.tokens.parquet"}
+    with Path("t.tokens.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == tokens["t.tokens.csv"] == pq.read_table("t.tokens.parquet").num_rows
+    assert "".join(row["text"] for row in rows if row["sample"] == "p1") == "1 " + SENTENCE * 4
+    assert [int(row["position"]) for row in rows if row["sample"] == "p0"] == list(range(182))
+    assert "brown" not in Path("t.csv").read_text()
+    assert "expected no file at" in perturbkv("export", traced).err

@@ -1,0 +1,227 @@
+"""Anyone's score goes in by a name, a file or a package, sees what it needs alone, and breaks in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import perturbkv as pk
+from perturbkv.configs import catalogue
+from perturbkv.configs.resources import CHUNK_BYTES
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import ConfigError, PluginError, UnknownNameError
+from perturbkv.scoring.compute import layer_scores
+from perturbkv.scoring.layer_view import NEEDS, LayerView
+from perturbkv.scoring.registry import SCORES
+from perturbkv.scoring.score import Score
+from perturbkv.scoring.scores.snapkv import SnapKV
+from perturbkv.selection.policies import registry
+from tests.support.layers import layer_view
+
+PEAK = """
+from dataclasses import dataclass
+import perturbkv as pk
+
+@dataclass(frozen=True)
+class Peak(pk.Score):
+    tau: float = pk.option(1.0, "exponent")
+
+    def score(self, layer):
+        return layer.attention[..., : layer.prefix].amax(dim=1) ** self.tau
+
+class Other:
+    pass
+"""
+
+
+def computed(score: Score, view: LayerView | None = None, chunk_bytes: int = CHUNK_BYTES) -> torch.Tensor:
+    return layer_scores(view or layer_view(4, 2, 30, 1), [score], chunk_bytes)[score]
+
+
+@pytest.fixture
+def peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.py"
+    path.write_text(PEAK)
+    return path
+
+
+@pytest.fixture
+def registered() -> Iterator[type[Score]]:
+    @pk.register_score
+    @dataclass(frozen=True)
+    class Middle(pk.Score):
+        name = "middle"
+        summary = "the median of the window's attention"
+
+        def score(self, layer: LayerView) -> torch.Tensor:
+            return layer.attention[..., : layer.prefix].median(dim=1).values
+
+    yield Middle
+    del SCORES.added["middle"]
+
+
+def test_a_registered_score_is_a_policy_and_ranks_for_others(registered: type[Score]) -> None:
+    (alone,), (competing,) = pk.grid(24, policy="middle", window=5), pk.grid(24, policy="adakv(middle)", window=5)
+    assert registry.build(alone.policy).score == registered() == registry.build(competing.policy).score
+    assert competing.label().startswith("adakv(by=middle())")
+    assert competing in pk.grid(24, policy="adakv(by=middle(pool=none), floor=0.2)", window=5)
+    assert registry.names()[-1] == "middle"
+    with pytest.raises(ConfigError, match="registered already"):
+        pk.register_score(registered)
+
+
+def test_a_score_of_a_file_is_read_and_told_from_its_next_version(peak: Path) -> None:
+    (config,) = pk.grid(24, policy="mine.py:Peak(tau=2)", selection="attention", window=5)
+    assert config.label().startswith("mine.py:Peak(tau=2.0):attention")
+    score = registry.build(config.policy).score
+    expected = layer_view(4, 2, 30, 1).attention[..., :25].amax(dim=1).square()
+    torch.testing.assert_close(computed(score), expected)
+    (before,) = registry.plugins(config).items()
+    peak.write_text(PEAK.replace("amax", "amin"))
+    (after,) = registry.plugins(config).items()
+    assert (before[0], after[0]) == ("mine.py:Peak", "mine.py:Peak")
+    assert before[1] != after[1]
+    assert registry.plugins(pk.grid(64, policy="adakv(mine.py:Peak)")[0]) == dict([after])
+    assert registry.plugins(pk.grid(64)[0]) == {}
+
+
+def test_policy_and_selection_of_a_file_stand_in_one_text(peak: Path) -> None:
+    (config,) = pk.grid(24, selection="mine.py:Peak(tau=2):attention-unpooled", window=5)
+    assert (config.policy.name, config.selection.name) == ("mine.py:Peak", "attention-unpooled")
+
+
+def test_what_a_trace_stores_of_a_nested_choice_is_read_without_the_plugin(peak: Path) -> None:
+    (config,) = pk.grid(24, policy="adakv(mine.py:Peak(pool=max, tau=3), floor=0.1)", window=5)
+    run = RunConfig("m", "d", (config,), plugins=registry.plugins(config))
+    text = run.to_json()
+    peak.unlink()
+    held = RunConfig.from_json(text)
+    assert held == run
+    assert held.configs[0].label() == config.label()
+    assert held.configs[0].policy["by"].options["kernel"] == 7
+    assert held.to_json() == text
+
+
+def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brings_peak.py").write_text(PEAK)
+    info = tmp_path / "brings_peak-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brings-peak\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[perturbkv.scores]\nsharp-peak = brings_peak:Peak\nno-peak = brings_peak:Other\ngone = brings_peak:Gone\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    catalogue.installed.cache_clear()
+    try:
+        assert "sharp-peak" in registry.names()
+        (config,) = pk.grid(24, policy="sharp-peak(tau=2)", window=5)
+        assert computed(registry.build(config.policy).score).shape == (4, 25)
+        assert list(registry.plugins(config)) == ["sharp-peak"]
+        with pytest.raises(PluginError, match="expected 'no-peak' to be a subclass of Score"):
+            pk.grid(24, policy="no-peak")
+        with pytest.raises(PluginError, match="'gone' of the package brings-peak cannot be loaded: AttributeError"):
+            pk.grid(24, policy="gone")
+    finally:
+        monkeypatch.undo()
+        catalogue.installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("nowhere.py:Peak", "there is no file"),
+        ("mine.py:Pek", "no class 'Pek'; its classes: Peak, Other"),
+        ("mine.py:Other", "expected 'mine.py:Other' to be a subclass of"),
+        ("mine.py:Peak(sigma=1)", "no option 'sigma'; its options: tau, pool, kernel"),
+        ("mine.py:Peak(tau=high)", "tau of policy 'mine.py:Peak' is a number, got 'high'"),
+        ("broken.py:Peak", "broken.py cannot be loaded: ZeroDivisionError: division by zero"),
+        ("adakv(peek)", "unknown score 'peek'"),
+        ("adakv(adakv)", "unknown score 'adakv'"),
+        ("adakv(by=snapkv(pool=none))", "is the policy's own score"),
+        ("adakv(by=h2o, pool=none)", "pool of policy 'adakv' has no effect here: it needs the policy's own score"),
+        ("adakv(by=h2o(kernel=3))", "kernel of score 'h2o' has no effect here"),
+    ],
+)
+def test_what_is_no_score_is_one_line(peak: Path, policy: str, said: str) -> None:
+    peak.with_name("broken.py").write_text("1 / 0\n")
+    with pytest.raises((PluginError, ConfigError, UnknownNameError)) as found:
+        pk.grid(24, policy=policy, window=5)
+    assert said in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def broken(give: Any, **told: Any) -> Score:
+    """A score of somebody else that gives this."""
+
+    def score(self: Score, layer: LayerView) -> Any:
+        return give(layer)
+
+    kind = dataclass(frozen=True)(type("Broken", (Score,), {"score": score, "__module__": "theirs", **told}))
+    return kind()
+
+
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        (lambda layer: torch.zeros(4, 30), r"gives the shape \(4, 30\), expected \(4, 25\): a row per query head, or"),
+        (lambda layer: torch.zeros(3, 25), r"gives the shape \(3, 25\)"),
+        (lambda layer: [1.0], "gives list, expected a tensor"),
+        (lambda layer: torch.zeros(4, 25, dtype=torch.bool), "gives bool, expected numbers"),
+        (lambda layer: torch.full((4, 25), torch.nan), "gives NaN or infinity for 100 entries"),
+        (lambda layer: -torch.ones(4, 25), "gives numbers below 0; say signed = True"),
+        (lambda layer: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda layer: layer.keys.mul_(2).abs().sum() * layer.attention[..., :25].sum(1), "changes what it is shown"),
+        (lambda layer: layer.values, "looks at values, which its needs"),
+        (
+            lambda layer: layer.next_query,
+            "'next_query', which no layer shows: what comes after the prompt is not",
+        ),
+        (lambda layer: layer.hidden, "hidden of the layer were not captured"),
+    ],
+)
+def test_a_broken_score_is_one_line_that_names_it(give: Any, said: str) -> None:
+    score = broken(give, needs=("attention", "keys", "hidden"))
+    with pytest.raises(PluginError, match=said) as found:
+        computed(score)
+    assert "\n" not in str(found.value)
+    assert "Broken" in str(found.value) or "hidden" in said
+
+
+def test_a_row_per_group_and_a_signed_score_are_taken() -> None:
+    grouped = broken(lambda layer: torch.ones(2, 25, dtype=torch.float16))
+    assert computed(grouped).dtype == torch.float64
+    assert computed(broken(lambda layer: -torch.ones(4, 25), signed=True)).max() == -1
+
+
+def test_signed_scores_are_refused_where_they_are_multiplied_or_mixed(registered: type[Score]) -> None:
+    registered.signed = True
+    with pytest.raises(ConfigError, match="selection 'two-stage' multiplies or mixes scores, and 'middle' gives some"):
+        pk.grid(24, policy="middle", window=5)
+    with pytest.raises(ConfigError, match="policy 'adakv' multiplies"):
+        pk.grid(24, policy="adakv(middle)", selection="attention", window=5)
+    assert pk.grid(24, policy="middle", selection="attention", window=5)
+    assert pk.grid(24, policy="adakv(middle, safeguard=guaranteed)", selection="attention", window=5)
+
+
+def test_heads_in_parts_give_what_the_whole_layer_gives() -> None:
+    for name in [name for name in SCORES.names() if "replay" not in SCORES.info(name).needs]:
+        score = SCORES.info(name)()
+        if {"hidden", "unrotated", "rotations"}.isdisjoint(score.needs):
+            view = layer_view(6, 3, 40, 3)
+            assert len(list(view.parts(1))) == 3
+            torch.testing.assert_close(computed(score, view, 1), computed(score, view), rtol=1e-12, atol=0)
+
+
+def test_needs_are_known_names() -> None:
+    for name in SCORES.names():
+        assert set(SCORES.info(name).needs) <= set(NEEDS), name
+
+
+def test_scores_that_differ_in_pooling_alone_are_computed_once() -> None:
+    assert SnapKV(pool="max").unpooled() == SnapKV(pool="average", kernel=3).unpooled()

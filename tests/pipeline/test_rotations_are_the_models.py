@@ -1,0 +1,89 @@
+"""What scores are shown of rotary positions is what the model turns its queries by, at every position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partly
+
+from perturbkv.configs.resources import Resources
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.prefill import prefill
+from perturbkv.pipeline.rotations import Rotations
+from perturbkv.selection.grid import configuration
+from tests.support.models import FAMILIES, tiny_adapter, token_ids
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+KINDS: dict[str, dict[str, Any]] = {
+    **{family: {"family": family} for family in FAMILIES},
+    "yarn": {"family": "llama", "rope_parameters": YARN},
+    "partial": {
+        "family": "phi3",
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+}
+
+
+def made(kind: str) -> Adapter:
+    return tiny_adapter(**KINDS[kind])
+
+
+def turned(adapter: Adapter, vectors: torch.Tensor, positions: range) -> torch.Tensor:
+    """(head, position, d_head) as transformers turns them."""
+    cosine, sine = adapter.rotary(vectors, torch.tensor([list(positions)]))
+    apply = apply_partly if adapter.config.model_type == "phi3" else apply_rotary_pos_emb
+    return apply(vectors.unsqueeze(0), vectors.unsqueeze(0), cosine, sine)[0][0]
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turning_back_undoes_the_models_rotation(kind: str) -> None:
+    adapter, vectors, positions = made(kind), drawn(4, 50, 8), range(30, 80)
+    there = turned(adapter, vectors, positions)
+    assert Rotations(adapter)(positions).cosine.shape == (50, 4 if kind == "partial" else 8)
+    assert (there - vectors).abs().max() > 0.5
+    torch.testing.assert_close(Rotations(adapter)(positions).turned_back(there), vectors, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mean_rotation_turns_a_vector_to_the_mean_of_where_the_model_turns_it(kind: str) -> None:
+    adapter, vectors, positions = made(kind), drawn(4, 1, 8), range(60, 99)
+    mean = Rotations(adapter)(positions).mean(8)
+    everywhere = turned(adapter, vectors.expand(-1, len(positions), -1), positions)
+    torch.testing.assert_close(vectors[:, 0].double() @ mean.T, everywhere.double().mean(dim=1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_shown_the_queries_that_the_projection_gave(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned back from what attention gets; the first layer's input is the embedding, normed."""
+    adapter, ids, shown = made(kind), token_ids(40), []
+    monkeypatch.setattr(
+        "perturbkv.scoring.scores.expected_attention.ExpectedAttention.score",
+        lambda score, layer: shown.append(layer.unrotated) or torch.zeros(4, 35, dtype=torch.float64),
+    )
+    prefill(adapter, ids, [configuration(12, policy="expected-attention", window=5)], Resources(), "s")
+    attention, embedded = adapter.attentions[0], adapter.model.model.embed_tokens(torch.tensor([ids]))
+    hidden = adapter.layers[0].input_layernorm(embedded)
+    rows = attention.qkv_proj(hidden)[..., :32] if hasattr(attention, "qkv_proj") else attention.q_proj(hidden)
+    queries = rows.view(40, 4, 8)
+    queries = attention.q_norm(queries) if hasattr(attention, "q_norm") else queries
+    torch.testing.assert_close(shown[0], queries.transpose(0, 1).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_asking_for_later_positions_changes_nothing_of_the_model() -> None:
+    """Dynamic frequencies grow with the positions asked for, and would stay so."""
+    adapter = tiny_adapter(positions=32, rope_parameters=DYNAMIC)
+    before = adapter.rotary.inv_freq.clone()
+    later = Rotations(adapter)(range(60, 100))
+    assert torch.equal(adapter.rotary.inv_freq, before)
+    grown = adapter.rotary(drawn(1, 1), torch.tensor([list(range(60, 100))]))[0][0]
+    assert not torch.equal(adapter.rotary.inv_freq, before), "the model's own module changes when it is asked"
+    torch.testing.assert_close(later.cosine, grown)
