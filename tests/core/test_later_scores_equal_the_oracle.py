@@ -257,3 +257,17 @@ def test_signed_scores_have_no_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LAVa, "signed", True)
     with pytest.raises(ConfigError, match="policy 'lava' multiplies or mixes scores"):
         registry.check(chosen)
+
+
+def test_blocks_of_all_layers_compete_and_a_stage_of_single_entries_has_none() -> None:
+    """Budgets of 14 entries at 30 buy a tail of 6, and two blocks of 4 per kept set on the average."""
+    chosen = config("kvzip(sinks=0)", 14, granularity="kv(block=4)")
+    given_scores = statistics(chosen, 4, 2, 30, seed=2)
+    (asked,) = given_scores.scored
+    scores = [reduced(raw, 2, "max") for raw in given_scores.scored[asked]]
+    summed = [[[sum(row[4 * block : 4 * block + 4]) for block in range(6)] for row in layer] for layer in scores]
+    counts = naive.largest_of(summed, range(6), 2)
+    kept, _ = found(chosen, given_scores)
+    assert [[len(row) for row in layer] for layer in kept] == [[4 * count + 6 for count in row] for row in counts]
+    with pytest.raises(ConfigError, match="policy 'defensive' chooses single entries in a stage 1 of its own"):
+        registry.check(config("defensive", granularity="kv(block=4)"))
