@@ -111,7 +111,7 @@ def test_a_decode_in_the_file_is_used(tmp_path: Path) -> None:
     ("asked", "words"),
     [
         ({"steps": 0}, "expected at least 1 step, got 0"),
-        ({"situations": ["alone"]}, "unknown situation 'alone'; known: single, block, batch"),
+        ({"situations": ["alone"]}, "unknown situation 'alone'; known: block, single, batch"),
         ({"situations": []}, "expected at least one situation of single, block, batch, got none"),
     ],
 )

@@ -34,9 +34,9 @@ def logits(shift: int = 0) -> np.ndarray[Any, Any]:
         cache = planted.right(adapter.model, ids, torch.ones_like(ids))
         found = [
             adapter.model(
-                input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[60 + step + shift]]), past_key_values=cache
+                input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[place]]), past_key_values=cache
             ).logits[0, -1]
-            for step, token in enumerate(MORE)
+            for place, token in enumerate(MORE, 60 + shift)
         ]  # fmt: skip
     assert isinstance(cache, DynamicCache)
     return torch.stack(found).numpy()
