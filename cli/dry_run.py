@@ -34,7 +34,10 @@ def show(planned: Plan, as_json: bool) -> None:
         ("decoded", _decoded(document)),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
-    kept = [(one["config"]["label"], str(one["entries"])) for one in document["kept"]]
+    kept = [
+        (one["config"]["label"], f"{one['entries']}{' asked for' if config.given else ''}")
+        for one, config in zip(document["kept"], planned.run.configs, strict=True)
+    ]
     console.table("configurations", ["configuration", "#entries kept"], kept)
 
 

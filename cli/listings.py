@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,14 +85,18 @@ def _list_policies(as_json: bool) -> None:
     console.table("what combines with what", ["policies", "selections", "cache"], pairs())
     console.table("selections", ["selection", "what"], list(SELECTIONS.items()))
     console.say("`perturbkv policies NAME` tells the options of one, with their defaults")
+    console.say("a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md)")
 
 
 def _describe(name: str, as_json: bool) -> None:
     """The options of a policy, a selection or a granularity. Raises UnknownNameError."""
     from perturbkv.configs.selections import GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
-    from perturbkv.selection.policies import registry
+    from perturbkv.selection.policies import presses, registry
 
     others = {**SELECTIONS, **GRANULARITIES}
+    if name.startswith(f"{presses.PREFIX}:"):
+        _describe_press(name, as_json)
+        return
     if name not in others and name not in registry.names():
         raise UnknownNameError(name, "policy or selection", [*registry.names(), *others])
     if name in others:
@@ -111,6 +116,26 @@ def _describe(name: str, as_json: bool) -> None:
     )
     option = next(iter(options))
     console.say(f"written '{name}({option}={options[option].default})'")
+
+
+def _describe_press(name: str, as_json: bool) -> None:
+    """The parameters of a press. Raises ConfigError and UnknownNameError."""
+    from perturbkv.selection.policies import presses
+
+    found = {key: _default(value) for key, value in presses.described(name).items()}
+    summary = f"{presses.Press.summary} ({presses.Press.paper})"
+    if as_json:
+        console.print_json({"name": name, "summary": summary, "options": {
+            key: {"default": value, "about": ""} for key, value in found.items()
+        }})  # fmt: skip
+        return
+    console.say(f"{name}: {summary}; docs/kvpress.md tells what each press does here")
+    console.table("", ["parameter", "default"], list(found.items()))
+
+
+def _default(value: Any) -> str:
+    """A parameter's default as text; nothing where it has none."""
+    return "" if inspect.isclass(value) or callable(value) else str(value)
 
 
 def _told(options: Mapping[str, Option]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _median(seconds: Sequence[float]) -> str:
 
 def _phases(row: Row) -> str:
     spent = dict(row.details["phases"])
-    spent["prefill"] -= spent["votes"] + spent["norms"]
+    spent["prefill"] -= spent["scores"] + spent["norms"]
     listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items())
     return f"{row.target.name}: {listed}"
 

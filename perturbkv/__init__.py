@@ -27,12 +27,16 @@ if TYPE_CHECKING:
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.budget import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
+    from perturbkv.configs.option import option as option
     from perturbkv.configs.resources import Resources as Resources
     from perturbkv.configs.run import RunConfig as RunConfig
     from perturbkv.datasets.encode import Prompt as Prompt
     from perturbkv.errors import PerturbkvError as PerturbkvError
+    from perturbkv.scoring.score import Score as Score
     from perturbkv.selection.grid import grid as grid
+    from perturbkv.selection.policies.base import Policy as Policy
     from perturbkv.selection.policies.registry import register_policy as register_policy
+    from perturbkv.selection.policies.registry import register_score as register_score
     from perturbkv.storage.trace_file import read_trace as read_trace
     from perturbkv.storage.writer import TraceWriter as TraceWriter
     from perturbkv.trace import SampleTrace as SampleTrace
@@ -43,9 +47,11 @@ _PUBLIC = {
     "CompactCache": "perturbkv.cache.compact",
     "EvictionConfig": "perturbkv.configs.eviction",
     "PerturbkvError": "perturbkv.errors",
+    "Policy": "perturbkv.selection.policies.base",
     "Prompt": "perturbkv.datasets.encode",
     "Resources": "perturbkv.configs.resources",
     "RunConfig": "perturbkv.configs.run",
+    "Score": "perturbkv.scoring.score",
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",
     "TraceWriter": "perturbkv.storage.writer",
@@ -64,8 +70,10 @@ _PUBLIC = {
     "load_prompts": "perturbkv.api",
     "measure": "perturbkv.api",
     "needle": "perturbkv.analyses.needle",
+    "option": "perturbkv.configs.option",
     "read_trace": "perturbkv.storage.trace_file",
     "register_policy": "perturbkv.selection.policies.registry",
+    "register_score": "perturbkv.selection.policies.registry",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -39,6 +39,10 @@ class ModelError(PerturbkvError):
     """A model that cannot be loaded, or whose attention an eviction study would misread."""
 
 
+class PluginError(PerturbkvError):
+    """A score or policy of somebody else that cannot be loaded, or gives what cannot be used; the message names it."""
+
+
 class DatasetError(PerturbkvError):
     """Samples that cannot be read, are empty, or do not fit the model."""
 

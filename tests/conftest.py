@@ -24,6 +24,7 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
     "pipeline.assembly",
     "pipeline.samples",
     "pipeline.generation",
+    "pipeline.presses",
     "pipeline.recompression",
     "pipeline.retrieval",
 )

@@ -116,7 +116,7 @@ def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str
         for length in lengths:
             with timed(lambda: wait(adapter.device)) as spent:
                 whole = seconds(lambda length=length: traced(adapter, prompt(length), configs), adapter.device)  # type: ignore[misc]
-            found[str(length)].append(whole - (spent["prefill"] - spent["votes"] - spent["norms"]))
+            found[str(length)].append(whole - (spent["prefill"] - spent["scores"] - spent["norms"]))
     return {"seconds": found}
 
 

@@ -41,15 +41,19 @@ def _shown(layer: object, place: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def rows(foreign: Cache | Layers, full: Cache | Layers, row: int = 0) -> list[tuple[LayerEntries, LayerEntries]]:
+def rows(
+    foreign: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
+) -> list[tuple[LayerEntries, LayerEntries]]:
     """Per layer one row's entries in a foreign cache and in the full one, whose shapes fit each other.
 
-    A full cache of one row stands for whichever row. Raises UnreadableError with what does not fit.
+    A full cache of one row stands for whichever row; layers are called from `first` on.
+
+    Raises UnreadableError with what does not fit.
     """
     theirs, whole = layers_of(foreign), layers_of(full)
     if len(theirs) != len(whole):
         _refuse(f"it has {len(theirs)} layers, the full cache {len(whole)}")
-    for place, (one, other) in enumerate(zip(theirs, whole, strict=True)):
+    for place, (one, other) in enumerate(zip(theirs, whole, strict=True), start=first):
         _check_shape(place, one, other[0], row)
     _check_lengths(foreign, theirs, whole[0][0].shape[2])
     return [(_row(one, row), _row(other, row)) for one, other in zip(theirs, whole, strict=True)]

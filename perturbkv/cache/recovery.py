@@ -74,7 +74,9 @@ class LayerKept:
 
 
 @torch.inference_mode()
-def recover(foreign: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0) -> list[LayerKept]:
+def recover(
+    foreign: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0, first: int = 0
+) -> list[LayerKept]:
     """Per layer, which positions of a prompt a foreign cache keeps.
 
     Args:
@@ -83,10 +85,12 @@ def recover(foreign: Cache | Layers, full: Cache | Layers, row: int = 0, padding
         row: of the batch; a full cache of a single row stands for every row.
         padding: entries of padding before the prompt in the full cache's row; positions count from behind them.
 
+        first: what the first layer is called, where only some are given.
+
     Raises UnreadableError for a cache without keys to look at, layers whose lengths contradict what the cache says,
     more entries than there were, and other shapes than the full cache's.
     """
-    return [_layer(theirs, whole, padding) for theirs, whole in rows(foreign, full, row)]
+    return [_layer(theirs, whole, padding) for theirs, whole in rows(foreign, full, row, first)]
 
 
 def _layer(theirs: LayerEntries, whole: LayerEntries, padding: int) -> LayerKept:

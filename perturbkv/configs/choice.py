@@ -20,6 +20,10 @@ _WORDS = {"true": True, "false": False, "none": None}
 _DEEPEST = 16
 FIRST = ""
 """The name of an option that was given without one."""
+OUTSIDE = ("given", "kvpress")
+"""What stands before the colon in the name of a policy from outside."""
+_FILE = ".py"
+"""How it ends where a user's own file has it: `my_file.py:MyScore`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,14 @@ def split(text: str, separator: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
+
+
+def policy_and_selection(text: str) -> tuple[str, str]:
+    """`policy:selection` as its two parts, either empty; the colon of a name from outside is part of it."""
+    first, *rest = split(text, ":")
+    if rest and (first in OUTSIDE or first.endswith(_FILE)):
+        return f"{first}:{rest[0]}", ":".join(rest[1:])
+    return (first, ":".join(rest)) if rest else ("", first)
 
 
 def _shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.option import completed
-from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity")
@@ -77,11 +77,16 @@ class EvictionConfig:
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
-        if self.window < (self.selection.name != "given"):
+        if self.window < (not self.given):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
+
+    @property
+    def given(self) -> bool:
+        """Whether its kept sets come from outside."""
+        return self.selection.name == GIVEN
 
     @property
     def alpha(self) -> float:
@@ -153,7 +158,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found |= {f"{name}_{option}": held for option, held in value.options.items()}
+                found |= {f"{name}_{option}": _shown(held) for option, held in value.options.items()}
         return found
 
     def to_document(self) -> dict[str, Any]:
@@ -162,10 +167,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                options = {
-                    option: str(held) if isinstance(held, Choice) else held for option, held in value.options.items()
-                }
-                found[f"{name}_options"] = options
+                found[f"{name}_options"] = {option: _nested(held) for option, held in value.options.items()}
         return found
 
     def _choices(self) -> list[tuple[str, Any]]:
@@ -178,8 +180,8 @@ class EvictionConfig:
         held = dict(document)
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
-            ordered = {option: options[option] for option in (*told.options, *options)}  # JSON sorts its keys
-            held[name] = Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
+            options = {option: _unnested(value) for option, value in options.items()}
+            held[name] = _holding(told, options)
         return cls(**held)
 
 
@@ -204,6 +206,32 @@ def _protected(name: str, given: float | str) -> int | float:
         msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"
         raise BudgetError(msg)
     return value
+
+
+def _shown(value: Any) -> Any:
+    """An option as a plain value."""
+    return str(value) if isinstance(value, Choice) else value
+
+
+def _nested(value: Any) -> Any:
+    """An option as JSON holds it: a choice inside another as it is written, with all of its own options."""
+    if not isinstance(value, Choice):
+        return value
+    return {"choice": str(value), "options": {name: _nested(held) for name, held in value.options.items()}}
+
+
+def _unnested(value: Any) -> Any:
+    """What `_nested` made this of."""
+    if not isinstance(value, dict):
+        return value
+    told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
+    return _holding(told, options)
+
+
+def _holding(told: Choice, options: Mapping[str, Any]) -> Choice:
+    """A choice with all of its options, those that it shows in the order in which it does: JSON sorts its keys."""
+    ordered = {name: options[name] for name in (*told.options, *options)}
+    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
 
 
 def _plain(value: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.configs.choice import FIRST, Choice
+from perturbkv.configs.choice import FIRST, Choice, as_choice
 from perturbkv.errors import ConfigError, UnknownNameError
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
@@ -27,6 +28,7 @@ class Option:
         known: what a name may be.
         low, high: least and largest number, `high` itself allowed where it is finite.
         odd: whether a number has to be odd.
+        call: whether it takes another choice, `name(option=value)`, beside its default.
     """
 
     default: int | float | str
@@ -35,12 +37,15 @@ class Option:
     low: float = 0
     high: float = math.inf
     odd: bool = False
+    call: bool = False
 
     def checked(self, value: Any, name: str, of: str = "") -> Any:
         """The value as its type; `name` is the option's, `of` its owner's, for messages.
 
         Raises ConfigError for another kind or range, UnknownNameError for an unknown name.
         """
+        if self.call and isinstance(value, str | Choice):
+            return value if value == self.default else as_choice(value)
         kinds, words = _KINDS[type(self.default)]
         value = "none" if value is None and "none" in self.known else value
         what = f"{name} of {of}" if of else name
@@ -66,6 +71,23 @@ class Option:
         if self.high < math.inf:
             return f"lie in [{self.low:g}, {self.high:g}]"
         return f"be at least {self.low:g}" + (" and finite" if isinstance(self.default, float) else "")
+
+
+def option(default: Any, about: str, **limits: Any) -> Any:
+    """A field of a score or a policy that is an option of its own; `limits` are further fields of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(default, about, **limits)})
+
+
+class WithOptions:
+    """A frozen dataclass whose fields are its options."""
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Its options by name, those of its own class first."""
+        own = cls.__dict__.get("__annotations__", {})
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        ordered = sorted(fields, key=lambda field: field.name not in own)
+        return {field.name: field.metadata["option"] for field in ordered}
 
 
 def completed(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:

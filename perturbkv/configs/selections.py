@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from perturbkv.configs.option import Option
 
+GIVEN = "given"
+"""What stands in a selection's place where the kept sets come from outside."""
 SELECTIONS = {
     "attention": "Top-k of the pooled window attention (the baseline)",
     "attention-unpooled": "Top-k of the unpooled window attention (control)",
@@ -16,7 +18,7 @@ SELECTIONS = {
     "hindsight": "Top-k of the realised A·ν of the decoding query: what knowing the query would bring (control)",
     "hindsight-attention": "Top-k of the realised A of the decoding query: without ν, the query known (control)",
     "position": "by position, as the policy says (streaming-llm only)",
-    "given": "what a policy from outside kept itself (names with a colon only)",
+    GIVEN: "what a policy from outside kept itself (names with a colon only)",
 }
 _STAGE1 = {
     "alpha": Option(0.25, "share of stage 1, 0 to 1; without stages: of its own ranking, for the bounds", high=1),
@@ -37,7 +39,7 @@ _OWN: Mapping[str, Mapping[str, Option]] = {
 STAGED = ("two-stage", "two-stage-uniform")
 """Selections of two stages: what their second stage ranks is not what the first ranks."""
 SELECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
-    name: {} if name == "given" else {**_STAGE1, **_OWN.get(name, {})} for name in SELECTIONS
+    name: {} if name == GIVEN else {**_STAGE1, **_OWN.get(name, {})} for name in SELECTIONS
 }
 """Of `given` none: its kept sets come without an order, so that all of them is stage 1."""
 GRANULARITIES = {"query": "one kept set per query head", "kv": "one kept set per key/value head"}

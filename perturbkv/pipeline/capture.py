@@ -30,12 +30,14 @@ class Observer:
         head_output: input of the output projection (batch, query, head · d_head), before it mixes the heads.
         hidden: residual stream after the decoder layer (batch, query, d_model).
         final: hidden state after the final norm (batch, query, d_model).
+        entering: input of the attention module, after its norm (batch, query, d_model).
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
     head_output: Callable[[int, Tensor], None] | None = None
     hidden: Callable[[int, Tensor], None] | None = None
     final: Callable[[Tensor], None] | None = None
+    entering: Callable[[int, Tensor], None] | None = None
 
 
 @contextmanager
@@ -137,6 +139,8 @@ def _watch(
 def _hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
     """Register what is watched; the generator hands out each handle as soon as its hook is on."""
     for index, (layer, attention) in enumerate(zip(adapter.layers, adapter.attentions, strict=True)):
+        if observer.entering is not None:
+            yield attention.register_forward_pre_hook(_entering_hook(index, observer.entering), with_kwargs=True)
         if observer.head_output is not None:
             yield attention.o_proj.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
         if observer.hidden is not None:
@@ -148,6 +152,10 @@ def _hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
 
 def _head_output_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
     return lambda module, args: callback(index, args[0])
+
+
+def _entering_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    return lambda module, args, kwargs: callback(index, args[0] if args else kwargs["hidden_states"])
 
 
 def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:

@@ -23,8 +23,8 @@ from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
 from perturbkv.pipeline.sources import sources
+from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection.policies import registry
-from perturbkv.selection.policies.base import LayerAttention
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
@@ -107,18 +107,18 @@ def read_evicting(
 
     given = sources(adapter, context, [] if whole else configs, {})
 
-    def take(layer: int, found: Statistics, seen: LayerAttention, value: Tensor) -> None:
-        everything = [borrow(seen.key, value)] if with_full else []
+    def take(found: Statistics, seen: LayerView) -> None:
+        everything = [borrow(seen.keys, seen.values)] if with_full else []
         if whole or not configs:
-            rows = [borrow(seen.key, value) for _ in configs]
+            rows = [borrow(seen.keys, seen.values) for _ in configs]
         else:
-            chosen = found.groups(configs, layer, seen.key, value)
-            (counts,) = lengths([chosen], len(configs), seen.key.device)
-            kept = keep(chosen, range(len(configs)), counts, seen.key, value)
+            chosen = found.groups(configs, seen.layer, seen.keys, seen.values)
+            (counts,) = lengths([chosen], len(configs), seen.keys.device)
+            kept = keep(chosen, range(len(configs)), counts, seen.keys, seen.values)
             kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
             rows = [kept.entries[place] for place in range(len(configs))]
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
-        queries.append(seen.query[:, -window:].clone())
+        queries.append(seen.queries[:, -window:].clone())
 
     read = prefill(adapter, context, configs, resources, sample, head_scores, take, given)
     read.finite.raise_if_not(sample)

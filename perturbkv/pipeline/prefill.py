@@ -1,10 +1,12 @@
-"""Prefill a prompt and keep, per layer, what eviction needs: accumulated attention and value norms."""
+"""Prefill a prompt and keep, per layer, what eviction needs: scores and value norms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,12 +20,23 @@ from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.timing import phase
+from perturbkv.scoring.compute import layer_scores
+from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.score import Score
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.policies import registry
-from perturbkv.selection.policies.base import LayerAttention, Votes
-from perturbkv.selection.policies.outside import is_given
 from perturbkv.selection.ranking import LayerStatistics, Scores
+from perturbkv.theory import WORK
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A score without its pooling, and the window before which entries are scored: computed once per layer."""
+
+    score: Score
+    window: int
+
 
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
@@ -39,20 +52,22 @@ class Statistics:
         sample: the sample's id.
         tokens: n.
         kv_heads, layers: of the model.
-        accumulated: way to accumulate -> per layer Ā (head, n − w).
+        scored: score and window -> per layer the unpooled scores (rows, n − w).
         norms: per layer ν (head, n).
         head_scores: given scores of all query heads; empty where there are none.
         given: of each configuration whose kept sets come from outside, what they are.
+        made: what budgets that look at all layers were made of.
     """
 
     sample: str
     tokens: int
     kv_heads: int
     layers: int
-    accumulated: dict[Votes, list[Tensor]]
+    scored: dict[Asked, list[Tensor]]
     norms: list[Tensor] = field(default_factory=list)
     head_scores: Sequence[Sequence[float]] = ()
     given: Mapping[EvictionConfig, Source] = field(default_factory=dict)
+    made: dict[Hashable, Any] = field(default_factory=dict)
 
     def groups(
         self,
@@ -67,19 +82,26 @@ class Statistics:
         return kept_groups(configs, self.scores(layer, realised), self.tokens, given)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[EvictionConfig], Scores]:
-        """One layer's scores for a configuration; those that accumulate alike share theirs.
+        """One layer's scores for a configuration; those with the same score share theirs.
 
         `realised` is A of the first decoding query, where it is known.
         """
-        made: dict[Votes, Scores] = {}
+        made: dict[Asked, Scores] = {}
 
         def of(config: EvictionConfig) -> Scores:
-            votes = registry.build(config.policy).votes(config)
-            if votes not in made:
-                made[votes] = Scores(self._of(self.accumulated[votes][layer], layer, realised))
-            return made[votes]
+            wanted = asked(config)
+            if wanted not in made:
+                made[wanted] = Scores(self._of(self.scored[wanted][layer], layer, realised))
+            return made[wanted]
 
         return of
+
+    def of_model(self, config: EvictionConfig, key: Hashable, make: Callable[[Iterable[Tensor]], Any]) -> Any:
+        """What `make` gives of the pooled scores of all layers, once for each key, score and number of kept sets."""
+        whole = (key, registry.build(config.policy).score, config.window, config.granularity)
+        if whole not in self.made:
+            self.made[whole] = make(self.scores(layer)(config).attention(config) for layer in range(self.layers))
+        return self.made[whole]
 
     def _of(self, accumulated: Tensor, layer: int, realised: Tensor | None) -> LayerStatistics:
         norms = self.norms[layer][:, : accumulated.shape[1]]
@@ -92,6 +114,7 @@ class Statistics:
             sample=self.sample,
             realised=None if realised is None else realised[:, : norms.shape[1]],
             head_scores=self.head_scores,
+            of_model=self.of_model,
         )
 
 
@@ -135,13 +158,12 @@ class FiniteCheck:
                 raise ActivationError(where, sample)
 
 
-def votes(configs: Iterable[EvictionConfig]) -> list[Votes]:
-    """The ways to accumulate attention that the configurations need, each once."""
-    ours = (config for config in configs if not is_given(config))
-    return list(dict.fromkeys(registry.build(config.policy).votes(config) for config in ours))
+def asked(config: EvictionConfig) -> Asked:
+    """What is computed for a configuration."""
+    return Asked(registry.build(config.policy).score.unpooled(), config.window)
 
 
-LayerRead = Callable[[int, Statistics, LayerAttention, Tensor], None]
+LayerRead = Callable[[Statistics, LayerView], None]
 
 
 @torch.inference_mode()
@@ -157,14 +179,11 @@ def prefill(
 ) -> Prefill:
     """Run the prompt once.
 
-    With `taken`, which gets each layer's statistics, attention and values (kv_head, key, d_head) as they are there, no
-    full cache is kept: a layer's keys and values are let go when the layer is done. `given` says what configurations
-    keep that do not rank.
+    With `taken`, which gets the statistics and each layer as they are there, no full cache is kept: a layer's keys and
+    values are let go when the layer is done. `given` says what configurations keep that do not rank.
     """
-    found = Statistics(
-        sample, len(token_ids), adapter.kv_heads, len(adapter.layers), {vote: [] for vote in votes(configs)}, [],
-        head_scores, given,
-    )  # fmt: skip
+    wanted = {asked(config): [] for config in configs if not config.given}
+    found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
     reading = _Reading(adapter, found, resources, taken)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):
@@ -179,20 +198,51 @@ class _Reading:
     def __init__(self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None) -> None:
         self.adapter, self.found, self.resources, self.taken = adapter, found, resources, taken
         self.cache, self.finite = DynamicCache(), FiniteCheck()
+        self.needs = {need for wanted in found.scored for need in wanted.score.needs}
+        self.input: Tensor | None = None
 
     def observer(self) -> Observer:
         """What the model calls."""
-        return Observer(attention=self._attention, hidden=self._hidden, final=self._final)
+        entering = self._entering if "hidden" in self.needs else None
+        return Observer(attention=self._attention, hidden=self._hidden, final=self._final, entering=entering)
+
+    def _entering(self, layer: int, hidden: Tensor) -> None:
+        self.input = hidden[0]
 
     def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        seen = LayerAttention(query[0], key[0], self.adapter.scale(layer), layer, self.found.sample)
-        with phase("votes"):
-            for vote, layers in self.found.accumulated.items():
-                layers.append(vote(seen))
-        with phase("norms"):
-            self.found.norms.append(layer_norms(value[0], self.adapter.output_projection(layer), self.resources))
+        view = self._view(layer, query[0], key[0], value[0])
+        self.found.norms.append(view.norms)
+        with phase("scores"):
+            self._score(view)
         if self.taken is not None:
-            self.taken(layer, self.found, seen, value[0])
+            self.taken(self.found, view)
+
+    def _view(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> LayerView:
+        projection = self.adapter.output_projection(layer)
+        with phase("norms"):
+            norms = layer_norms(value, projection, self.resources)
+        return LayerView(
+            queries=query,
+            keys=key,
+            values=value,
+            norms=norms,
+            projection=projection,
+            scale=self.adapter.scale(layer),
+            layer=layer,
+            layers=self.found.layers,
+            sample=self.found.sample,
+            window=0,
+            attention_input=self.input,
+            turned_back=partial(turned_back, self.adapter) if "unrotated" in self.needs else None,
+        )
+
+    def _score(self, view: LayerView) -> None:
+        """Every score of the layer; those of one window share what it shows."""
+        for window in dict.fromkeys(wanted.window for wanted in self.found.scored):
+            own = [wanted.score for wanted in self.found.scored if wanted.window == window]
+            for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
+                self.finite.look(f"the scores '{score.name}' of layer {view.layer}", made)
+                self.found.scored[Asked(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
         self.finite(layer, hidden)
@@ -207,3 +257,14 @@ class _Reading:
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
     """ν of a layer's values, computed as the run asks for."""
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)
+
+
+def turned_back(adapter: Adapter, queries: Float[Tensor, "head query d_head"]) -> Float[Tensor, "head query d_head"]:
+    """Queries of the positions 0, 1, … as they were before rotation, in `WORK`."""
+    places = torch.arange(queries.shape[1], device=queries.device).unsqueeze(0)
+    cosine, sine = (part[0].to(WORK) for part in adapter.rotary(queries.unsqueeze(0), places))
+    size, half = cosine.shape[-1], cosine.shape[-1] // 2
+    rotated, rest = queries[..., :size].to(WORK), queries[..., size:].to(WORK)
+    swapped = torch.cat([rotated[..., half:], -rotated[..., :half]], dim=-1)
+    stretched = cosine.square() + sine.square()  # the factor that YaRN puts on both
+    return torch.cat([(rotated * cosine + swapped * sine) / stretched, rest], dim=-1)

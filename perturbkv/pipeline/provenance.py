@@ -10,6 +10,7 @@ import transformers
 
 import perturbkv
 from perturbkv.pipeline.plan import Plan
+from perturbkv.selection.policies import presses
 
 
 def provenance(planned: Plan) -> dict[str, str]:
@@ -35,4 +36,4 @@ def provenance(planned: Plan) -> dict[str, str]:
         "torch_version": str(torch.__version__),
         "transformers_version": transformers.__version__,
         "python_version": platform.python_version(),
-    }
+    } | ({"kvpress_version": presses.version()} if any(presses.is_press(one.policy) for one in run.configs) else {})

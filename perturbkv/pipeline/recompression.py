@@ -22,9 +22,10 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.prefill import layer_norms
+from perturbkv.scoring.compute import layer_scores
+from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection.kept_sets import select
 from perturbkv.selection.policies import registry
-from perturbkv.selection.policies.base import LayerAttention
 from perturbkv.selection.ranking import LayerStatistics
 
 
@@ -134,6 +135,7 @@ class _RowView:
         resources: Resources,
     ) -> None:
         self.adapter, self.queries, self.layer, self.sample = adapter, queries, layer, sample
+        self.resources = resources
         self.keys, self.values = zip(*sets, strict=True)
         self.lengths = [len(keys) for keys in self.keys]
         self.sets, self.longest = len(sets), max(self.lengths)
@@ -145,8 +147,9 @@ class _RowView:
     def statistics(self, config: EvictionConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
         """What the selection may look at; kept sets of one length are read at once."""
         window = min(config.window, self.longest)
-        vote = registry.build(config.policy).votes(config)
-        accumulated = [vote(self._seen(part, str(part.start))) for part in self.parts]
+        score = registry.build(config.policy).score.unpooled()
+        seen = [self._seen(part, str(part.start)).of_window(config.window) for part in self.parts]
+        accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in seen]
         lengths = torch.tensor(self.lengths, device=self.norms.device)
         places = torch.arange(self.longest - window, device=self.norms.device)
         return LayerStatistics(
@@ -176,7 +179,7 @@ class _RowView:
     def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
         """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
         seen = [self._seen(part, "") for part in self.parts]
-        rows = [theory.decode_attention(part.query[:, -1], part.key, part.scale) for part in seen]
+        rows = [theory.decode_attention(part.queries[:, -1], part.keys, part.scale) for part in seen]
         attention = _aligned(rows, self.longest)
         value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         summands = theory.stack_summands(value.transpose(1, 2), self.norms)
@@ -190,15 +193,28 @@ class _RowView:
     def _heads(self, part: slice) -> slice:
         return slice(part.start * self.group, part.stop * self.group)
 
-    def _seen(self, part: slice, name: str) -> LayerAttention:
-        keys = torch.stack(self.keys[part])
-        scale, sample = self.adapter.scale(self.layer), f"{self.sample}/{name}"
-        return LayerAttention(self.queries[self._heads(part)], keys, scale, self.layer, sample)
+    def _seen(self, part: slice, name: str) -> LayerView:
+        heads = self._heads(part)
+        keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
+        return LayerView(
+            queries=self.queries[heads],
+            keys=keys,
+            values=values,
+            norms=self.norms[heads, self.longest - keys.shape[1] :],
+            projection=self._projection(part),
+            scale=self.adapter.scale(self.layer),
+            layer=self.layer,
+            layers=len(self.adapter.layers),
+            sample=f"{self.sample}/{name}",
+            window=0,
+        )
+
+    def _projection(self, part: slice) -> Tensor:
+        heads, d_head = self._heads(part), self.adapter.d_head
+        return self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
 
     def _norms(self, part: slice, resources: Resources) -> Tensor:
-        heads, d_head = self._heads(part), self.adapter.d_head
-        columns = self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
-        return layer_norms(torch.stack(self.values[part]), columns, resources)
+        return layer_norms(torch.stack(self.values[part]), self._projection(part), resources)
 
 
 def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:

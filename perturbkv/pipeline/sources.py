@@ -10,7 +10,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.prefill import Source
-from perturbkv.selection.policies.outside import given
+from perturbkv.pipeline.presses import source as run_press
+from perturbkv.selection.policies import presses
 
 KeptMasks = Mapping[EvictionConfig, Sequence[Tensor]]
 """Of each configuration, per layer: (kv_head, key), True where an entry of the prompt stays."""
@@ -21,9 +22,16 @@ def sources(
 ) -> dict[EvictionConfig, Source]:
     """Of each configuration whose kept sets come from outside, what tells them.
 
-    Raises ConfigError where it has none, or masks of other shapes than the model's and the prompt's.
+    Raises ConfigError where it has none, masks of other shapes than the model's and the prompt's, and a press that
+    fails; a press' source raises UnreadableError where it does not only evict.
     """
-    return {config: _handed_over(adapter, len(token_ids), config, masks) for config in given(configs)}
+    return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}
+
+
+def _source(adapter: Adapter, token_ids: Sequence[int], config: EvictionConfig, masks: KeptMasks) -> Source:
+    if presses.is_press(config.policy):
+        return run_press(adapter, token_ids, config)
+    return _handed_over(adapter, len(token_ids), config, masks)
 
 
 def _handed_over(adapter: Adapter, tokens: int, config: EvictionConfig, masks: KeptMasks) -> Source:

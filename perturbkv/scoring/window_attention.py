@@ -1,7 +1,4 @@
-"""From attention to a score per entry: accumulate, then pool (METHOD: A configuration).
-
-How attention is accumulated is the eviction system's choice (`policies`); most take the window's mean, which is here.
-"""
+"""What scores are made of: causal softmax rows, pooling over positions, groups of heads, seeded numbers."""
 
 from __future__ import annotations
 
@@ -15,30 +12,20 @@ from torch import Tensor
 from perturbkv.theory import WORK
 
 
+def causal_logits(
+    query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
+) -> Float[Tensor, "group query key"]:
+    """Logits of one key/value head's queries, which stand at `first`, `first` + 1, …; −inf for later keys."""
+    position = torch.arange(first, first + query.shape[1], device=key.device)
+    future = torch.arange(key.shape[0], device=key.device) > position.unsqueeze(-1)
+    return (query @ key.T * scale).masked_fill_(future, -torch.inf)
+
+
 def causal_rows(
     query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
 ) -> Float[Tensor, "group query key"]:
-    """Softmax rows of one key/value head's queries, which stand at `first`, `first` + 1, …; in the query's dtype."""
-    position = torch.arange(first, first + query.shape[1], device=key.device)
-    future = torch.arange(key.shape[0], device=key.device) > position.unsqueeze(-1)
-    return (query @ key.T * scale).masked_fill_(future, -torch.inf).softmax(dim=-1)
-
-
-def window_attention(
-    query: Float[Tensor, "head query d_head"], key: Float[Tensor, "kv_head key d_head"], scale: float
-) -> Float[Tensor, "head prefix"]:
-    """Ā: mean over the window's softmax rows, causal inside the window, for the entries before it.
-
-    `query` holds the window's w queries, `key` all n entries of the prompt; prefix = n − w (paper, Algorithm 2,
-    line 3).
-    """
-    heads, window, d_head = query.shape
-    kv_heads, keys, _ = key.shape
-    accumulated = []
-    for kv_head, queries in enumerate(query.view(kv_heads, heads // kv_heads, window, d_head)):
-        rows = causal_rows(queries.to(WORK), key[kv_head].to(WORK), scale, keys - window)
-        accumulated.append(rows[..., : keys - window].mean(dim=-2))
-    return torch.cat(accumulated)
+    """Softmax rows of one key/value head's queries, in the query's dtype."""
+    return causal_logits(query, key, scale, first).softmax(dim=-1)
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:
@@ -50,11 +37,11 @@ def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[T
 
 
 def reduce_group(
-    score: Float[Tensor, "head prefix"], kept_heads: int, how: str = "mean"
+    score: Float[Tensor, "rows prefix"], kept_heads: int, how: str = "mean"
 ) -> Float[Tensor, "kept_head prefix"]:
-    """Scores per kept set: unchanged per query head, mean or max over a key/value head's group."""
-    if kept_heads == score.shape[0]:
-        return score
+    """Scores per kept set: unchanged, mean or max over a group, or a group's own score for each of its query heads."""
+    if kept_heads >= score.shape[0]:
+        return score.repeat_interleave(kept_heads // score.shape[0], dim=0) if kept_heads > score.shape[0] else score
     grouped = score.view(kept_heads, score.shape[0] // kept_heads, score.shape[-1])
     return grouped.mean(dim=1) if how == "mean" else grouped.amax(dim=1)
 

@@ -20,18 +20,20 @@ _POOLS = "a pool other than none"
 
 def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
     """Options without effect, and what each needs to have one; `policy` is the configuration's."""
-    staged, unpooled = config.selection.name in STAGED, policy.pooling(pooled=True)[0] == "none"
+    staged, unpooled = config.selection.name in STAGED, policy.score.pooling()[0] == "none"
     scored = staged or config.selection.name in ("attention", "attention-unpooled") or policy.competes
     pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
     found: dict[Owned, str] = {}
     if not scored:
-        found |= {("policy", name): _LOOKS for name in policy.votes_alone}
+        found |= {("policy", name): _LOOKS for name in policy.score_options}
         found["granularity", "reduce"] = _LOOKS
     elif not pooled:
-        found |= {("policy", name): _POOLED for name in _POOLING if name in policy.votes_alone}
+        found |= {("policy", name): _POOLED for name in _POOLING if name in policy.score_options}
     elif unpooled:
-        found |= {("policy", name): _POOLS for name in _POOLING[1:] if name in policy.votes_alone}
+        found |= {("policy", name): _POOLS for name in _POOLING[1:] if name in policy.score_options}
         found["selection", "score"] = _POOLS
+    if policy.ranks_by_another:
+        found |= {("policy", name): "the policy's own score, without by" for name in _POOLING}
     if not staged:
         found["granularity", "product"] = "a two-stage selection"
     elif _mean_of_one(config, unpooled):

@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from perturbkv.configs.choice import Choice, as_choice, parse, split
+from perturbkv.configs.choice import Choice, as_choice, parse
+from perturbkv.configs.choice import policy_and_selection as split_side
 from perturbkv.configs.eviction import CHOICES, PRESETS, EvictionConfig
-from perturbkv.configs.selections import SELECTIONS
+from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import effects, spread
 from perturbkv.selection.policies import registry
@@ -120,18 +121,29 @@ def asked(
     if preset not in PRESETS:
         raise UnknownNameError(preset, "preset", PRESETS)
     chosen = {name: value for name, value in choices.items() if value is not None}
-    granularity = as_choice(chosen.pop("granularity", PRESETS[preset].get("granularity", "query")))
     named, selected = policy_and_selection(selection, policy)
+    own = registry.info(named.name)
+    if own.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever others are asked with
+        selected, chosen["window"] = _given(named, selected, named == as_choice(policy)), 0
+    usual = own.own_granularity or PRESETS[preset].get("granularity", "query")
+    granularity = as_choice(chosen.pop("granularity", usual))
     owners = {"policy": named, "selection": selected, "granularity": granularity}
     beside = {name: value for name, value in chosen.items() if name not in FIELDS}
     _check_once(owners, beside)
-    own = registry.info(named.name)
-    window = own.own_window or PRESETS[preset].get("window", 32)
+    window = PRESETS[preset].get("window", 32) if own.own_window is None else own.own_window
     fields = {"window": window, **{name: value for name, value in chosen.items() if name in FIELDS}}
     preset_options = {
         name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *own.own_defaults)
     }
     return spread.configured(owners, preset_options, beside, budget=budget, **fields)
+
+
+def _given(named: Choice, selected: Choice, alone: bool) -> Choice:
+    """What stands in the selection's place of a policy from outside. Raises ConfigError for another beside it."""
+    if not alone and selected.name != GIVEN:
+        msg = f"policy '{named}' keeps what it keeps, by no selection of ours: leave ':{selected}' out"
+        raise ConfigError(msg)
+    return Choice(GIVEN)
 
 
 def _check_once(owners: Mapping[str, Choice], beside: Mapping[str, Any]) -> None:
@@ -176,9 +188,10 @@ def names_policy(selection: str) -> bool:
 
 def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
     """What a selection, as `grid` takes it, and the policy beside it stand for."""
-    if isinstance(text, str) and len(parts := split(text, ":")) > 1:
-        return parse(parts[0]), parse(":".join(parts[1:]))
-    chosen = as_choice(text)
-    if chosen.name not in SELECTIONS and chosen.name in registry.names():
+    parts = split_side(text) if isinstance(text, str) else ("", "")
+    if all(parts):
+        return parse(parts[0]), parse(parts[1])
+    chosen = as_choice(parts[0] or text)
+    if chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names()):
         return chosen, Choice(registry.info(chosen.name).selections[0])
     return as_choice(policy), chosen

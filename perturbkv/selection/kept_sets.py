@@ -7,6 +7,7 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -213,6 +214,7 @@ def _allocate(
         prefix=sys.maxsize if statistics.valid is not None else statistics.prefix - first - recent,
         heads_in_order=lambda: scores.heads_in_order(config, first, recent),
         head_scores=given,
+        of_model=statistics.of_model and functools.partial(statistics.of_model, config),
     )
     return registry.build(config.policy).allocate(config, available) + first + recent
 
@@ -220,8 +222,9 @@ def _allocate(
 def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
     """Entries before the window that stay because they are first, or recent; no more than the budget in all."""
     kept, window = config.kept_entries(prompt_tokens), min(config.window, prompt_tokens)
-    first = min(config.protected(kept)[0], kept - window)
-    recent = min(registry.build(config.policy).recent_entries(config, kept), kept - first)
+    policy = registry.build(config.policy)
+    first = min(policy.first_entries(config, kept), kept - window)
+    recent = min(policy.recent_entries(config, kept), kept - first)
     return first, max(0, recent - window)
 
 

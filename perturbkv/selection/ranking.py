@@ -6,9 +6,9 @@ Equal scores go to the earlier position on every device: orders come from a stab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,7 @@ from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
 _Made = TypeVar("_Made")
+OfModel = Callable[[EvictionConfig, Hashable, Callable[[Iterable[Score]], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LayerStatistics:
     """What selections may look at in one layer; prefix = n − window entries.
 
     Attributes:
-        accumulated: Ā per query head.
+        accumulated: the unpooled score, Ā of SnapKV: a row per query head, or per key/value head.
         norms: ν per query head.
         kv_heads: number of key/value heads.
         layer, layers: which of how many.
@@ -37,9 +38,10 @@ class LayerStatistics:
         realised: A of the first decoding query per query head; None where it is not known.
         head_scores: given scores of all query heads of the model, (layer, head); empty where there are none.
         valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
+        of_model: makes something of the pooled scores of all layers for a configuration, once for each key.
     """
 
-    accumulated: Float[Tensor, "head prefix"]
+    accumulated: Float[Tensor, "rows prefix"]
     norms: Float[Tensor, "head prefix"]
     kv_heads: int
     layer: int
@@ -48,6 +50,7 @@ class LayerStatistics:
     realised: Float[Tensor, "head prefix"] | None = None
     head_scores: Sequence[Sequence[float]] = ()
     valid: Bool[Tensor, "kept_head prefix"] | None = None
+    of_model: OfModel | None = None
 
     @property
     def prefix(self) -> int:
@@ -162,7 +165,8 @@ class Scores:
         if uniform:
             norms = torch.ones_like(norms)
         if config.granularity.options.get("product") == "mean-of-products":
-            per_head = pool(self.statistics.accumulated, *_pooling(config, pooled))
+            scored = self.statistics.accumulated
+            per_head = pool(scored, *_pooling(config, pooled)).repeat_interleave(len(norms) // len(scored), dim=0)
             return reduce_group((per_head + _epsilon(config)) * norms, kept)
         return (self.attention(config, pooled) + _epsilon(config)) * reduce_group(norms, kept)
 
@@ -208,7 +212,7 @@ class Scores:
 
 def _pooling(config: EvictionConfig, pooled: bool) -> tuple[str, int]:
     """Kind and kernel, as the policy pools."""
-    return registry.build(config.policy).pooling(pooled)
+    return registry.build(config.policy).score.pooling(pooled)
 
 
 def _epsilon(config: EvictionConfig) -> float:

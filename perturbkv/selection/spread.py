@@ -108,7 +108,8 @@ def configured(
         (owner, choice.name, option): idle.get((owner, option), "")
         for owner, choice in chosen.items()
         for option in choice.options
-        if getattr(whole, owner).options[option] != _options(choice.name, owner)[option].default
+        if option in _options(choice.name, owner)
+        and getattr(whole, owner).options[option] != _options(choice.name, owner)[option].default
     }
     kept = {owner: choice.without(option for of, option in idle if of == owner) for owner, choice in chosen.items()}
     return Asked(registry.resolved(_made(kept, held, fields)), told)

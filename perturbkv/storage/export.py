@@ -27,7 +27,7 @@ AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")
 _COUNTS = ("budget", "protect_first", "protect_recent")
 _WIDER = {frozenset({int, float}): float}
-_TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+_TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 
 
 def columns(trace: Trace) -> dict[str, Variable]:
@@ -105,7 +105,8 @@ def _choices(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, 
         if name in _COUNTS:
             values = list(map(str, values))
         kinds = {type(value) for value in values if value is not None}
-        found[name] = (_TYPES[kinds.pop() if len(kinds) == 1 else _WIDER.get(frozenset(kinds), str)], values)
+        kind = kinds.pop() if len(kinds) == 1 else _WIDER.get(frozenset(kinds), str)
+        found[name] = (_TYPES[kind], [value if value is None else kind(value) for value in values])
     return found
 
 

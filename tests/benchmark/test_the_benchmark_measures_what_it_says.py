@@ -52,7 +52,7 @@ def test_times_are_taken_in_turns_and_tell_their_phases() -> None:
             spent[name] for name in ("prefill", "reference", "layers", "evict", "decode", "measure", "assembly")
         )
         assert 0 < parts <= found["seconds"][count][-1]
-        assert spent["votes"] + spent["norms"] <= spent["prefill"]
+        assert spent["scores"] + spent["norms"] <= spent["prefill"]
 
 
 @pytest.mark.usefixtures("tiny")

@@ -6,68 +6,66 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.scoring.compute import layer_scores
+from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.scores import h2o
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.policies import h2o, registry
-from perturbkv.selection.policies.base import LayerAttention, LayerBudget, apportion
+from perturbkv.selection.policies import registry
+from perturbkv.selection.policies.base import LayerBudget, apportion
 from perturbkv.selection.policies.headkv import head_budgets
 from perturbkv.selection.policies.pyramidkv import layer_budgets, whole_budgets
 from tests.oracle import policies as naive
 from tests.support.configs import flat
+from tests.support.layers import SCALE, layer_view
 from tests.support.models import HEADS
 
 VOTING = ["snapkv", "pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova"]
-SCALE = 0.4
 
 
 def config(policy: str, budget: int = 20, **fields: object) -> EvictionConfig:
     return configuration(budget, policy=policy, **{"window": 5, **fields})
 
 
-def attention(heads: int, kv_heads: int, n: int, seed: int) -> LayerAttention:
-    generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(heads, n, 6, generator=generator, dtype=torch.float64)
-    key = torch.randn(kv_heads, n, 6, generator=generator, dtype=torch.float64)
-    return LayerAttention(query, key, SCALE, 0, "s")
+def scored(chosen: EvictionConfig, seen: LayerView) -> torch.Tensor:
+    score = registry.build(chosen.policy).score.unpooled()
+    return layer_scores(seen, [score], CHUNK_BYTES)[score]
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("policy", VOTING)
-def test_votes(policy: str, heads: tuple[int, int]) -> None:
-    seen, chosen = attention(*heads, n=30, seed=2), config(policy, history=12)
-    found = registry.build(chosen.policy).votes(chosen)(seen)
-    expected = naive.accumulate(chosen, seen.query.numpy(), seen.key.numpy(), SCALE)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-10, atol=1e-14)
+def test_scores(policy: str, heads: tuple[int, int]) -> None:
+    seen, chosen = layer_view(*heads, n=30, seed=2), config(policy, history=12)
+    expected = naive.accumulate(chosen, seen.queries.numpy(), seen.keys.numpy(), SCALE)
+    np.testing.assert_allclose(scored(chosen, seen).numpy(), expected, rtol=1e-10, atol=1e-14)
     assert expected.any()
 
 
 @pytest.mark.parametrize("policy", [*VOTING, "random"])
-def test_a_prompt_inside_the_window_has_nothing_to_vote_on(policy: str) -> None:
-    found = registry.build(Choice(policy)).votes(config(policy))(attention(4, 2, n=4, seed=2))
-    assert found.shape == (4, 0)
+def test_a_prompt_inside_the_window_has_nothing_to_score(policy: str) -> None:
+    assert scored(config(policy), layer_view(4, 2, n=4, seed=2)).shape == (4, 0)
 
 
 def test_h2o_makes_no_square_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come in blocks, equal to those in one piece."""
-    seen, vote = attention(4, 2, n=30, seed=2), h2o.AllVotes(5)
-    whole, made = vote(seen), []
+    seen, score = layer_view(4, 2, n=30, seed=2), h2o.H2O()
+    whole, made = score.score(seen), []
     original = h2o.causal_rows
     monkeypatch.setattr(h2o, "_BLOCK_ENTRIES", 4 * 30)
     monkeypatch.setattr(h2o, "causal_rows", lambda *given: made.append(original(*given)) or made[-1])
-    torch.testing.assert_close(vote(seen), whole, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(score.score(seen), whole, rtol=1e-12, atol=1e-15)
     assert max(block.numel() for block in made) <= 4 * 30
 
 
-def test_random_votes_depend_on_seed_sample_and_layer_alone() -> None:
-    def votes(draw: int, seed: int) -> torch.Tensor:
-        chosen = config("random", seed=draw)
-        return registry.build(chosen.policy).votes(chosen)(attention(4, 2, 30, seed))
+def test_random_scores_depend_on_seed_sample_and_layer_alone() -> None:
+    def drawn(draw: int, seed: int) -> torch.Tensor:
+        return scored(config("random", seed=draw), layer_view(4, 2, 30, seed))
 
-    first, again = (votes(0, seed) for seed in (1, 2))
+    first, again = (drawn(0, seed) for seed in (1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, votes(1, 1))
+    assert not torch.equal(first, drawn(1, 1))
     assert first.unique().numel() == first.numel()
 
 

@@ -6,9 +6,11 @@ import torch
 
 from perturbkv import theory
 from perturbkv.scoring import value_norms
-from perturbkv.scoring.window_attention import pool, window_attention
+from perturbkv.scoring.scores.snapkv import SnapKV
+from perturbkv.scoring.window_attention import pool
 from tests.oracle import theory as naive
 from tests.support.bounds import quantities
+from tests.support.layers import layer_view
 from tests.support.models import HEADS
 
 GENERATOR = np.random.default_rng(0)
@@ -55,7 +57,9 @@ def test_value_norms(arrays: dict[str, np.ndarray]) -> None:
 def test_window_attention(arrays: dict[str, np.ndarray]) -> None:
     given = tensors(arrays)
     expected = naive.window_attention(arrays["window"], arrays["key"], 0.4)
-    np.testing.assert_allclose(window_attention(given["window"], given["key"], 0.4), expected, rtol=1e-10)
+    heads, window = given["window"].shape[:2]
+    seen = layer_view(heads, len(given["key"]), 9, 0, window, queries=given["window"], keys=given["key"])
+    np.testing.assert_allclose(SnapKV().score(seen), expected, rtol=1e-10)
 
 
 def test_decode_attention(arrays: dict[str, np.ndarray]) -> None:

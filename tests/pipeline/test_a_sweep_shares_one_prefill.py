@@ -167,7 +167,7 @@ def test_the_prompt_is_read_once_and_every_layer_is_sorted_once_per_ranking(monk
     assert sorted(read) == [1, 1, len(PROMPT.token_ids)]
     assert len(sorts) == 2 * len(adapter.layers)
     assert set(seconds) == {
-        "prefill", "votes", "norms", "reference", "layers", "select", "evict", "decode", "measure", "assembly"
+        "prefill", "scores", "norms", "reference", "layers", "select", "evict", "decode", "measure", "assembly"
     }  # fmt: skip
 
 

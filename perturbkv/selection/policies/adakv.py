@@ -25,7 +25,8 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.budget import entries
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion, option
+from perturbkv.configs.option import option
+from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class AdaKV(Pooled):
     floor: float = option(0.2, "share that every head keeps: of b − w, or of b where it is guaranteed", high=1)
     safeguard: str = option("mixture", "mixture of uniform and competing budgets, or guaranteed: own best first",
                             known=("mixture", "guaranteed"))  # fmt: skip
+
+    @property
+    def mixes(self) -> bool:
+        """Where its safeguard is the mixture."""
+        return self.safeguard == "mixture"
 
     def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
         """⌊floor · b⌋ less what always stays, with the safeguard of that name."""

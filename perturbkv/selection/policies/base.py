@@ -1,15 +1,15 @@
-"""What an eviction system decides: which attention votes, which recent entries always stay, and every head's budget.
+"""What an eviction system decides: which score ranks entries, which always stay, and every head's budget.
 
 Which entries fill the budgets is the selection's part. A system is a subclass of `Policy` in a file of its own,
-named as the file is, that brings its options and replaces what differs.
+named as the file is, that brings its options and replaces what differs; every score is one too, with equal budgets.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,35 +18,13 @@ from torch import Tensor
 from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.option import Option, completed
-from perturbkv.configs.selections import SELECTIONS
-from perturbkv.scoring.window_attention import window_attention
+from perturbkv.configs.option import WithOptions, option
+from perturbkv.configs.selections import GIVEN, SELECTIONS
+from perturbkv.scoring import registry as scores
+from perturbkv.scoring.score import Score
+from perturbkv.scoring.scores.snapkv import SnapKV
 
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """What a layer's attention shows while a prompt is prefilled.
-
-    Attributes:
-        query: of the last positions that are there, all of them in a prefill.
-        key: of all n entries.
-        scale: factor on the logits.
-        layer, sample: where we are, for seeds.
-    """
-
-    query: Float[Tensor, "head query d_head"]
-    key: Float[Tensor, "kv_head key d_head"]
-    scale: float
-    layer: int
-    sample: str
-
-
-@runtime_checkable
-class Votes(Protocol):
-    """A way to accumulate attention. Equal ones are computed once per prompt, so they are hashable."""
-
-    def __call__(self, seen: LayerAttention) -> Float[Tensor, "head prefix"]:
-        """Ā for the entries before the window: (head, n − w)."""
+_Made = TypeVar("_Made")
 
 
 @runtime_checkable
@@ -67,17 +45,6 @@ class LatestFirst:
 
 
 @dataclass(frozen=True)
-class WindowVotes:
-    """Mean over the last `window` queries' softmax rows (SnapKV; paper, Algorithm 2, line 3)."""
-
-    window: int
-
-    def __call__(self, seen: LayerAttention) -> Float[Tensor, "head prefix"]:
-        """Ā of the window."""
-        return window_attention(seen.query[:, -min(self.window, seen.key.shape[1]) :], seen.key, seen.scale)
-
-
-@dataclass(frozen=True)
 class LayerBudget:
     """What budgets may look at in one layer.
 
@@ -91,6 +58,7 @@ class LayerBudget:
         heads_in_order: the kept set of every entry before the window, by descending pooled score; entries that always
             stay, and those that a kept set lacks, come last.
         head_scores: given scores of all heads, for headkv.
+        of_model: makes something of the pooled scores of all layers, in their order, once for each hashable key.
     """
 
     kept_heads: int
@@ -101,6 +69,7 @@ class LayerBudget:
     prefix: int
     heads_in_order: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
+    of_model: Callable[[Any, Callable[[Iterable[Tensor]], Any]], Any] | None = None
 
     @property
     def free(self) -> int:
@@ -112,17 +81,12 @@ class LayerBudget:
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
-BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", "given"))
+BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", GIVEN))
 """Selections that ask for scores."""
 
 
-def option(default: Any, about: str, **limits: Any) -> Any:
-    """A field of a policy that is an option of its own; `limits` are further fields of `Option`."""
-    return dataclasses.field(default=default, metadata={"option": Option(default, about, **limits)})
-
-
 @dataclass(frozen=True)
-class Policy:
+class Policy(WithOptions):
     """One eviction system with its options, which are its fields; a subclass replaces what differs from equal budgets.
 
     Attributes:
@@ -131,10 +95,10 @@ class Policy:
         budgets: what shares them out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
         own_window, own_granularity: its own where nobody says otherwise; None: the preset's.
         own_defaults: options whose default stands whatever the preset.
-        competes: whether budgets depend on the layer's pooled attention.
-        votes_alone: options that matter only where attention is looked at.
+        competes: whether budgets depend on the layer's pooled scores.
+        whole_model: whether budgets of one layer depend on the scores of all layers.
+        score_options: options that matter only where scores are looked at.
         needs_scores: whether head scores have to be given.
-        carries_history: whether its score counts queries from before the last compression, which decoding forgets.
     """
 
     name: ClassVar[str]
@@ -146,26 +110,13 @@ class Policy:
     own_granularity: ClassVar[str | None] = None
     own_defaults: ClassVar[tuple[str, ...]] = ()
     competes: ClassVar[bool] = False
-    votes_alone: ClassVar[tuple[str, ...]] = ()
+    whole_model: ClassVar[bool] = False
+    score_options: ClassVar[tuple[str, ...]] = ()
     needs_scores: ClassVar[bool] = False
-    carries_history: ClassVar[bool] = False
 
     @classmethod
-    def options(cls) -> dict[str, Option]:
-        """Its own options by name, those of its own class first."""
-        own = cls.__dict__.get("__annotations__", {})
-        ordered = sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
-        return {field.name: field.metadata["option"] for field in ordered}
-
-    @classmethod
-    def completed(cls, choice: Choice) -> Choice:
-        """The choice with all of its options. Raises ConfigError or UnknownNameError for one that is not right."""
-        return completed(choice, f"policy '{choice.name}'", cls.options())
-
-    @classmethod
-    def made(cls, choice: Choice) -> Policy:
-        """The policy with the options of a completed choice."""
-        return cls(**choice.options)
+    def check(cls, config: EvictionConfig) -> None:
+        """Raise ConfigError for a configuration that this policy cannot be."""
 
     @classmethod
     def caches(cls) -> tuple[str, ...]:
@@ -177,17 +128,28 @@ class Policy:
         """Whether decoding sees its kept keys at 0 … b − 1, for which all kept sets have to be equally long."""
         return False
 
-    def pooling(self, pooled: bool) -> tuple[str, int]:
-        """Kind and width of the pooling over positions, of a score that is to be `pooled`."""
-        return "none", 1
+    @property
+    def mixes(self) -> bool:
+        """Whether it multiplies or mixes scores, so that they may not be below 0."""
+        return False
+
+    @property
+    def score(self) -> Score:
+        """What entries are ranked by."""
+        return SnapKV(pool="none")
+
+    @property
+    def ranks_by_another(self) -> bool:
+        """Whether it was given another score than its own."""
+        return False
 
     def places(self) -> Places:
         """What the selection `position` ranks by."""
         return LatestFirst()
 
-    def votes(self, config: EvictionConfig) -> Votes:
-        """How attention is accumulated."""
-        return WindowVotes(config.window)
+    def first_entries(self, config: EvictionConfig, kept: int) -> int:
+        """First entries that always stay, of `kept` in all."""
+        return max(config.protected(kept)[0], self.score.first_entries)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
         """Most recent entries that always stay, at least the window, of `kept` in all."""
@@ -204,25 +166,47 @@ class Policy:
 
 @dataclass(frozen=True)
 class Pooled(Policy):
-    """A system whose votes are pooled over positions (paper, section 4.2: max, 7)."""
+    """A system that ranks by SnapKV's score, pooled over positions (paper, section 4.2: max, 7), or `by` another."""
 
-    votes_alone: ClassVar[tuple[str, ...]] = ("pool", "kernel")
+    score_options: ClassVar[tuple[str, ...]] = ("by", "pool", "kernel")
+    by: str | Choice = option(scores.OWN, "another score to rank by, such as caote(pool=max)", call=True)
     pool: str = option("max", "pooling of attention over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
     kernel: int = option(7, "odd width of the pooling", low=1, odd=True)
 
-    def pooling(self, pooled: bool) -> tuple[str, int]:
-        """Its own; a score that is not pooled is one whatever the kernel."""
-        return (self.pool, self.kernel) if pooled and self.pool != "none" else ("none", 1)
+    @property
+    def score(self) -> Score:
+        """SnapKV's, or the other one."""
+        return scores.build(self.by) if self.ranks_by_another else SnapKV(pool=self.pool, kernel=self.kernel)
+
+    @property
+    def ranks_by_another(self) -> bool:
+        """Whether `by` names one."""
+        return self.by != scores.OWN
 
 
-@dataclass(frozen=True)
-class Unpooled(Pooled):
-    """A system whose votes are not pooled unless somebody asks for it, whatever the preset."""
+class ByScore(Policy):
+    """A score as a system: equal budgets. `of` makes one of each score, whose options are the score's."""
 
-    own_defaults: ClassVar[tuple[str, ...]] = ("pool",)
-    pool: str = option("none", "pooling of attention over positions: max, average or none",
-                       known=("max", "average", "none"))  # fmt: skip
+    scored: ClassVar[type[Score]]
+
+    @property
+    def score(self) -> Score:
+        """The score with this policy's options."""
+        return self.scored(**{name: getattr(self, name) for name in self.options()})
+
+    @staticmethod
+    def of(scored: type[Score], name: str) -> type[Policy]:
+        """The policy that a score is, under this name."""
+        options = dataclasses.fields(scored)
+        told = {
+            "name": name,
+            "scored": scored,
+            "score_options": tuple(one.name for one in options if one.name not in scored.by_place),
+            **{kept: getattr(scored, kept) for kept in ("summary", "paper", "own_window", "own_defaults")},
+        }
+        made = [(one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options]
+        return dataclasses.make_dataclass(scored.__name__, made, bases=(ByScore,), namespace=told, frozen=True)
 
 
 def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:

@@ -18,8 +18,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.option import option
 from perturbkv.errors import ConfigError
-from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion, option
+from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
 
 
 @dataclass(frozen=True)

@@ -6,28 +6,39 @@ per key/value head, whatever it holds, and `given` is what stands in the selecti
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.configs.selections import GIVEN
+from perturbkv.errors import ConfigError
 from perturbkv.selection.policies.base import Policy
-
-GIVEN = "given"
 
 
 @dataclass(frozen=True)
 class Outside(Policy):
-    """A policy whose kept sets come from outside; `written` is how it was asked for."""
+    """A policy whose kept sets come from outside."""
 
     selections: ClassVar[tuple[str, ...]] = (GIVEN,)
     budgets: ClassVar[str] = "by head"
     own_window: ClassVar[int | None] = 0
     own_granularity: ClassVar[str | None] = "kv"
     summary: ClassVar[str] = "kept sets that are handed over"
+
+    @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        """Raise ConfigError for a selection, a granularity or a protection of ours."""
+        asked = {"selection": (config.selection.name, GIVEN), "granularity": (str(config.granularity), "kv"),
+                 "window": (config.window, 0), "protect_first": (config.protect_first, 0),
+                 "protect_recent": (config.protect_recent, 0)}  # fmt: skip
+        for what, (got, wanted) in asked.items():
+            if got != wanted:
+                msg = (
+                    f"policy '{config.policy}' keeps what it keeps, per key/value head: expected {what} "
+                    f"{wanted}, got {got}; leave it out, pk.grid and --policy then choose it"
+                )
+                raise ConfigError(msg)
 
     @classmethod
     def completed(cls, choice: Choice) -> Choice:
@@ -37,35 +48,7 @@ class Outside(Policy):
             raise ConfigError(msg)
         return Choice(choice.name, {}, frozenset())
 
-    @classmethod
-    def made(cls, choice: Choice) -> Policy:
-        """The policy; what its options say matters to whoever runs it."""
-        return cls()
 
-
-PREFIXES: dict[str, type[Outside]] = {"given": Outside}
-"""What stands before the colon -> what such policies are."""
-
-
-def names(text: str) -> bool:
-    """Whether a text begins as a policy from outside does."""
-    return text.partition(":")[0] in PREFIXES
-
-
-@functools.cache
-def info(name: str) -> type[Outside]:
-    """The policy's class, of that name. Raises UnknownNameError for a prefix that is not known."""
-    prefix = name.partition(":")[0]
-    if prefix not in PREFIXES:
-        raise UnknownNameError(name, "policy", [f"{known}:…" for known in PREFIXES])
-    return type("Outside", (PREFIXES[prefix],), {"name": name})
-
-
-def is_given(config: EvictionConfig) -> bool:
-    """Whether a configuration's kept sets come from outside."""
-    return config.selection.name == GIVEN
-
-
-def given(configs: Iterable[EvictionConfig]) -> list[EvictionConfig]:
-    """Those of the configurations whose kept sets come from outside."""
-    return [config for config in configs if is_given(config)]
+def policy(name: str) -> type[Outside]:
+    """The class of `given:NAME`."""
+    return type("Given", (Outside,), {"name": name})

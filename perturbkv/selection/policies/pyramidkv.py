@@ -27,7 +27,8 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion, option
+from perturbkv.configs.option import option
+from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The known eviction systems, by name: what each combines with, and its configurations with all options resolved.
 
-The systems are the files of this folder and what `register_policy` adds; names are known before any is imported.
+The systems are the files of this folder, what `register_policy` and installed packages add, and every score, with equal
+budgets; names are known before any is imported.
 """
 
 from __future__ import annotations
@@ -8,26 +9,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
-import pkgutil
-import re
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from perturbkv.configs.choice import Choice
+from perturbkv.configs.catalogue import Catalogue
+from perturbkv.configs.choice import FIRST, Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
+from perturbkv.configs.option import completed
+from perturbkv.configs.plugins import digest, is_ours, of_file
 from perturbkv.configs.selections import SELECTIONS
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import ConfigError, PluginError, UnknownNameError
+from perturbkv.scoring import registry as scores
+from perturbkv.scoring.registry import SCORES
 from perturbkv.selection import effects
 
 if TYPE_CHECKING:
+    from perturbkv.scoring.score import Score
     from perturbkv.selection.policies.base import Policy
+    from perturbkv.selection.policies.outside import Outside
 
-_PACKAGE = "perturbkv.selection.policies"
-_NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_NO_POLICY = ("base", "outside", "registry")
-_ADDED: dict[str, type[Policy]] = {}
+
+def _base() -> type[Policy]:
+    from perturbkv.selection.policies.base import Policy as Base
+
+    return Base
+
+
+_POLICIES: Catalogue[Policy] = Catalogue(
+    "policy",
+    "perturbkv.selection.policies",
+    _base,
+    besides=("base", "outside", "presses", "registry"),
+    refused=lambda: SELECTIONS,
+)
+
+
+_OUTSIDE = {"given": "outside", "kvpress": "presses"}
+"""What stands before the colon of a policy from outside -> the module that has it."""
+_MADE: dict[tuple[str, type[Score]], type[Policy]] = {}
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
@@ -35,30 +54,22 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
     Raises ConfigError for what is no policy, and where the name is taken.
     """
-    from perturbkv.selection.policies.base import Policy as Base
+    return _POLICIES.register(policy, names())
 
-    if not (inspect.isclass(policy) and issubclass(policy, Base) and "__dataclass_params__" in vars(policy)):
-        msg = f"expected a subclass of Policy that is a frozen dataclass, got {policy!r}"
-        raise ConfigError(msg)
-    name = getattr(policy, "name", None)
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in SELECTIONS:
-        msg = f"expected a policy's name of small letters, digits, '-' and '_' that no selection has, got {name!r}"
-        raise ConfigError(msg)
-    if bare := [field.name for field in dataclasses.fields(policy) if "option" not in field.metadata]:
-        msg = f"policy '{name}': expected {bare[0]} to be an option(default, 'what it does'), got a plain field"
-        raise ConfigError(msg)
-    if policy.name in names():
-        msg = f"a policy named '{policy.name}' is registered already; choose another name"
-        raise ConfigError(msg)
-    _ADDED[policy.name] = policy
-    return policy
+
+def register_score(score: type[Score]) -> type[Score]:
+    """Add a score, a frozen dataclass; works as a decorator. It is a policy too, with equal budgets.
+
+    Raises ConfigError for what is no score, and where the name is taken.
+    """
+    return SCORES.register(score, names())
 
 
 def names() -> list[str]:
     """Every policy's name, SnapKV's first and those that were added last; nothing is imported."""
-    files = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    files.sort(key=lambda name: name != "snapkv")
-    return [*(name.replace("_", "-") for name in files if name not in _NO_POLICY), *_ADDED]
+    found = [*_POLICIES.names(), *SCORES.names()]
+    added = [*SCORES.added, *_POLICIES.added]
+    return sorted(dict.fromkeys(found), key=lambda name: (name in added, name != "snapkv"))
 
 
 def known() -> list[type[Policy]]:
@@ -67,28 +78,74 @@ def known() -> list[type[Policy]]:
 
 
 def info(name: str) -> type[Policy]:
-    """The policy's class. Raises UnknownNameError with the known names, the nearest first."""
-    if name in _ADDED:
-        return _ADDED[name]
-    if ":" in name:
-        from perturbkv.selection.policies import outside
-
-        return outside.info(name)
-    if name not in names():
+    """The policy's class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
+    if name.partition(":")[0] in _OUTSIDE and ":" in name:
+        return outside_policy(name)
+    if name in _POLICIES.names() or (of_file(name) and not _is_score(name)):
+        return _POLICIES.info(name)
+    if name not in SCORES.names() and not of_file(name):
         raise UnknownNameError(name, "policy", names())
-    module = importlib.import_module(f"{_PACKAGE}.{name.replace('-', '_')}")
-    (found,) = (one for one in vars(module).values() if inspect.isclass(one) and vars(one).get("name") == name)
-    return cast("type[Policy]", found)
+    return _by_score(SCORES.info(name), name)
+
+
+def _is_score(name: str) -> bool:
+    """Whether a class of a user's own file is a score; where it cannot be read, the policy's message tells."""
+    try:
+        SCORES.info(name)
+    except PluginError:
+        return False
+    return True
+
+
+def _by_score(score: type[Score], name: str) -> type[Policy]:
+    from perturbkv.selection.policies.base import ByScore
+
+    return _MADE.setdefault((name, score), ByScore.of(score, name))
+
+
+def plugins(config: EvictionConfig) -> dict[str, str]:
+    """Score or policy that is not ours -> what tells this version of it from others."""
+    policy = info(config.policy.name)
+    by = config.policy.options.get("by", scores.OWN)
+    used = {config.policy.name: getattr(policy, "scored", policy)}
+    used |= {by.name: SCORES.info(by.name)} if isinstance(by, Choice) else {}
+    return {name: digest(known) for name, known in used.items() if not is_ours(known)}
+
+
+def outside_policy(name: str) -> type[Outside]:
+    """The class of a policy from outside: `kvpress:SnapKVPress`."""
+    found = importlib.import_module(f"{__package__}.{_OUTSIDE[name.partition(':')[0]]}")
+    return cast("type[Outside]", found.policy(name))
 
 
 @functools.cache
 def build(choice: Choice) -> Policy:
     """The policy with its options, those that were not given at their defaults. Raises as `completed`."""
-    return info(choice.name).made(choice if choice.usual is not None else _completed(choice))
+    policy = info(choice.name)
+    if choice.name.partition(":")[0] in _OUTSIDE:
+        return policy()  # what its options say matters to whoever runs it
+    return policy(**choice.options if choice.usual is not None else _completed(choice).options)
 
 
 def _completed(choice: Choice) -> Choice:
-    return info(choice.name).completed(choice)
+    if choice.name.partition(":")[0] in _OUTSIDE:
+        return outside_policy(choice.name).completed(choice)
+    options = info(choice.name).options()
+    if FIRST in choice.options and "by" in options and "by" not in choice.options:
+        choice = Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
+    whole = completed(choice, f"policy '{choice.name}'", options)
+    by = whole.options.get("by")
+    if not isinstance(by, Choice):
+        return whole.without(["by"])
+    return dataclasses.replace(whole, options={**whole.options, "by": _ranked_by(by)})
+
+
+def _ranked_by(by: Choice) -> Choice:
+    """The other score of a policy, resolved. Raises ConfigError for the one that it has."""
+    if by.name == "snapkv":
+        msg = f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy"
+        raise ConfigError(msg)
+    return scores.resolved(by)
 
 
 def resolved(config: EvictionConfig) -> EvictionConfig:
@@ -96,6 +153,7 @@ def resolved(config: EvictionConfig) -> EvictionConfig:
 
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """
+    info(config.policy.name).check(config)
     whole = dataclasses.replace(config, policy=_completed(config.policy))
     idle = effects.idle(whole, build(whole.policy))
     for (owner, name), needs in idle.items():
@@ -132,19 +190,40 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
     if cache not in policy.caches():
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
+    _check_sign(config)
+
+
+def _check_sign(config: EvictionConfig) -> None:
+    """Raise ConfigError where scores below 0 would be multiplied or mixed (METHOD: Scores of later methods)."""
+    policy = build(config.policy)
+    multiplied = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
+    user = f"policy '{policy.name}'" if policy.mixes else multiplied
+    if policy.score.signed and user:
+        msg = (
+            f"{user} multiplies or mixes scores, and '{policy.score.name}' gives some below 0; choose selection "
+            "attention with equal budgets"
+        )
+        raise ConfigError(msg)
 
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
-    if config.selection.name == "given":
+    if config.given:
         msg = (
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
         raise ConfigError(msg)
-    if info(config.policy.name).carries_history:
-        able = ", ".join(one.name for one in known() if not one.carries_history)
-        msg = f"policy '{config.policy.name}' counts queries that decoding forgets; --compress-every works with {able}"
+    if not _compressible(build(config.policy)):
+        able = ", ".join(name for name in names() if _compressible(build(Choice(name))))
+        msg = (
+            f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
+            f"works with {able}"
+        )
         raise ConfigError(msg)
+
+
+def _compressible(policy: Policy) -> bool:
+    return not policy.score.carries_history() and not policy.whole_model
 
 
 def check_generating(config: EvictionConfig) -> None:

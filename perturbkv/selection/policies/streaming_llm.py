@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from perturbkv.selection.policies.base import Places, Policy, option
+from perturbkv.configs.option import option
+from perturbkv.selection.policies.base import Places, Policy
 
 
 @dataclass(frozen=True)

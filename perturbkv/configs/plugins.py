@@ -1,0 +1,86 @@
+"""Classes of somebody else: of a file, of an installed package; which version they are; what broke, in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+from perturbkv.errors import PluginError
+
+OURS = "perturbkv."
+_FILE = ".py:"
+
+
+def of_file(name: str) -> bool:
+    """Whether a name means a class of a user's own file."""
+    return _FILE in name
+
+
+def is_ours(known: type) -> bool:
+    """Whether a class is a part of the toolkit."""
+    return known.__module__.startswith(OURS)
+
+
+def digest(known: type) -> str:
+    """What tells one version of somebody's class from another: of the file that it is in, or of its own source."""
+    path = inspect.getsourcefile(known) if known.__module__ not in ("__main__", None) else None
+    try:
+        source = Path(path).read_bytes() if path else inspect.getsource(known).encode()
+    except (OSError, TypeError):
+        codes = [vars(known)[name] for name in sorted(vars(known)) if inspect.isfunction(vars(known)[name])]
+        source = b"".join(made.__code__.co_code + repr(made.__code__.co_consts).encode() for made in codes)
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+def loaded(entry: EntryPoint) -> object:
+    """What an installed package brings. Raises PluginError."""
+    package = entry.dist.name if entry.dist else entry.value
+    try:
+        return entry.load()
+    except Exception as error:
+        msg = f"'{entry.name}' of the package {package} cannot be loaded: {said(error)}"
+        raise PluginError(msg) from error
+
+
+def class_of_file(name: str) -> object:
+    """The class of `my_file.py:MyScore`. Raises PluginError."""
+    path, _, wanted = name.rpartition(":")
+    module = _module(Path(path).resolve(), name)
+    found = vars(module).get(wanted)
+    if not inspect.isclass(found):
+        held = [key for key, one in vars(module).items() if inspect.isclass(one) and one.__module__ == module.__name__]
+        msg = f"{path} has no class '{wanted}'; its classes: {', '.join(held) or 'none'}"
+        raise PluginError(msg)
+    return found
+
+
+def _module(path: Path, name: str) -> ModuleType:
+    """The file as a module, run once for each content."""
+    if not path.is_file():
+        msg = f"'{name}': there is no file {path}"
+        raise PluginError(msg)
+    known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:16]}"
+    if known_as in sys.modules:
+        return sys.modules[known_as]
+    spec = importlib.util.spec_from_file_location(known_as, path)
+    if spec is None or spec.loader is None:
+        msg = f"'{name}': {path} is no Python file"
+        raise PluginError(msg)
+    module = sys.modules[known_as] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[known_as]
+        msg = f"{path} cannot be loaded: {said(error)}"
+        raise PluginError(msg) from error
+    return module
+
+
+def said(error: Exception) -> str:
+    """An error of somebody else's code in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

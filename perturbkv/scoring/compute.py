@@ -1,0 +1,92 @@
+"""Scores of one layer, each once for all configurations, in bounded memory; one that breaks is named in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv.configs.plugins import is_ours, said
+from perturbkv.errors import PerturbkvError, PluginError
+from perturbkv.scoring.layer_view import NEEDS, LayerView
+from perturbkv.scoring.score import Score
+from perturbkv.theory import WORK
+
+
+def layer_scores(
+    view: LayerView, scores: Sequence[Score], chunk_bytes: int
+) -> dict[Score, Float[Tensor, "rows prefix"]]:
+    """What each score gives, all heads together. Raises PluginError for one of somebody else that breaks."""
+    parts = list(view.parts(chunk_bytes))
+    return {
+        score: torch.cat([_computed(score, part) for part in ([view] if score.whole_layer else parts)])
+        for score in scores
+    }
+
+
+class Shown:
+    """A layer as one score sees it: what it named in `needs`, and what says where it is."""
+
+    def __init__(self, view: LayerView, score: Score) -> None:
+        self._view, self._score = view, score
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NEEDS and name not in self._score.needs:
+            msg = f"score '{_named(self._score)}' looks at {name}, which its needs {self._score.needs} do not name"
+            raise PluginError(msg)
+        if not hasattr(type(self._view), name) and name not in type(self._view).__dataclass_fields__:
+            msg = (
+                f"score '{_named(self._score)}' asks for '{name}', which no layer shows: what comes after the prompt "
+                f"is not known when a cache is evicted; there are {', '.join(NEEDS)}"
+            )
+            raise PluginError(msg)
+        return getattr(self._view, name)
+
+
+def _computed(score: Score, view: LayerView) -> Tensor:
+    shown: Any = Shown(view, score)
+    if is_ours(type(score)):
+        return score.score(shown).to(view.keys.device, non_blocking=True)
+    before = _fingerprint(view)
+    try:
+        found = score.score(shown)
+    except PerturbkvError:
+        raise
+    except Exception as error:
+        raise _broken(score, view, f"raised {said(error)}") from error
+    _check(score, view, found)
+    if _fingerprint(view) != before:
+        raise _broken(score, view, "changes what it is shown; work on a copy (.clone())")
+    return found.to(view.keys.device, WORK)
+
+
+def _check(score: Score, view: LayerView, found: Any) -> None:
+    """Raise PluginError for what is no score of these entries."""
+    if not isinstance(found, Tensor):
+        raise _broken(score, view, f"gives {type(found).__name__}, expected a tensor")
+    shapes = [(view.heads, view.prefix), (view.kv_heads, view.prefix)]
+    if tuple(found.shape) not in shapes:
+        expected = f"{shapes[0]}: a row per query head, or {shapes[1]}: per key/value head; n − w entries"
+        raise _broken(score, view, f"gives the shape {tuple(found.shape)}, expected {expected}")
+    if found.dtype == torch.bool or found.is_complex():
+        raise _broken(score, view, f"gives {str(found.dtype).removeprefix('torch.')}, expected numbers")
+    if not torch.isfinite(found).all():
+        raise _broken(score, view, f"gives NaN or infinity for {int((~torch.isfinite(found)).sum())} entries")
+    if not score.signed and bool((found < 0).any()):
+        raise _broken(score, view, "gives numbers below 0; say signed = True")
+
+
+def _broken(score: Score, view: LayerView, what: str) -> PluginError:
+    return PluginError(f"score '{_named(score)}' {what} (layer {view.layer}, sample '{view.sample}')")
+
+
+def _named(score: Score) -> str:
+    return getattr(score, "name", type(score).__name__)
+
+
+def _fingerprint(view: LayerView) -> tuple[float, ...]:
+    """Tells whether something of the layer was written to."""
+    return tuple(float(tensor.sum(dtype=WORK)) for tensor in (view.queries, view.keys, view.values, view.norms))

@@ -1,0 +1,49 @@
+"""H2O's score (Zhang et al., 2023, https://arxiv.org/abs/2306.14048): attention of every query of the prompt.
+
+s_j = mean over all queries i ≥ j of the prompt of a_ij, so that early entries are seen more often; neighbours are not
+pooled. H2O evicts while it reads; here, as for every score, the whole prompt is read first.
+
+The rows of the n × n attention are made in blocks and summed at once; none is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.score import Score
+from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.theory import WORK
+
+_BLOCK_ENTRIES = 2**20
+"""Attention weights of one block."""
+
+
+@dataclass(frozen=True)
+class H2O(Score):
+    """Mean attention of all queries."""
+
+    name: ClassVar[str] = "h2o"
+    summary: ClassVar[str] = "mean attention of all queries of the prompt"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
+    needs: ClassVar[tuple[str, ...]] = ("queries", "keys")
+
+    def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
+        """Rows in float32 or better, sums in float64."""
+        queries, keys = layer.queries.shape[1], layer.entries
+        dtype = torch.promote_types(layer.queries.dtype, torch.float32)
+        block = max(1, _BLOCK_ENTRIES // (layer.group * keys))
+        total = torch.zeros(layer.kv_heads, layer.group, keys, dtype=WORK, device=layer.keys.device)
+        for kv_head, rows in enumerate(layer.queries.view(layer.kv_heads, layer.group, queries, -1)):
+            for start in range(0, queries, block):
+                end = min(start + block, queries)
+                weights = causal_rows(
+                    rows[:, start:end].to(dtype), layer.keys[kv_head, :end].to(dtype), layer.scale, start
+                )
+                total[kv_head, :, :end] += weights.sum(dim=1, dtype=WORK)
+        return total.flatten(0, 1)[:, : layer.prefix] / queries

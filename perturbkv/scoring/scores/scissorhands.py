@@ -1,0 +1,46 @@
+"""Scissorhands (Liu et al., 2023, https://arxiv.org/abs/2305.17118): entries that were important stay important.
+
+An entry is important to a query that gives it more than the average weight, 1 / (entries seen). Its score is the share
+of the last `history` queries to which it was important (their Algorithm 2 counts the queries to which it was
+not, and drops the largest counts). `history` = 400 and a recent window of 10 as in their section 5. Neighbours are not
+pooled; the counts tie often, and ties go to the earlier position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv.configs.option import option
+from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.score import Score
+from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.theory import WORK
+
+
+@dataclass(frozen=True)
+class Scissorhands(Score):
+    """How often an entry got more than the average weight."""
+
+    name: ClassVar[str] = "scissorhands"
+    summary: ClassVar[str] = "how often the last queries gave an entry more than the average weight"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2305.17118"
+    needs: ClassVar[tuple[str, ...]] = ("queries", "keys")
+    own_window: ClassVar[int | None] = 10
+    history: int = option(400, "last queries whose votes count", low=1)
+
+    def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
+        """Share of the last `history` queries."""
+        keys, rows = layer.entries, min(self.history, layer.queries.shape[1])
+        average = 1 / torch.arange(keys - rows + 1, keys + 1, dtype=WORK, device=layer.keys.device)
+        last = layer.queries[:, -rows:].view(layer.kv_heads, layer.group, rows, -1)
+        shares = []
+        for kv_head, group in enumerate(last):
+            weights = causal_rows(group.to(WORK), layer.keys[kv_head].to(WORK), layer.scale, keys - rows)
+            important = weights[..., : layer.prefix] > average.unsqueeze(-1)
+            shares.append(important.to(WORK).mean(dim=-2))
+        return torch.cat(shares)
