@@ -116,13 +116,16 @@ class AuditResult(Result):
         """The runs whose entries were found and whose decoding was held against the reference."""
         return [(run, run.entries, run.decoded) for run in self.trace.runs if run.entries and run.decoded]
 
-    def kept_share(self, bins: int) -> NDArray[np.float64]:
-        """(layer, bin) share of the kept sets' places that are kept, over the prompts read alone; NaN without any.
+    def kept_share(self, most: int) -> NDArray[np.float64]:
+        """(layer, bin) share of each place that is kept, over kept sets and prompts; NaN where none were found.
 
-        A bin is the same share of every prompt.
+        A bin is the same share of every prompt: `most` of them, or a position each of a shorter prompt.
         """
-        maps = [_shares(run.entries, run.tokens, bins) for run in self.trace.runs if run.entries and run.row == 0]
-        return np.mean(maps, axis=0) if maps else np.full((self.trace.layers, bins), np.nan)
+        whole = [(run.entries, run.tokens) for run in self.trace.runs if run.entries and run.row == 0]
+        if not whole:
+            return np.full((self.trace.layers, 1), np.nan)
+        bins = min(most, *(tokens for _, tokens in whole))
+        return np.asarray(np.mean([_shares(entries, tokens, bins) for entries, tokens in whole], axis=0))
 
     def by_layer(self) -> dict[str, NDArray[np.float64]]:
         """Situation → (layer,) the most noise floors of all its prompts, rows and steps."""

@@ -33,8 +33,7 @@ def draw(result: AuditResult, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _kept_share(figure: Figure, axes: Axes, result: AuditResult) -> None:
-    tokens = [run.tokens for run in result.trace.runs if run.entries is not None]
-    shares = result.kept_share(min(_BINS, *tokens, _BINS)) if tokens else np.full((result.trace.layers, 1), np.nan)
+    shares = result.kept_share(_BINS)
     if np.isnan(shares).all():
         style.note(axes, "no kept sets were found", middle=True)
         axes.set_axis_off()
