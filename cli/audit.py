@@ -16,6 +16,7 @@ from perturbkv.cli.planning import encode_prompts
 from perturbkv.cli.saving import free, save_figure
 from perturbkv.cli.spreading import typed
 from perturbkv.cli.tracing import run_folder
+from perturbkv.configs.budget import Budget
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.files import write_whole
 
@@ -29,7 +30,7 @@ _FILE = "audit.json"
 def audit(
     context: typer.Context,
     eviction: Annotated[
-        str, Argument(help="file.py:name(option=value, …), or a .npz or .json file of kept positions")
+        str, Argument(help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…)")
     ],
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="As for the other commands")] = DEFAULT,
     dataset: Annotated[
@@ -55,11 +56,16 @@ def audit(
     ] = None,
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto",
     device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto",
+    budget: Annotated[
+        str | None, Option("--budget", "-b", metavar="B", help="Of a kvpress press: entries per head, 128 or 0.05")
+    ] = None,
     steps: Annotated[int, Option(metavar="N", help="Forward passes after the eviction")] = 4,
     situation: Annotated[
         list[str] | None, Option(metavar="NAME", help=", ".join(SITUATIONS), show_default="all of them")
     ] = None,
-    loss: Annotated[bool, Option("--loss/--no-loss", help="Measure the loss beside controls of ours")] = True,
+    loss: Annotated[
+        bool, Option("--loss/--no-loss", help="Measure the loss beside controls", show_default="yes")
+    ] = True,
     figure_format: Annotated[
         list[str] | None, Option("--format", metavar="NAME", help="png, svg, pdf", show_default="png, svg")
     ] = None,
@@ -85,12 +91,14 @@ def audit(
         output=output, overwrite=overwrite, as_json=as_json, typed=typed(context),
     )  # fmt: skip
     effects.check("audit", run, run.configs(["random"]))
-    result = _audited(eviction, run, tuple(apart("--situation", situation or list(SITUATIONS))), loss)
+    result = _audited(eviction, budget, run, tuple(apart("--situation", situation or list(SITUATIONS))), loss)
     _leave(result, run, look)
     raise typer.Exit(result.exit_code)
 
 
-def _audited(eviction: str, run: RunOptions, situations: tuple[str, ...], loss: bool) -> AuditResult:
+def _audited(
+    eviction: str, budget: str | None, run: RunOptions, situations: tuple[str, ...], loss: bool
+) -> AuditResult:
     """Everything that can be wrong with the request is found before the weights are loaded."""
     import dataclasses
 
@@ -102,7 +110,8 @@ def _audited(eviction: str, run: RunOptions, situations: tuple[str, ...], loss: 
     from perturbkv.datasets import registry as datasets
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
-    settings, given = Settings(run.step_count, situations, loss), load(eviction)
+    asked = None if budget is None else Budget.parse(budget)
+    settings, given = Settings(run.step_count, situations, loss), load(eviction, asked)
     datasets.check_name(run.dataset)
     _check_free(run)
     place = pick_device(run.device)

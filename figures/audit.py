@@ -58,7 +58,10 @@ def _distance(axes: Axes, result: AuditResult) -> None:
         shown = np.fmax(floors, _LEAST)
         axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, marker="o", markersize=2)
     axes.axhline(FLOORS, color="0.3", linewidth=0.8, linestyle="--", gid="limit")
-    axes.annotate(f"{FLOORS} floors: a difference", (0, FLOORS), xytext=(2, 2), textcoords="offset points", fontsize=6)
+    axes.annotate(
+        f"{FLOORS} floors: a difference", (1, FLOORS), xytext=(-2, 2), textcoords="offset points", fontsize=6,
+        xycoords=("axes fraction", "data"), ha="right",
+    )  # fmt: skip
     style.log_axes(axes, y=True)
     axes.set_ylim(bottom=_LEAST, top=max(10 * FLOORS, axes.get_ylim()[1]))
     axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors")

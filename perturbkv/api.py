@@ -15,6 +15,7 @@ import torch
 from perturbkv.audit_trace import SITUATIONS
 from perturbkv.auditing import run as audits
 from perturbkv.auditing.loading import load as load_eviction
+from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -208,6 +209,7 @@ def audit(
     prompts: Iterable[Prompt],
     eviction: Any,
     *,
+    budget: Budget | float | str | None = None,
     steps: int = 4,
     situations: Sequence[str] = tuple(SITUATIONS),
     losses: bool = True,
@@ -223,7 +225,8 @@ def audit(
         prompts: from `load_prompts`, or any series of `Prompt`.
         eviction: a function `(model, input_ids, attention_mask) -> cache`, a transformers `Cache` class, or text:
             `file.py:name(option=value)` of either, or a `.npz` or `.json` file of kept positions. It may bring a
-            `decode(model, cache, token, step) -> logits`.
+            `decode(model, cache, token, step) -> logits`. Or a press of kvpress, `kvpress:SnapKVPress(window_size=32)`.
+        budget: of a press: entries per head, as in `grid`.
         steps: forward passes after the eviction.
         situations: of `single`, `block` and `batch`, in which it is run.
         losses: whether the loss is measured beside controls that hold as much.
@@ -241,7 +244,10 @@ def audit(
     """
     from perturbkv.analyses.audit import conclude
 
-    settings, given_eviction = audits.Settings(steps, tuple(situations), losses), load_eviction(eviction)
+    settings, given_eviction = (
+        audits.Settings(steps, tuple(situations), losses),
+        load_eviction(eviction, _as_budget(budget)),
+    )
     held = gathered(
         prompts if isinstance(prompts, Prompts) else _all_of(Prompt, prompts, "prompts: pk.Prompt.from_text")
     )
@@ -249,6 +255,12 @@ def audit(
     about = {"dataset": held.dataset, "seed": str(held.seed)}
     with bar("prompts", len(held), shown=progress) as drawn, given.evaluating(model):
         return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.one_more))
+
+
+def _as_budget(given: Any) -> Budget | None:
+    if given is None or isinstance(given, Budget):
+        return given
+    return Budget.parse(given) if isinstance(given, str) else Budget(given)
 
 
 def _check_model(model: Any) -> None:

@@ -44,7 +44,7 @@ class Reading:
         """Read what one forward pass attended to. Raises UnreadableError."""
         layers = range(len(self.full))
         theirs = [seen.before(layer) for layer in layers]
-        shown = [_seen_by_any(seen, layer) for layer in layers]
+        shown = [_shown(seen, layer) for layer in layers]
         if self._goes_on(theirs) and all(one is None for one in shown):
             self.masks.append([_with_new(mask, self._new(-1)) for mask in self.masks[-1]])
             self.changed = [[*rows] for rows in self.changed]
@@ -70,7 +70,8 @@ class Reading:
         rows = [recover(theirs, whole, row) for row in range(self.situation.rows)]
         masks = []
         for layer, (keys, _) in enumerate(theirs):
-            attended = [_attended(shown[layer], row, keys.shape[1], keys.shape[2]) for row in range(len(rows))]
+            seen = shown[layer]
+            attended = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen)
             masks.append(self._mask([one[layer] for one in rows], attended, whole[layer][0].shape[2]))
             if not self.first and layer == 0:
                 self.attended = [[] for _ in rows]
@@ -128,17 +129,17 @@ def _with_new(mask: Tensor, new: int) -> Tensor:
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
-def _seen_by_any(seen: Seen, layer: int) -> Tensor | None:
-    """Entries before the new tokens that any of them sees (row, head, entry); None where no mask says."""
-    new, entries = seen.query[layer].shape[2], seen.key[layer].shape[2]
+def _shown(seen: Seen, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
+    """Entries before the new tokens that any of them sees; None where all of them are."""
+    rows, heads, entries = seen.key[layer].shape[:3]
+    new, hidden = seen.query[layer].shape[2], seen.hidden_keys[layer]
     allowed = visible(seen.mask[layer], entries, new)
-    if allowed is None or bool(allowed[..., : entries - new].all()):
+    if allowed is None and hidden is None:
         return None
-    return allowed.any(dim=-2)[..., : entries - new]
-
-
-def _attended(shown: Tensor | None, row: int, heads: int, entries: int) -> Bool[Tensor, "kept_head entry"]:
-    if shown is None:
-        return torch.ones(heads, entries, dtype=torch.bool)
-    own = shown[row if len(shown) > 1 else 0]
-    return own.expand(heads, -1) if len(own) == 1 else own[:: max(1, len(own) // heads)]
+    found = torch.ones(rows, heads, entries - new, dtype=torch.bool, device=seen.key[layer].device)
+    if allowed is not None:
+        by_mask = allowed.any(dim=-2)[..., : entries - new]
+        found &= by_mask[:, :: max(1, by_mask.shape[1] // heads)]
+    if hidden is not None:
+        found[tuple(torch.as_tensor(places, device=found.device) for places in hidden)] = False
+    return None if bool(found.all()) else found

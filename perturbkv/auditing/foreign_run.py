@@ -30,6 +30,7 @@ from perturbkv.auditing.situations import Situation
 from perturbkv.cache.foreign import Layers, rows
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.presses import left_as_it_was
 
 _WIDEST_TURN = 4096
 
@@ -120,19 +121,26 @@ def run(
     """
     whole = read(adapter, situation) if full is None else full
     made = ForeignRun(adapter, situation, whole, Reading(adapter, situation, whole), entry_floors)
+    with left_as_it_was(adapter):
+        _read_and_decode(made, eviction)
+    return made
+
+
+def _read_and_decode(made: ForeignRun, eviction: Eviction) -> None:
+    """Evict, then decode; what is raised is remembered."""
+    situation = made.situation
     try:
-        cache = eviction.read(adapter.model, situation.ids, situation.attention_mask)
+        cache = eviction.read(made.adapter.model, situation.ids, situation.attention_mask)
     except UnreadableError:
         raise
     except NotImplementedError as error:
         made.refused = _said(error)
-        return made
+        return
     except Exception as error:
         made.failed = f"reading the prompt raises {_said(error)}"
-        return made
+        return
     _count_as_it_does(made, cache)
     _decode(made, eviction, cache)
-    return made
 
 
 def _count_as_it_does(made: ForeignRun, cache: Cache) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from perturbkv.audit_trace import Entries, Integers
 from perturbkv.auditing import alterations
 from perturbkv.auditing.entries import Reading
 from perturbkv.auditing.reference import EntryFloors
+from perturbkv.cache.recovery import NOWHERE
 
 FLOORS = 4
 """More noise floors than this are a difference (METHOD: Audit)."""
-_KEYS, _VALUES = 0, 1
+_KEYS = 0
 
 
 class Judge:
@@ -35,11 +36,11 @@ class Judge:
         return Entries(
             kept=tuple(tuple(self._sets(layer, self._kept)) for layer in layers),
             padded=self._numbers(lambda layer: self._sets(layer, self._of_padding)),
-            strangers=self._numbers(lambda layer: self.found[layer].strangers),
-            duplicates=self._numbers(lambda layer: self.found[layer].duplicates),
+            strangers=self._numbers(lambda layer: self._sets(layer, _strangers)),
+            duplicates=self._numbers(lambda layer: self._sets(layer, _duplicates)),
             unordered=self._numbers(lambda layer: self.found[layer].ascending) == 0,
-            key_distance=self._numbers(lambda layer: map(_largest, self.found[layer].key_distance)),
-            value_distance=self._numbers(lambda layer: map(_largest, self.found[layer].value_distance)),
+            key_distance=self._numbers(lambda layer: self._far(layer, self.found[layer].key_distance)),
+            value_distance=self._numbers(lambda layer: self._far(layer, self.found[layer].value_distance)),
             key_floor=self.floors.key.double().numpy(),
             value_floor=self.floors.value.double().numpy(),
             altered=tuple(tuple(self._altered(layer)) for layer in layers),
@@ -53,6 +54,11 @@ class Judge:
     def _sets(self, layer: int, of: Callable[[Tensor, Tensor], Any]) -> list[Any]:
         pairs = zip(self.found[layer].positions, self.attended[layer], strict=True)
         return [of(places, seen) for places, seen in pairs]
+
+    def _far(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
+        """The largest distance of each head's entries that are attended to."""
+        pairs = zip(distances, self.attended[layer], strict=True)
+        return [float(one[seen].amax()) if bool(seen.any()) else 0.0 for one, seen in pairs]
 
     def _kept(self, places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
         own = places[seen & (places >= self.padding)] - self.padding
@@ -72,12 +78,15 @@ class Judge:
     def _altered(self, layer: int) -> list[str]:
         """What was done to keys and values of each head."""
         found = self.found[layer]
-        kinds = (("keys", found.key_distance, self.floors.key), ("values", found.value_distance, self.floors.value))
+        kinds = (
+            ("keys", self._far(layer, found.key_distance), self.floors.key),
+            ("values", self._far(layer, found.value_distance), self.floors.value),
+        )
         return [
             ", ".join(
                 f"{name} {self._words(layer, head, kind) or 'changed'}"
                 for kind, (name, distance, floor) in enumerate(kinds)
-                if _largest(distance[head]) > FLOORS * float(floor[layer])
+                if distance[head] > FLOORS * float(floor[layer])
             )
             for head in range(len(found.positions))
         ]
@@ -86,7 +95,8 @@ class Judge:
         """The known alteration of a head's keys or values; empty where none is known."""
         places = self.found[layer].positions[head]
         theirs = self.reading.held[layer][kind][self.row, head]
-        theirs, places = theirs[places >= 0], places[places >= 0]
+        placed = (places >= 0) & self.attended[layer][head]
+        theirs, places = theirs[placed], places[placed]
         if not len(places):
             return ""
         full = self.reading.full[layer][kind][self.row]
@@ -103,5 +113,10 @@ class Judge:
         return alterations.rotation(theirs, own, places - self.padding, frequencies, most)
 
 
-def _largest(distance: Tensor) -> float:
-    return float(distance.amax()) if len(distance) else 0.0
+def _strangers(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    return int((places[seen] == NOWHERE).sum())
+
+
+def _duplicates(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    placed = places[seen & (places != NOWHERE)]
+    return len(placed) - len(set(placed.tolist()))

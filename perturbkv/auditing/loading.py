@@ -10,19 +10,39 @@ from typing import Any
 
 from perturbkv.auditing.evictions import Eviction, eviction
 from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
+from perturbkv.auditing.presses import of_press
+from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import FIRST, Choice, parse
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.selection.policies.presses import is_press
 
 _WRITTEN = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
 
 
-def load(given: Any) -> Eviction | KeptFile:
-    """What is audited. Raises ConfigError or UnknownNameError in one line for what cannot be."""
+def load(given: Any, budget: Budget | None = None) -> Eviction | KeptFile:
+    """What is audited; `budget` is what a press is to keep, and of a press alone.
+
+    Raises ConfigError or UnknownNameError in one line for what cannot be audited.
+    """
+    if isinstance(given, str) and not given.endswith(SUFFIXES) and is_press(parse(given)):
+        return of_press(given, _needed(budget, given))
+    if budget is not None:
+        msg = (
+            f"a budget has no effect here: it needs a press of kvpress, {given} says itself what it keeps; leave it out"
+        )
+        raise ConfigError(msg)
     if isinstance(given, Eviction | KeptFile):
         return given
     if isinstance(given, str | Path):
         return _written(str(given))
     return eviction(given, getattr(given, "__name__", type(given).__name__))
+
+
+def _needed(budget: Budget | None, text: str) -> Budget:
+    if budget is None:
+        msg = f"expected a budget for the press {text}, got none; give --budget (budget=), such as 128 or 0.3"
+        raise ConfigError(msg)
+    return budget
 
 
 def _written(text: str) -> Eviction | KeptFile:

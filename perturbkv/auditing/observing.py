@@ -30,6 +30,8 @@ class Seen:
         hidden: residual stream after the layer (row, new, d_model).
         logits: (row, new, vocab).
         entries: how many the attention got, those of the new tokens with them.
+        hidden_keys: entries that kvpress hides from the attention, which gets them all the same: row, head and place
+            of each (`masked_key_indices`).
     """
 
     query: dict[int, Tensor] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class Seen:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))
     entries: dict[int, int] = field(default_factory=dict)
+    hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
 
     def whole(self, layers: int) -> bool:
         """Whether the attention of every layer was seen."""
@@ -70,6 +73,7 @@ def observed(adapter: Adapter, seen: Seen, attend: Attend | None = None) -> Iter
         layer = adapter.layer_of(module)
         seen.query[layer], seen.key[layer], seen.value[layer], seen.mask[layer] = args[:4]
         seen.entries[layer] = args[1].shape[2]
+        seen.hidden_keys[layer] = getattr(module, "masked_key_indices", None)
         found = stock(module, *args, **kwargs) if attend is None else attend(layer, stock, module, args, kwargs)
         seen.head_output[layer] = found[0]
         return found

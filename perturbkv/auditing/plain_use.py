@@ -14,6 +14,7 @@ from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.situations import Situation
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
+from perturbkv.pipeline.presses import left_as_it_was
 
 
 def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
@@ -26,13 +27,14 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
     def whole() -> None:
         _generate(adapter, fresh(), _with_first(situation), fed)
 
-    return PlainUse(
-        position=_position(fresh()),
-        expected=situation.entries,
-        failed=_failure(whole),
-        fed=fed[0] if fed else 0,
-        continued=_failure(lambda: _generate(adapter, fresh(), situation.fed(0)[:, :1], [])),
-    )
+    with left_as_it_was(adapter):
+        return PlainUse(
+            position=_position(fresh()),
+            expected=situation.entries,
+            failed=_failure(whole),
+            fed=fed[0] if fed else 0,
+            continued=_failure(lambda: _generate(adapter, fresh(), situation.fed(0)[:, :1], [])),
+        )
 
 
 def _with_first(situation: Situation) -> Tensor:

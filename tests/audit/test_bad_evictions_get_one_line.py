@@ -143,3 +143,24 @@ def test_a_result_is_json_and_a_table() -> None:
     frame = audited("llama", planted.swapped_values, situations=["single"]).to_frame()
     assert len(frame) == 3 * 3
     assert set(frame[frame.floors > 4].layer) == {1, 2}
+
+
+def test_a_press_needs_kvpress_and_a_budget_and_others_take_none() -> None:
+    with pytest.raises(PerturbkvError, match="needs kvpress 0.5.5, which runs with transformers below 5.3"):
+        audited("llama", "kvpress:SnapKVPress", budget=32)
+    with pytest.raises(PerturbkvError, match=r"expected a budget for the press kvpress:SnapKVPress, got none"):
+        audited("llama", "kvpress:SnapKVPress")
+    with pytest.raises(PerturbkvError, match="a budget has no effect here: it needs a press of kvpress"):
+        audited("llama", f"{FILE}:right", budget=32)
+
+
+def test_what_an_eviction_leaves_on_the_model_is_gone() -> None:
+    attention = model("llama").attentions[0]
+
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        attention.register_forward_hook(lambda module, given, found: (found[0] * 0, *found[1:]))
+        return planted.right(loaded, input_ids, attention_mask)
+
+    assert audited("llama", evict, situations=["single"]).verdict == "differs"
+    assert not attention._forward_hooks
+    assert audited("llama", planted.right, situations=["single"]).verdict == "exact"
