@@ -13,6 +13,7 @@ from perturbkv.auditing.observing import Seen, visible
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.foreign import Layers
 from perturbkv.cache.recovery import LayerKept, recover
+from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
 
 
@@ -46,16 +47,16 @@ class Reading:
         theirs = [seen.before(layer) for layer in layers]
         shown = [_shown(seen, layer) for layer in layers]
         if self._goes_on(theirs) and all(one is None for one in shown):
-            self.masks.append([_with_new(mask, self._new(-1)) for mask in self.masks[-1]])
-            self.changed = [[*rows] for rows in self.changed]
+            self.masks.append([_with_new(mask, self._new) for mask in self.masks[-1]])
         else:
             self._read(theirs, shown)
         self._own.append([seen.own(layer) for layer in layers])
         self._last = [(seen.key[layer], seen.value[layer]) for layer in layers]
 
-    def _new(self, chunk: int) -> int:
-        """Tokens of a pass that was read."""
-        return int(self._own[chunk][0][0].shape[2])
+    @property
+    def _new(self) -> int:
+        """Tokens of the pass that was read last."""
+        return int(self._own[-1][0][0].shape[2])
 
     def _goes_on(self, theirs: Layers) -> bool:
         """Whether every layer holds exactly what it held and was given in the pass before."""
@@ -66,22 +67,22 @@ class Reading:
 
     def _read(self, theirs: Layers, shown: Sequence[Tensor | None]) -> None:
         """Find every entry among the prompt's and those decoded since."""
+        if len(heads := {keys.shape[1] for keys, _ in theirs}) > 1:
+            msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
+            raise UnreadableError(msg)
         whole = self._whole(theirs)
         rows = [recover(theirs, whole, row) for row in range(self.situation.rows)]
-        masks = []
+        masks, looked = [], []
         for layer, (keys, _) in enumerate(theirs):
             seen = shown[layer]
             attended = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen)
             masks.append(self._mask([one[layer] for one in rows], attended, whole[layer][0].shape[2]))
-            if not self.first and layer == 0:
-                self.attended = [[] for _ in rows]
-            if not self.first:
-                for row, one in enumerate(attended):
-                    self.attended[row].append(one)
+            looked.append(attended)
         if self.first:
             self._note_change(masks)
         else:
             self.first, self.held, self.changed = rows, theirs, [[] for _ in rows]
+            self.attended = [list(layers) for layers in zip(*looked, strict=True)]
         self.masks.append(masks)
 
     def _whole(self, theirs: Layers) -> list[tuple[Tensor, Tensor]]:
@@ -106,7 +107,7 @@ class Reading:
     def _note_change(self, masks: Sequence[Tensor]) -> None:
         """Remember the rows in which entries that were there are gone, or others came back."""
         for row, changed in enumerate(self.changed):
-            before = [_with_new(mask[row : row + 1], self._new(-1)) for mask in self.masks[-1]]
+            before = [_with_new(mask[row : row + 1], self._new) for mask in self.masks[-1]]
             if any(not torch.equal(one, mask[row : row + 1]) for one, mask in zip(before, masks, strict=True)):
                 changed.append(len(self.masks))
 

@@ -15,7 +15,7 @@ from perturbkv.auditing import alterations
 from perturbkv.auditing.entries import Reading, per_heads, repeated
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.intact import FLOORS, Judge
-from perturbkv.auditing.observing import Seen, observed, visible
+from perturbkv.auditing.observing import Seen, hides, observed, sees_later
 from perturbkv.auditing.reference import (
     Distance,
     EntryFloors,
@@ -27,7 +27,8 @@ from perturbkv.auditing.reference import (
     with_padding_counted,
 )
 from perturbkv.auditing.situations import Situation
-from perturbkv.cache.foreign import Layers, rows
+from perturbkv.cache.foreign import Layers, layers_of, rows
+from perturbkv.cache.recovery import recover
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.presses import left_as_it_was
@@ -93,14 +94,12 @@ class ForeignRun:
         return Decoded(
             head=_stacked(apart, "head"), head_floor=_array(found.head), hidden=_stacked(apart, "hidden"),
             hidden_floor=_array(found.hidden), logits=_stacked(apart, "logits"), logits_floor=float(found.logits),
-            agrees=np.array(agrees), behind=np.array(behind), sees_later=any(map(_sees_later, self.seen)),
-            hides=any(map(_hides, self.seen)),
+            agrees=np.array(agrees), behind=np.array(behind), sees_later=any(map(sees_later, self.seen)),
+            hides=any(map(hides, self.seen)),
         )  # fmt: skip
 
     def _behind(self, seen: Seen, reference: Seen, row: int) -> float:
         """By how many positions the new tokens' keys are rotated less than their place asks, by the first layer's."""
-        if 0 not in seen.query:
-            return 0.0
         full = per_heads(seen.own(0), reference.own(0)[0].shape[1])[0][row]
         own = reference.own(0)[0][row]
         length = torch.linalg.vector_norm(own.float(), dim=-1)
@@ -145,21 +144,23 @@ def _read_and_decode(made: ForeignRun, eviction: Eviction) -> None:
 
 def _count_as_it_does(made: ForeignRun, cache: Cache) -> None:
     """Count positions from the padding on, where the cache's first layer shows that its eviction does."""
-    if not any(made.situation.padding):
+    if not any(made.situation.padding) or not (far := _far(cache, made.full)):
         return
     other = with_padding_counted(made.situation)
     counted = read(made.adapter, other)
-    if _like(cache, counted) > _like(cache, made.full):
+    if _far(cache, counted) < far:
         made.situation, made.full = other, counted
         made.reading = Reading(made.adapter, other, counted)
 
 
-def _like(cache: Cache, full: Layers) -> int:
-    """Keys of the first layer that are the full cache's to the bit, in the row with the most padding."""
-    keys = getattr(cache.layers[0], "keys", None) if getattr(cache, "layers", None) else None
-    if not isinstance(keys, Tensor) or keys.ndim != 4 or keys.shape[-1] != full[0][0].shape[-1]:
-        return 0
-    return int((keys[-1].flatten(0, 1).unsqueeze(1) == full[0][0][-1].flatten(0, 1)).all(dim=-1).sum())
+def _far(cache: Cache, full: Layers) -> float:
+    """How far the first layer's keys lie from the full cache's in the last row; 0 where they do not show."""
+    try:
+        theirs = layers_of(cache)[0]
+        (found,) = recover([theirs], [repeated(full[0], theirs[0].shape[1])], row=len(full[0][0]) - 1)
+    except UnreadableError:
+        return 0.0
+    return float(torch.cat(found.key_distance).sum())
 
 
 def _decode(made: ForeignRun, eviction: Eviction, cache: Cache) -> None:
@@ -217,34 +218,6 @@ def _said(error: Exception) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _sees_later(seen: Seen) -> bool:
-    """Whether the mask of a block lets a token see those behind it."""
-    new = seen.query[0].shape[2]
-    for layer, mask in seen.mask.items():
-        allowed = visible(mask, seen.entries[layer], new)
-        if new > 1 and allowed is not None:
-            later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
-            if bool((allowed[..., -new:] & later).any()):
-                return True
-    return False
-
-
-def _hides(seen: Seen) -> bool:
-    """Whether the mask of a block hides an entry from a token that another one sees, or itself from itself."""
-    new = seen.query[0].shape[2]
-    for layer, mask in seen.mask.items():
-        entries = seen.entries[layer]
-        if new > 1 and mask is None and entries > new:
-            return True
-        allowed = visible(mask, entries, new)
-        if new > 1 and allowed is not None:
-            before, own = allowed[..., :-new], allowed[..., -new:]
-            causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
-            if bool((before.any(dim=-2, keepdim=True) & ~before).any()) or bool((~own & causal).any()):
-                return True
-    return False
 
 
 def _stacked(apart: Sequence[Distance], name: str) -> np.ndarray:

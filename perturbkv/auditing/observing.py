@@ -114,3 +114,31 @@ def visible(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row he
         return None
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return allowed[..., :new, :entries]
+
+
+def sees_later(seen: Seen) -> bool:
+    """Whether the mask of a block lets a token see those behind it."""
+    new = seen.query[0].shape[2]
+    for layer, mask in seen.mask.items():
+        allowed = visible(mask, seen.entries[layer], new)
+        if new > 1 and allowed is not None:
+            later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
+            if bool((allowed[..., -new:] & later).any()):
+                return True
+    return False
+
+
+def hides(seen: Seen) -> bool:
+    """Whether the mask of a block hides an entry from a token that another one sees, or itself from itself."""
+    new = seen.query[0].shape[2]
+    for layer, mask in seen.mask.items():
+        entries = seen.entries[layer]
+        if new > 1 and mask is None and entries > new:
+            return True
+        allowed = visible(mask, entries, new)
+        if new > 1 and allowed is not None:
+            before, own = allowed[..., :-new], allowed[..., -new:]
+            causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
+            if bool((before.any(dim=-2, keepdim=True) & ~before).any()) or bool((~own & causal).any()):
+                return True
+    return False
