@@ -13,6 +13,7 @@ import perturbkv
 from perturbkv.cli import console
 from perturbkv.cli.ablation import ablation
 from perturbkv.cli.assumption import assumption
+from perturbkv.cli.audit import audit
 from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
 from perturbkv.cli.datasets import datasets
@@ -45,6 +46,7 @@ ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, n
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
+    "An eviction that is not ours": (audit,),
     "What there is to choose from": (models, datasets, policies),
     "This machine": (doctor, selfcheck),
 }

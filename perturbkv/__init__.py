@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.restriction import restriction as restriction
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.analyses.tokens import tokens as tokens
+    from perturbkv.api import audit as audit
     from perturbkv.api import generate as generate
     from perturbkv.api import load_model as load_model
     from perturbkv.api import load_prompts as load_prompts
@@ -64,6 +65,7 @@ _PUBLIC = {
     "ablation": "perturbkv.analyses.ablation",
     "assumption": "perturbkv.analyses.assumption",
     "bound_tightness": "perturbkv.analyses.bound_tightness",
+    "audit": "perturbkv.api",
     "generate": "perturbkv.api",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon",

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from perturbkv.audit_trace import SITUATIONS
+from perturbkv.auditing import run as audits
+from perturbkv.auditing.loading import load as load_eviction
+from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -32,6 +36,9 @@ from perturbkv.selection.grid import unique
 from perturbkv.selection.policies import registry as policies
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.audit import AuditResult
 
 ENGINES = ("here",)
 _CONFIGS = "configurations, as pk.grid makes them"
@@ -200,6 +207,72 @@ def generate(
     return Generation(tuple(found), tuple(row(prompt, one, labels, decode, graded) for prompt, one in told))
 
 
+def audit(
+    model: Adapter,
+    prompts: Iterable[Prompt],
+    eviction: Any,
+    *,
+    budget: Budget | float | str | None = None,
+    steps: int = 4,
+    situations: Sequence[str] = tuple(SITUATIONS),
+    losses: bool = True,
+    resources: Resources = _DEFAULT,
+    progress: bool = True,
+) -> AuditResult:
+    """Is an eviction that is not ours broken, or only lossy? `.verdict` is `exact`, `differs` or `unreadable`.
+
+    It is held against the plain model with its full cache and a mask of exactly the entries that the eviction keeps.
+
+    Args:
+        model: from `load_model`.
+        prompts: from `load_prompts`, or any series of `Prompt`.
+        eviction: a function `(model, input_ids, attention_mask) -> cache`, a transformers `Cache` class, or text:
+            `file.py:name(option=value)` of either, or a `.npz` or `.json` file of kept positions. It may bring a
+            `decode(model, cache, token, step) -> logits`. Or a press of kvpress, `kvpress:SnapKVPress(window_size=32)`.
+        budget: of a press: entries per head, as in `grid`.
+        steps: forward passes after the eviction.
+        situations: of `single`, `block` and `batch`, in which it is run.
+        losses: whether the loss is measured beside controls that hold as much.
+        resources: as in `measure`.
+        progress: whether a bar is shown.
+
+    Raises ConfigError, UnknownNameError, DatasetError, ModelError.
+
+    >>> import perturbkv as pk
+    >>> from transformers import DynamicCache
+    >>> model = pk.load_model("random:smollm2-135m")
+    >>> prompt = pk.Prompt.from_text("Paris is in France. " * 3, model)
+    >>> pk.audit(model, prompt, DynamicCache, situations=["single"], losses=False, progress=False).verdict
+    'exact'
+    """
+    from perturbkv.analyses.audit import conclude
+
+    settings, given_eviction = (
+        audits.Settings(steps, tuple(situations), losses),
+        load_eviction(eviction, _as_budget(budget)),
+    )
+    held = gathered(
+        prompts if isinstance(prompts, Prompts) else _all_of(Prompt, prompts, "prompts: pk.Prompt.from_text")
+    )
+    _check_model(model)
+    about = {"dataset": held.dataset, "seed": str(held.seed)}
+    with bar("prompts", len(held), shown=progress) as drawn, given.evaluating(model):
+        return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.one_more))
+
+
+def _as_budget(given: Any) -> Budget | None:
+    if given is None or isinstance(given, Budget):
+        return given
+    return Budget.parse(given) if isinstance(given, str) else Budget(given)
+
+
+def _check_model(model: Any) -> None:
+    """Raise ModelError for what `load_model` did not give."""
+    if not isinstance(model, Adapter):
+        msg = f"expected a model from pk.load_model, got {type(model).__name__}"
+        raise ModelError(msg)
+
+
 def _answered(planned: Plan, model: Adapter, compress_every: int | None, progress: bool) -> list[Answers]:
     run, found = planned.run, []
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
@@ -227,9 +300,7 @@ def _planned(
     held = gathered(
         prompts if isinstance(prompts, Prompts) else _all_of(Prompt, prompts, "prompts: pk.Prompt.from_text")
     )
-    if not isinstance(model, Adapter):
-        msg = f"expected a model from pk.load_model, got {type(model).__name__}"
-        raise ModelError(msg)
+    _check_model(model)
     for config in chosen:
         policies.check(config, settings.cache)
     needed = any(policies.info(config.policy.name).needs_scores for config in chosen)

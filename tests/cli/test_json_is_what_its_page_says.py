@@ -15,6 +15,7 @@ from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
 from perturbkv.selfcheck import kernel
 from perturbkv.storage import trace_file
+from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import asked_of, made
 
@@ -80,6 +81,7 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
     monkeypatch.setattr(head_scores, "_measure", lambda *asked: ([[0.5, 0.25]], 1))
     monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
     small = ["--model", model, "--samples", 1, "--length", 300, "--entries", 24, "--placed", "random:small"]
+    audited = ["--model", model, "--dataset", data, "--samples", 1, "--steps", 1, "--format", "png"]
     asked = {
         "trace": ["trace", *tiny, "-o", "t.h5"],
         "info": ["info", "t.h5"],
@@ -98,6 +100,7 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
         "bench": ["bench", "--only", "norms-memory", "--repeats", 1, "-o", "bench.json"],
         "bench compare": ["bench", "compare", "bench.json", "bench.json"],
         "selfcheck": ["selfcheck", "--device", "cpu", *small],
+        "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }
     found = {name: perturbkv(*arguments, "--json").json() for name, arguments in asked.items()}

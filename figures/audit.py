@@ -1,0 +1,69 @@
+"""What an audited eviction keeps, by layer and position, and how far its decoding lies from the masked reference."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from perturbkv.analyses.audit import AuditResult
+from perturbkv.analyses.audit_faults import FLOORS
+from perturbkv.figures import style
+
+_BINS, _PANEL_MM, _AROUND_MM = 64, 52, 18
+_LEAST = 0.05
+"""Distances below this many floors are drawn here: a log axis has no 0."""
+_COLOURS = "cividis"
+
+
+def draw(result: AuditResult, width_mm: float = style.WIDE_MM) -> Figure:
+    """Two panels, side by side or one above the other: the kept share, and noise floors by layer."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        figure = style.figure(width_mm, _PANEL_MM * (2 if narrow else 1) + _AROUND_MM)
+        shape = (2, 1) if narrow else (1, 2)
+        kept, far = figure.subplots(*shape)
+        _kept_share(figure, kept, result)
+        _distance(far, result)
+        style.title(figure, f"{result.trace.eviction}: {result.verdict}")
+        style.foot(figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head")
+    return figure
+
+
+def _kept_share(figure: Figure, axes: Axes, result: AuditResult) -> None:
+    shares = result.kept_share(_BINS)
+    if np.isnan(shares).all():
+        style.note(axes, "no kept sets were found", middle=True)
+        axes.set_axis_off()
+        return
+    drawn = axes.imshow(
+        shares, aspect="auto", interpolation="nearest", norm=Normalize(0, 1), cmap=_COLOURS,
+        extent=(0, 100, len(shares) - 0.5, -0.5), gid="kept",
+    )  # fmt: skip
+    axes.set(title="kept share of each place", xlabel="position in the prompt, %", ylabel="layer")
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    bar = figure.colorbar(drawn, ax=axes, fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+
+
+def _distance(axes: Axes, result: AuditResult) -> None:
+    found = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
+    if not found:
+        style.note(axes, "no layer was seen while it decoded", middle=True)
+        axes.set_axis_off()
+        return
+    for (name, floors), colour in zip(found.items(), style.category_colours(len(found)), strict=True):
+        shown = np.fmax(floors, _LEAST)
+        axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, marker="o", markersize=2)
+    axes.axhline(FLOORS, color="0.3", linewidth=0.8, linestyle="--", gid="limit")
+    axes.annotate(
+        f"{FLOORS} floors: a difference", (1, FLOORS), xytext=(-2, 2), textcoords="offset points", fontsize=6,
+        xycoords=("axes fraction", "data"), ha="right",
+    )  # fmt: skip
+    style.log_axes(axes, y=True)
+    axes.set_ylim(bottom=_LEAST, top=max(10 * FLOORS, axes.get_ylim()[1]))
+    axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.legend(loc="best", fontsize=6)

@@ -1,0 +1,89 @@
+"""What can be audited: something that reads prompts and leaves an evicted cache, and may decode from it itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from perturbkv.errors import ConfigError, UnreadableError
+
+FUNCTION, CLASS, PRESS = "function", "cache class", "press"
+_TAKES = ("model", "input_ids", "attention_mask")
+
+Evict = Callable[[Any, Tensor, Tensor], Any]
+"""`(model, input_ids, attention_mask)`, both (batch, token), padding on the left → cache."""
+Decode = Callable[[Any, Any, Tensor, int], Tensor]
+"""`(model, cache, token, step)`, token (batch, new), step tokens decoded before → logits (batch, new, vocab)."""
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """An eviction that is not ours.
+
+    Attributes:
+        name: as its user wrote it.
+        kind: function, cache class or press.
+        evict: reads prompts, returns a transformers cache.
+        decode: its own decoding, where it brings one.
+    """
+
+    name: str
+    kind: str
+    evict: Evict
+    decode: Decode | None = None
+
+    def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+        """The evicted cache. Raises UnreadableError for anything that is no cache of transformers'."""
+        cache = self.evict(model, input_ids, attention_mask)
+        if not isinstance(cache, Cache):
+            msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
+            raise UnreadableError(msg)
+        return cache
+
+
+def eviction(made: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None) -> Eviction:
+    """The eviction that a function or a cache class is, `options` given to it by name.
+
+    `decode` is used where it brings none of its own. Raises ConfigError for what is neither, and for options that it
+    does not take.
+    """
+    chosen, own = dict(options or {}), getattr(made, "decode", None) or decode
+    if inspect.isclass(made) and issubclass(made, Cache):
+        _check_options(made, name, chosen)
+        return Eviction(name, CLASS, _reading(lambda: made(**chosen)), own)
+    if inspect.isclass(made) or not callable(made):
+        msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {made!r}"
+        raise ConfigError(msg)
+    _check_options(made, name, chosen, _TAKES)
+    return Eviction(name, FUNCTION, lambda *given: made(*given, **chosen), own)
+
+
+def _reading(build: Callable[[], Cache]) -> Evict:
+    """A cache class reads a prompt as `past_key_values` of the plain model."""
+
+    def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+        cache, padded = build(), {}
+        if not bool(attention_mask.all()):
+            places = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+            padded = {"attention_mask": attention_mask, "position_ids": places}
+        model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padded)
+        return cache
+
+    return evict
+
+
+def _check_options(made: Any, name: str, options: Mapping[str, Any], given: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError where a call with these options is none that the function or class takes."""
+    signature = inspect.signature(made)
+    try:
+        signature.bind(*given, **options)
+    except TypeError as error:
+        takes = [one for one in signature.parameters.values() if one.name not in given]
+        known = ", ".join(map(str, takes)) or "nothing"
+        msg = f"{name} cannot be called like this ({error}); it takes {', '.join(given)}{'; ' if given else ''}{known}"
+        raise ConfigError(msg) from None

@@ -1,0 +1,129 @@
+"""What kept sets cost, beside configurations of ours that hold as much and protect the same (METHOD: Audit, 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perturbkv.audit_trace import Integers, Loss
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import foreign
+from perturbkv.selection.policies.registry import resolved
+from perturbkv.trace import Trace
+
+CONTROLS = ("attention", "two-stage", "random", "hindsight")
+_WINDOW = 32
+OWN = "its kept sets"
+Sets = tuple[tuple[Integers, ...], ...]
+"""Per layer and key/value head, positions."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What kept sets cost.
+
+    Attributes:
+        losses: the eviction's, then the controls'.
+        protected: first and most recent entries that every kept set holds.
+        configs: the eviction's configuration, then the controls'.
+        freed: whether the controls protect less, as nothing else would be left to choose.
+    """
+
+    losses: tuple[Loss, ...]
+    protected: tuple[int, int]
+    configs: tuple[EvictionConfig, ...]
+    freed: bool = False
+
+
+def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
+    """First and most recent entries that every kept set of every prompt holds."""
+    firsts, lasts = [], []
+    for sets, n in zip(kept, tokens, strict=True):
+        for one in (own for layer in sets for own in layer):
+            firsts.append(_run(one))
+            lasts.append(_run(n - 1 - one[::-1]))
+    return min(firsts, default=0), min(lasts, default=0)
+
+
+def _run(places: Integers) -> int:
+    """How many of 0, 1, 2, … ascending places begin with."""
+    ahead = places == np.arange(len(places))
+    return len(places) if ahead.all() else int(ahead.argmin())
+
+
+def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> Measured:
+    """Losses, mean over prompts, at the first decoding step."""
+    tokens = [len(prompt.token_ids) for prompt in prompts]
+    protected, budget = protection(kept, tokens), _budget(kept, tokens)
+    own = foreign.configuration("audited", budget)
+    beside, freed = _controls(budget, protected, min(tokens))
+    masks = [{own: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
+    trace = foreign.measure(adapter, prompts, masks, beside, resources)
+    names = (OWN, *(config.selection.name for config in beside))
+    losses = tuple(_loss(trace, place, told) for place, told in enumerate(names))
+    return Measured(losses, protected, (own, *beside), freed)
+
+
+def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
+    """Entries of a kept set, the mean over all of a prompt; a share of the prompt where prompts differ in it."""
+    means = [float(np.mean([len(one) for layer in sets for one in layer])) for sets in kept]
+    counts = {max(1, round(mean)) for mean in means}
+    if len(counts) == 1:
+        return counts.pop()
+    return round(min(1.0, float(np.mean([mean / n for mean, n in zip(means, tokens, strict=True)]))), 4)
+
+
+def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[tuple[EvictionConfig, ...], bool]:
+    """Ours with the same budget and protection, and whether they had to protect less than the eviction."""
+    most = budget if isinstance(budget, int) else int(budget * tokens)
+    first, recent = protected
+    freed = first + max(recent, 1) >= most
+    if freed:
+        first, recent = 0, min(recent, max(1, most // 2))
+    window = min(_WINDOW, max(1, recent))
+    made = (
+        EvictionConfig(
+            budget, "snapkv", selection, window, "kv", protect_first=first,
+            protect_recent=recent if recent > window else 0,
+        )
+        for selection in CONTROLS if most > 1
+    )  # fmt: skip
+    return tuple(map(resolved, made)), freed
+
+
+def _masks(sets: Sets, tokens: int) -> list[Tensor]:
+    """Per layer (kv_head, key)."""
+    masks = []
+    for layer in sets:
+        mask = torch.zeros(len(layer), tokens, dtype=torch.bool)
+        for row, places in zip(mask, layer, strict=True):
+            row[torch.from_numpy(places)] = True
+        masks.append(mask)
+    return masks
+
+
+def _loss(trace: Trace, place: int, name: str) -> Loss:
+    """One configuration's, mean over samples."""
+    arrays = trace.arrays
+
+    def over(moved: Any, full: Any) -> float:
+        """The mean over samples of one sum over another."""
+        sums = [np.asarray(one, dtype=np.float64).reshape(len(one), -1).sum(axis=-1) for one in (moved, full)]
+        return float(np.mean(sums[0] / sums[1]))
+
+    return Loss(
+        name=name,
+        held=float(arrays["held_share"][:, place].astype(np.float64).mean()),
+        isolated=over(arrays["perturbation_isolated"][:, place, 0], arrays["output_norm"][:, 0]),
+        propagated=over(arrays["perturbation_propagated"][:, place, 0], arrays["output_norm"][:, 0]),
+        drift=over(arrays["hidden_drift_l1"][:, place, 0, -1], arrays["hidden_norm"][:, 0, -1]),
+        kl=float(arrays["logit_kl"][:, place, 0].astype(np.float64).mean()),
+    )

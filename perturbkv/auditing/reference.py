@@ -1,0 +1,208 @@
+"""The plain model: reading prompts, decoding with a mask of exactly the kept entries, and what rounding alone shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from perturbkv.auditing.observing import Attend, Seen, masked, observed
+from perturbkv.auditing.situations import Situation
+from perturbkv.cache.foreign import Layers
+from perturbkv.errors import ModelError
+from perturbkv.models.adapter import Adapter
+
+_KERNEL = "sdpa"
+_TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Relative distances of one row of one forward pass, the largest over its tokens.
+
+    Attributes:
+        head: before the output projection.
+        hidden: residual stream after the layer.
+        logits: less their mean, at the tokens that both have.
+    """
+
+    head: Float[Tensor, "layer head"]
+    hidden: Float[Tensor, " layer"]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Relative distances that rounding alone makes (METHOD: protocol, 4): never below the dtype's epsilon.
+
+    Attributes:
+        head, hidden, logits: as in `Distance`, of a layer's heads the largest.
+    """
+
+    head: Float[Tensor, " layer"]
+    hidden: Float[Tensor, " layer"]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class EntryFloors:
+    """The same of entries, over the root mean square norm of a head's: what another way of reading a prompt shows."""
+
+    key: Float[Tensor, " layer"]
+    value: Float[Tensor, " layer"]
+
+
+def check(adapter: Adapter) -> None:
+    """Raise ModelError unless the model's attention takes a mask per head."""
+    name = adapter.config._attn_implementation
+    if name != _KERNEL:
+        msg = f"an audit masks entries per head, which needs attention '{_KERNEL}', got '{name}'; load with '{_KERNEL}'"
+        raise ModelError(msg)
+
+
+def read(adapter: Adapter, situation: Situation) -> Layers:
+    """Keys and values of every layer after the plain model has read the prompts."""
+    cache = DynamicCache()
+    padded = {} if bool(situation.attention_mask.all()) else {
+        "attention_mask": situation.attention_mask, "position_ids": situation.prompt_positions()
+    }  # fmt: skip
+    adapter.model(input_ids=situation.ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padded)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tensor, " new"]:
+    """What the model itself goes on with."""
+    cache, fed, found = DynamicCache(), ids.unsqueeze(0), []
+    for _ in range(count):
+        logits = adapter.model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        fed = logits[:, -1:].argmax(dim=-1)
+        found.append(fed[0, 0])
+    return torch.stack(found)
+
+
+def decode(
+    adapter: Adapter, full: Layers, situation: Situation, kept: Sequence[Sequence[Tensor]], reverse: bool = False
+) -> Iterator[Seen]:
+    """Forward passes from the full cache; `kept` are per pass and layer masks (row, kept_head, entry)."""
+    cache = _filled(full)
+    for chunk in range(len(situation.chunks)):
+        yield _forward(adapter, cache, situation, chunk, masked(kept[chunk], reverse))
+
+
+def _plain(adapter: Adapter, full: Layers, situation: Situation) -> Iterator[Seen]:
+    """Forward passes as the model makes them without a mask of ours: only padding is hidden."""
+    cache, seen = _filled(full), situation.attention_mask
+    for chunk, tokens in enumerate(situation.chunks):
+        seen = torch.cat([seen, seen.new_ones(situation.rows, len(tokens))], dim=-1)
+        yield _forward(adapter, cache, situation, chunk, None, seen)
+
+
+def _forward(
+    adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend | None, mask: Tensor | None = None
+) -> Seen:
+    seen = Seen()
+    with observed(adapter, seen, attend):
+        seen.logits = adapter.model(
+            input_ids=situation.fed(chunk), position_ids=situation.positions(chunk), past_key_values=cache,
+            use_cache=True, attention_mask=mask,
+        ).logits  # fmt: skip
+    return seen
+
+
+def _filled(full: Layers) -> DynamicCache:
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(full):
+        cache.update(keys, values, layer)
+    return cache
+
+
+def everything(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "row kept_head entry"]]]:
+    """Per forward pass and layer the mask of a run that keeps everything but padding."""
+    found, mask = [], situation.attention_mask.bool()
+    for tokens in situation.chunks:
+        found.append([mask.unsqueeze(1).expand(-1, keys.shape[1], -1) for keys, _ in full])
+        mask = torch.cat([mask, mask.new_ones(situation.rows, len(tokens))], dim=-1)
+    return found
+
+
+def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
+    """What runs that keep everything show of each other: without mask, with one, and with one in the opposite order.
+
+    The largest of all heads, rows and passes; a layer's is never below those before it, as rounding goes on.
+    """
+    whole, layers, least = everything(situation, full), len(full), torch.finfo(adapter.dtype).eps
+    runs = zip(
+        _plain(adapter, full, situation),
+        decode(adapter, full, situation, whole),
+        decode(adapter, full, situation, whole, reverse=True),
+        strict=True,
+    )
+    found = [
+        compare(one, other, row, layers)
+        for passes in runs for one, other in pairwise(passes) for row in range(situation.rows)
+    ]  # fmt: skip
+    head, hidden, logits = (
+        torch.stack([getattr(one, name).cpu() for one in found]).amax(dim=0).clamp(min=least)
+        for name in ("head", "hidden", "logits")
+    )
+    return Floors(head.amax(dim=-1).cummax(dim=0).values, hidden.cummax(dim=0).values, logits)
+
+
+def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> EntryFloors:
+    """How far entries move where the prompt is read in two parts instead of at once, as `full` was."""
+    cache, middle, least = DynamicCache(), len(ids) // 2, torch.finfo(adapter.dtype).eps
+    for part in (ids[:middle], ids[middle:]):
+        adapter.model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    apart = [
+        [_apart(one[0], other[0]).cpu() for one, other in zip((layer.keys, layer.values), kinds, strict=True)]
+        for layer, kinds in zip(cache.layers, full, strict=True)
+    ]
+    key, value = (torch.stack([layer[kind] for layer in apart]).clamp(min=least) for kind in (0, 1))
+    return EntryFloors(key.cummax(dim=0).values, value.cummax(dim=0).values)
+
+
+def _apart(one: Float[Tensor, "kv_head entry d_head"], other: Float[Tensor, "kv_head entry d_head"]) -> Tensor:
+    """The largest distance of an entry, over the root mean square norm of its head's."""
+    unit = other.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
+    apart: Tensor = torch.linalg.vector_norm(one.float() - other.float(), dim=-1) / unit
+    return apart.amax()
+
+
+def compare(found: Seen, reference: Seen, row: int, layers: int) -> Distance:
+    """How far a forward pass lies from the reference's in one row.
+
+    A head is measured against its own length or the layer's root mean square one, whichever is more: rounding of what
+    it mixes does not shrink where the mixture nearly cancels.
+    """
+    heads, hidden = [], []
+    for layer in range(layers):
+        outputs = reference.head_output[layer][row].double()
+        length = torch.linalg.vector_norm(outputs, dim=-1)
+        usual = length.square().mean(dim=-1, keepdim=True).sqrt()
+        apart = torch.linalg.vector_norm(found.head_output[layer][row].double() - outputs, dim=-1)
+        heads.append((apart / torch.maximum(length, usual).clamp(min=_TINY)).amax(dim=0))
+        hidden.append(_relative(found.hidden[layer][row], reference.hidden[layer][row]))
+    return Distance(torch.stack(heads), torch.stack(hidden), logits_apart(found.logits[row], reference.logits[row]))
+
+
+def _relative(one: Float[Tensor, "new column"], other: Float[Tensor, "new column"]) -> Tensor:
+    """Distance over length, the largest over the new tokens."""
+    length = torch.linalg.vector_norm(other.double(), dim=-1).clamp(min=_TINY)
+    apart: Tensor = torch.linalg.vector_norm(one.double() - other.double(), dim=-1) / length
+    return apart.amax()
+
+
+def logits_apart(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most vocab"]) -> Tensor:
+    """Of logits less their mean, at the last tokens that both have."""
+    centred = [logits.double() - logits.double().mean(dim=-1, keepdim=True) for logits in (one, other[-len(one) :])]
+    return _relative(centred[0], centred[1])
+
+
+def with_padding_counted(situation: Situation) -> Situation:
+    """The same where positions are counted from the padding on, as plain calls of a model count them."""
+    return replace(situation, counts_padding=True)

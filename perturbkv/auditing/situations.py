@@ -1,0 +1,90 @@
+"""What is read and decoded: a prompt alone, with a block of tokens after it, or in a left-padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+BLOCK = 8
+_SHORTER = 8
+"""The second prompt of a batch is the first one without the first of this many parts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """Prompts as an eviction gets them, and the tokens that follow.
+
+    Attributes:
+        name: a key of `SITUATIONS`.
+        ids: prompts, padded on the left.
+        attention_mask: 0 where there is padding.
+        chunks: tokens of each forward pass after the eviction, the same in every row.
+        counts_padding: whether positions were counted from the padding on: first 0, padding or not.
+    """
+
+    name: str
+    ids: Int[Tensor, "row token"]
+    attention_mask: Int[Tensor, "row token"]
+    chunks: tuple[Int[Tensor, " new"], ...]
+    counts_padding: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Prompts."""
+        return len(self.ids)
+
+    @property
+    def padding(self) -> list[int]:
+        """Entries before each prompt."""
+        return [int(count) for count in (self.attention_mask == 0).sum(dim=-1)]
+
+    @property
+    def entries(self) -> int:
+        """Of the full cache, padding included."""
+        return self.ids.shape[1]
+
+    def prompt_positions(self) -> Int[Tensor, "row token"]:
+        """Where the prompts' tokens stand."""
+        if self.counts_padding:
+            return torch.arange(self.entries, device=self.ids.device).expand(self.rows, -1)
+        return (self.attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+    def positions(self, chunk: int) -> Int[Tensor, "row new"]:
+        """Where the tokens of a forward pass stand: n, n + 1, … in each row."""
+        before = sum(len(tokens) for tokens in self.chunks[:chunk])
+        new = torch.arange(len(self.chunks[chunk]), device=self.ids.device)
+        return self.prompt_positions()[:, -1:] + 1 + before + new
+
+    def fed(self, chunk: int) -> Int[Tensor, "row new"]:
+        """The tokens of a forward pass."""
+        return self.chunks[chunk].expand(self.rows, -1)
+
+
+def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"], steps: int) -> Situation:
+    """The prompt in a situation, `steps` forward passes after it.
+
+    In a batch the second row is the prompt without its first eighth: one prompt is enough for an audit, and every
+    budget that fits the first fits the second nearly.
+    """
+    first = BLOCK if name == "block" else 1
+    chunks = tuple(torch.split(tokens[: first + steps - 1], [first, *[1] * (steps - 1)]))
+    if name != "batch":
+        return Situation(name, ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), chunks)
+    cut = max(1, len(ids) // _SHORTER)
+    mask = torch.ones(2, len(ids), dtype=ids.dtype, device=ids.device)
+    mask[1, :cut] = 0
+    return Situation(name, torch.stack([ids, _padded(ids, cut)]), mask, chunks)
+
+
+def _padded(ids: Int[Tensor, " token"], cut: int) -> Int[Tensor, " token"]:
+    """The prompt without its first tokens, another token of it in their place: which one must make no difference."""
+    return torch.cat([ids[-1:].expand(cut), ids[cut:]])
+
+
+def needed(steps: int, names: Sequence[str]) -> int:
+    """Tokens that the longest situation decodes."""
+    return steps + (BLOCK - 1 if "block" in names else 0)

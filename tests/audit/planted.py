@@ -1,0 +1,318 @@
+"""Small evictions, right ones and wrong ones, for an audit to tell apart; each says where its fault is planted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+KEPT = 20
+"""Entries that stay of a prompt, the last `RECENT` ones and the first `SINKS` among them."""
+SINKS, RECENT = 4, 8
+
+
+def positions(tokens: int, head: int, *, sinks: int = SINKS, recent: int = RECENT) -> Tensor:
+    """Sinks, recent entries, and between them others in every head."""
+    between = torch.arange(sinks, tokens - recent)
+    more = KEPT - sinks - recent
+    chosen = between[torch.linspace(head, len(between) - 1, more).round().long()]
+    return torch.cat([torch.arange(sinks), chosen, torch.arange(tokens - recent, tokens)])
+
+
+def full(model: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
+    """The full cache, as a user reads a padded batch."""
+    cache, places = DynamicCache(), (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    model(input_ids=input_ids, attention_mask=attention_mask, position_ids=places, past_key_values=cache)
+    return cache
+
+
+def gathered(cache: DynamicCache, attention_mask: Tensor, padding: bool = False, **asked: int) -> DynamicCache:
+    """Only what `positions` says, per row and head; with `padding` counted from the padding on."""
+    for layer in cache.layers:
+        rows = []
+        for mask in attention_mask:
+            start = 0 if padding else int((mask == 0).sum())
+            heads = layer.keys.shape[1]
+            rows.append(torch.stack([start + positions(len(mask) - start, head, **asked) for head in range(heads)]))
+        place = torch.stack(rows).unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys, layer.values = layer.keys.gather(2, place), layer.values.gather(2, place)
+    return cache
+
+
+def right(model: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
+    return gathered(full(model, input_ids, attention_mask), attention_mask)
+
+
+def off_by_one(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Right entries; its own decoding puts new tokens one position too early."""
+    cache = right(model, input_ids, attention_mask)
+    cache.tokens = attention_mask.sum(dim=-1)  # type: ignore[attr-defined]
+    return cache
+
+
+def _decode_early(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+    new = torch.arange(token.shape[1])
+    places = cache.tokens.unsqueeze(-1) + step - 1 + new
+    return model(input_ids=token, position_ids=places, past_key_values=cache).logits
+
+
+off_by_one.decode = _decode_early  # type: ignore[attr-defined]
+
+
+def rotated_again(model: Any, input_ids: Tensor, attention_mask: Tensor, layer: int = 1) -> Cache:
+    """Keys of one layer are rotated a second time when they are gathered."""
+    cache = full(model, input_ids, attention_mask)
+    places = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    cosine, sine = model.model.rotary_emb(cache.layers[layer].values, places)
+    keys = cache.layers[layer].keys
+    first, second = keys.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    cache.layers[layer].keys = keys * cosine.unsqueeze(1) + turned * sine.unsqueeze(1)
+    return gathered(cache, attention_mask)
+
+
+class _Seen(DynamicLayer):
+    """Says how many tokens it has seen, and makes masks for the entries that it holds: not the same thing."""
+
+    gone = 0
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() + self.gone
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return super().get_seq_length() + query_length, 0
+
+
+def mask_of_evicted_length(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    cache = right(model, input_ids, attention_mask)
+    for place, layer in enumerate(cache.layers):
+        other = _Seen()
+        other.keys, other.values, other.is_initialized = layer.keys, layer.values, True
+        other.dtype, other.device = layer.dtype, layer.device
+        other.gone = input_ids.shape[1] - layer.keys.shape[2]
+        cache.layers[place] = other
+    return cache
+
+
+def swapped_values(model: Any, input_ids: Tensor, attention_mask: Tensor, layer: int = 1) -> Cache:
+    """Head 0 of one layer has the values of head 1 at its own positions."""
+    cache = full(model, input_ids, attention_mask)
+    values = cache.layers[layer].values.clone()
+    values[:, 0] = values[:, 1]
+    cache.layers[layer].values = values
+    return gathered(cache, attention_mask)
+
+
+def without_sinks(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    cache = full(model, input_ids, attention_mask)
+    gathered(cache, attention_mask)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, SINKS:], layer.values[:, :, SINKS:]
+    return cache
+
+
+def without_window(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    cache = full(model, input_ids, attention_mask)
+    gathered(cache, attention_mask)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :-RECENT], layer.values[:, :, :-RECENT]
+    return cache
+
+
+def with_padding(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Sinks are the first entries, padding or not."""
+    return gathered(full(model, input_ids, attention_mask), attention_mask, padding=True)
+
+
+def quantised(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Keys of layer 1 on went through 8 bits, one scale per entry."""
+    cache = right(model, input_ids, attention_mask)
+    for layer in cache.layers[1:]:
+        step = layer.keys.abs().amax(dim=-1, keepdim=True) / 127
+        layer.keys = (layer.keys / step).round() * step
+    return cache
+
+
+class RepeatedLayer(DynamicLayer):
+    """Caches keys and values once per query head."""
+
+    group = 2
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        pair = (one.repeat_interleave(self.group, dim=1) for one in (key_states, value_states))
+        return super().update(*pair, *args, **kwargs)
+
+
+def repeated(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    cache = right(model, input_ids, attention_mask)
+    for place, layer in enumerate(cache.layers):
+        other = RepeatedLayer()
+        other.update(layer.keys, layer.values)
+        cache.layers[place] = other
+    return cache
+
+
+class StreamingLayer(DynamicLayer):
+    """Sinks and recent entries alone, from the first update on; the prompt itself is read whole."""
+
+    def __init__(self, sinks: int, recent: int) -> None:
+        super().__init__()
+        self.sinks, self.recent = sinks, recent
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if keys.shape[2] > self.sinks + self.recent:
+            self.keys, self.values = (
+                torch.cat([one[:, :, : self.sinks], one[:, :, -self.recent :]], dim=2) for one in (keys, values)
+            )
+        return keys, values
+
+
+class Streaming(Cache):
+    """A right cache class: sinks stay, a window slides."""
+
+    def __init__(self, layers: int = 3, sinks: int = SINKS, recent: int = RECENT) -> None:
+        super().__init__(layers=[StreamingLayer(sinks, recent) for _ in range(layers)])
+
+
+class TruncatingLayer(StreamingLayer):
+    """Hands the evicted entries to the attention of the prompt itself."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        super().update(key_states, value_states, *args, **kwargs)
+        return self.keys, self.values
+
+
+class Truncating(Cache):
+    """A wrong cache class: what it hands out while the prompt is read is evicted already."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers=[TruncatingLayer(SINKS, RECENT) for _ in range(layers)])
+
+
+def truncating(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Every token of the prompt attends to the first entries alone, as its mask no longer fits."""
+    cache = Truncating()
+    for token in input_ids.split(1, dim=1):
+        model(input_ids=token, past_key_values=cache, position_ids=_place(cache))
+    return cache
+
+
+def _place(cache: Any) -> Tensor:
+    cache.seen = getattr(cache, "seen", -1) + 1
+    return torch.tensor([[cache.seen]])
+
+
+def twice(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """One entry stands there a second time."""
+    cache = right(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        layer.keys, layer.values = (torch.cat([one, one[:, :, :1]], dim=2) for one in (layer.keys, layer.values))
+    return cache
+
+
+def shuffled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Entries in the opposite order: attention does not care."""
+    cache = right(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.flip(2), layer.values.flip(2)
+    return cache
+
+
+def read_in_parts(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The prompt in chunks of 16, which rounds otherwise."""
+    cache, places = DynamicCache(), (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    for start in range(0, input_ids.shape[1], 16):
+        part = slice(start, start + 16)
+        seen = attention_mask[:, : start + 16]
+        model(input_ids=input_ids[:, part], attention_mask=seen, position_ids=places[:, part], past_key_values=cache)
+    return gathered(cache, attention_mask)
+
+
+def counts_padding(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Positions as a plain call of the model gives them: 0 is the first column, padding or not."""
+    cache = DynamicCache()
+    model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache)
+    return gathered(cache, attention_mask)
+
+
+class PerQueryHeadLayer(RepeatedLayer):
+    """Keys and values once per query head, as kept sets of their own need them."""
+
+
+def per_query_head(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """A kept set per query head, as SnapKV's first code stored them."""
+    cache = full(model, input_ids, attention_mask)
+    for place, layer in enumerate(cache.layers):
+        other = PerQueryHeadLayer()
+        other.update(layer.keys, layer.values)
+        cache.layers[place] = other
+    return gathered(cache, attention_mask)
+
+
+def moved(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Keys rotated to 0, 1, … as StreamingLLM's are; later tokens still stand at n."""
+    cache, rotary = right(model, input_ids, attention_mask), model.model.rotary_emb
+    tokens = input_ids.shape[1]
+    for layer in cache.layers:
+        for head in range(layer.keys.shape[1]):
+            back = torch.arange(KEPT) - positions(tokens, head)
+            cosine, sine = rotary(layer.values, back.unsqueeze(0))
+            first, second = layer.keys[0, head].chunk(2, dim=-1)
+            turned = torch.cat([-second, first], dim=-1)
+            layer.keys[0, head] = layer.keys[0, head] * cosine[0] + turned * sine[0]
+    return cache
+
+
+def nothing(model: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
+    """Forgets to return its cache."""
+
+
+def too_many(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """More entries than the prompt has."""
+    cache = full(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        layer.keys, layer.values = (torch.cat([one, one[:, :, :5]], dim=2) for one in (layer.keys, layer.values))
+    return cache
+
+
+class OneLength(DynamicCache):
+    """Says the first layer's length of all layers."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(0)
+
+
+def uneven(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Layers of other lengths than the cache says."""
+    cache = OneLength()
+    model(input_ids=input_ids, past_key_values=cache)
+    gathered(cache, attention_mask)
+    last = cache.layers[-1]
+    last.keys, last.values = last.keys[:, :, 3:], last.values[:, :, 3:]
+    return cache
+
+
+def alone_only(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Right, and says what it does not do."""
+    if len(input_ids) > 1:
+        msg = "one prompt at a time"
+        raise NotImplementedError(msg)
+    return right(model, input_ids, attention_mask)
+
+
+def breaks(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Cannot read any prompt."""
+    msg = "no such thing\nand more lines"
+    raise ValueError(msg)
+
+
+def breaks_in_a_batch(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Right alone; a batch breaks it."""
+    if len(input_ids) > 1:
+        msg = "shapes do not fit"
+        raise ValueError(msg)
+    return right(model, input_ids, attention_mask)

@@ -1,0 +1,110 @@
+"""Positions that another program kept: their layout, what is refused, and logits held against the masked reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import perturbkv as pk
+from perturbkv.analyses.audit import AuditResult
+from tests.audit import planted
+from tests.audit.test_planted_faults_are_told_apart import model
+from tests.support.models import token_ids
+
+IDS = token_ids(60)
+MORE = (5, 6, 7)
+KEPT = [[planted.positions(60, head).tolist() for head in range(2)] for _ in range(3)]
+
+
+def audited(path: Path, **more: Any) -> AuditResult:
+    asked = {"steps": 3, "losses": False, "progress": False, **more}
+    return pk.audit(model("llama"), pk.Prompt("p", IDS, 0), path, **asked)
+
+
+def logits(shift: int = 0) -> np.ndarray[Any, Any]:
+    """What a right eviction decodes, `shift` positions too late."""
+    adapter, ids = model("llama"), torch.tensor([IDS])
+    with torch.inference_mode():
+        cache = planted.right(adapter.model, ids, torch.ones_like(ids))
+        found = [
+            adapter.model(
+                input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[place]]), past_key_values=cache
+            ).logits[0, -1]
+            for place, token in enumerate(MORE, 60 + shift)
+        ]  # fmt: skip
+    assert isinstance(cache, DynamicCache)
+    return torch.stack(found).numpy()
+
+
+def as_npz(path: Path, **more: Any) -> Path:
+    arrays = {f"layer_{layer}_head_{head}": one for layer, sets in enumerate(KEPT) for head, one in enumerate(sets)}
+    np.savez(path, **arrays, **more)
+    return path
+
+
+def test_both_layouts_are_read_alike(tmp_path: Path) -> None:
+    npz = as_npz(tmp_path / "a.npz", token_ids=IDS, tokens=MORE, logits=logits())
+    text = tmp_path / "a.json"
+    text.write_text(json.dumps({"token_ids": IDS, "kept": KEPT, "tokens": MORE, "logits": logits().tolist()}))
+    for path in (npz, text):
+        result = audited(path)
+        assert (result.verdict, result.trace.kind) == ("exact", "positions file")
+        (run,) = result.trace.runs
+        assert run.entries is not None
+        assert [[one.tolist() for one in layer] for layer in run.entries.kept] == KEPT
+        assert run.decoded is not None
+        assert run.decoded.agrees.all()
+
+
+def test_logits_of_other_positions_differ_at_their_first_step(tmp_path: Path) -> None:
+    wrong = logits()
+    wrong[1:] = logits(shift=1)[1:]
+    result = audited(as_npz(tmp_path / "a.npz", token_ids=IDS, tokens=MORE, logits=wrong))
+    assert (result.verdict, result.faults[0].step, result.faults[0].layer) == ("differs", 1, -1)
+    assert "the logits differ from the reference's" in result.conclusion()
+
+
+def test_without_logits_only_the_kept_sets_are_looked_at(tmp_path: Path) -> None:
+    result = audited(as_npz(tmp_path / "a.npz"), losses=True)
+    assert result.conclusion().startswith("exact: nothing was decoded")
+    assert result.trace.losses[0].held == pytest.approx(planted.KEPT / 60)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"kept": [[[0, 60], [1]]] * 3}, "layer 0, head 0 keeps position 60"),
+        ({"kept": KEPT[:2]}, "it has 2 layers, the model 3"),
+        ({"kept": [[[0]] * 3] * 3}, "layer 0 has 3 heads, expected 2 or 4"),
+        ({"kept": KEPT, "logits": [[0.5, 1.0]]}, "its logits have 2 tokens, the model's 260"),
+    ],
+)
+def test_positions_of_another_model_or_prompt_are_unreadable(
+    tmp_path: Path, document: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(document))
+    result = audited(path)
+    assert (result.verdict, result.exit_code) == ("unreadable", 2)
+    assert words in result.conclusion()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kept": [[[0, 0], [1]]]}', '{"kept": [[[0.5], [1]]]}', "{}"])
+def test_a_file_of_another_layout_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/audit.md lays them out"):
+        audited(path)
+
+
+def test_several_prompts_for_a_file_that_names_none_are_refused(tmp_path: Path) -> None:
+    path = as_npz(tmp_path / "a.npz")
+    prompts = [pk.Prompt(name, IDS, 0) for name in "ab"]
+    with pytest.raises(pk.PerturbkvError, match="expected one prompt"):
+        pk.audit(model("llama"), prompts, path, progress=False)

@@ -1,0 +1,106 @@
+"""What transformers does with the cache by itself, and what kept sets cost beside controls of the same protection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import perturbkv as pk
+from perturbkv.auditing import loss
+from perturbkv.pipeline import foreign
+from tests.audit import planted
+from tests.audit.test_planted_faults_are_told_apart import audited, model
+from tests.support.models import token_ids
+
+
+def test_a_cache_of_evicted_length_is_used_wrongly_three_times() -> None:
+    plain = audited("llama", planted.right, situations=["single"]).trace.plain
+    assert plain is not None
+    assert (plain.position, plain.expected) == (planted.KEPT, 60)
+    assert plain.fed == 61 - planted.KEPT  # the prompt's tokens b … n − 1 again, then the new one
+    assert plain.failed == ""
+    assert plain.continued
+
+
+def test_a_full_cache_is_used_rightly() -> None:
+    plain = audited("llama", DynamicCache, situations=["single"]).trace.plain
+    assert plain is not None
+    assert (plain.position, plain.fed, plain.failed) == (60, 1, "")
+
+
+def test_a_cache_that_counts_what_it_saw_stands_right() -> None:
+    plain = audited("llama", planted.mask_of_evicted_length, situations=["single"]).trace.plain
+    assert plain is not None
+    assert (plain.position, plain.fed) == (60, 1)
+    said = repr(audited("llama", planted.mask_of_evicted_length, situations=["single"]))
+    assert "right: the next token stands at 60" in said
+
+
+def sets(*places: list[int]) -> loss.Sets:
+    return (tuple(np.array(one) for one in places),)
+
+
+def test_protection_is_what_every_kept_set_holds() -> None:
+    assert loss.protection([sets([0, 1, 2, 8, 9], [0, 1, 5, 7, 8, 9])], [10]) == (2, 2)
+    assert loss.protection([sets([0, 1, 9]), sets([0, 1, 2, 3])], [10, 4]) == (2, 1)
+    assert loss.protection([sets([3, 4])], [10]) == (0, 0)
+
+
+def test_controls_hold_as_much_and_protect_the_same() -> None:
+    result = audited("llama", planted.right, losses=True, situations=["single"])
+    own, *controls = result.trace.losses
+    assert own.name == "its kept sets"
+    assert [one.name for one in controls] == ["attention", "two-stage", "random", "hindsight"]
+    for one in result.trace.losses:
+        assert one.held == pytest.approx(planted.KEPT / 60)
+        assert 0 < one.propagated
+        assert 0 < one.kl
+    # the last of the entries between is the one before the recent ones, so that 9 stay in every set
+    assert result.trace.protected == (4, planted.RECENT + 1)
+    for config in result.trace.configs[1:]:
+        assert config.protected(planted.KEPT) == (4, planted.RECENT + 1)
+        assert config.granularity.name == "kv"
+    assert not result.trace.freed
+
+
+def test_the_loss_is_that_of_the_trace_of_these_kept_sets() -> None:
+    result = audited("llama", planted.right, losses=True, situations=["single"])
+    masks = []
+    for _ in range(3):
+        mask = torch.zeros(2, 60, dtype=torch.bool)
+        for head in range(2):
+            mask[head, planted.positions(60, head)] = True
+        masks.append(mask)
+    config = foreign.configuration("mine", planted.KEPT)
+    trace = foreign.measure(model("llama"), [pk.Prompt("p", token_ids(60), 0)], [{config: masks}])
+    moved, full = trace.arrays["perturbation_isolated"][0, 0, 0], trace.arrays["output_norm"][0, 0]
+    assert result.trace.losses[0].isolated == pytest.approx(float(moved.sum() / full.sum()))
+    assert result.trace.losses[0].kl == pytest.approx(float(trace.arrays["logit_kl"][0, 0, 0]))
+
+
+def test_where_all_that_is_kept_is_protected_controls_protect_less() -> None:
+    result = audited("llama", planted.Streaming, losses=True, situations=["single"])
+    assert result.trace.protected == (4, 8)
+    assert result.trace.freed
+    assert len(result.trace.losses) == 5
+    assert "controls protect less" in repr(result)
+
+
+def test_sets_per_query_head_have_no_loss_and_say_so() -> None:
+    result = audited("llama", planted.per_query_head, losses=True, situations=["single"])
+    assert result.trace.losses == ()
+    assert "no kept sets per key/value head" in repr(result)
+    repeated = audited("llama", planted.repeated, losses=True, situations=["single"])
+    assert repeated.trace.losses[0].held == pytest.approx(planted.KEPT / 60)
+
+
+def test_several_prompts_of_other_lengths_are_audited_together(tmp_path: Path) -> None:
+    prompts = [pk.Prompt(f"p{tokens}", token_ids(tokens), 0) for tokens in (40, 60)]
+    result = pk.audit(model("llama"), prompts, planted.right, steps=2, progress=False)
+    assert result.verdict == "exact"
+    assert {run.sample for run in result.trace.runs} == {"p40", "p60"}
+    assert result.trace.losses[0].held == pytest.approx((0.5 + 1 / 3) / 2)

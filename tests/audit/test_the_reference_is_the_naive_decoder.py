@@ -1,0 +1,79 @@
+"""The masked reference against a decoder that loops over heads and entries in float64, and how far rounding reaches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from perturbkv.auditing import reference, situations
+from perturbkv.auditing.observing import visible
+from tests.oracle.decoder import Decoder
+from tests.support.models import exact_adapter, tiny_adapter, token_ids
+
+TOKENS = 20
+
+
+def kept_sets(layers: int, heads: int, seed: int = 0) -> torch.Tensor:
+    """(layer, kv_head, entry) of a prompt, half of it."""
+    return torch.rand(layers, heads, TOKENS, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_masks_of_the_kept_entries_give_what_the_naive_decoder_gives(family: str) -> None:
+    adapter = exact_adapter(family, 4, 2, layers=3)
+    ids, more = token_ids(TOKENS), (7, 9)
+    kept = kept_sets(3, 2)
+    situation = situations.situation("single", torch.tensor(ids), torch.tensor(more), 2)
+    grown = torch.cat([kept, torch.ones(3, 2, 1, dtype=torch.bool)], dim=-1)
+    masks = [[mask.unsqueeze(0) for mask in one] for one in (kept, grown)]
+    with torch.inference_mode():
+        passes = list(reference.decode(adapter, reference.read(adapter, situation), situation, masks))
+    naive = Decoder(adapter.model)
+    for token in ids:
+        naive.step(token)
+    for step, (token, seen) in enumerate(zip(more, passes, strict=True)):
+        own = np.ones((3, 4, TOKENS + step), dtype=bool)
+        own[..., :TOKENS] = kept.repeat_interleave(2, dim=1).numpy()
+        found = naive.step(token, kept=list(own))
+        for layer in range(3):
+            np.testing.assert_allclose(seen.head_output[layer][0, -1], found.head_output[layer], atol=1e-9)
+            np.testing.assert_allclose(seen.hidden[layer][0, -1], found.hidden[layer], atol=1e-9)
+        np.testing.assert_allclose(seen.logits[0, -1], found.logits, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_floors_are_rounding_of_the_type_and_never_0(dtype: torch.dtype) -> None:
+    adapter = tiny_adapter(layers=3, dtype=dtype)
+    ids = torch.tensor(token_ids(60))
+    situation = situations.situation("single", ids, torch.tensor([7, 9]), 2)
+    with torch.inference_mode():
+        full = reference.read(adapter, situation)
+        found, entries = reference.floors(adapter, full, situation), reference.entry_floors(adapter, ids, full)
+    least = torch.finfo(dtype).eps
+    for floors in (found.head, found.hidden, found.logits, entries.key, entries.value):
+        assert (floors >= least).all()
+        assert (floors < 40 * least).all()
+    assert (found.head.diff() >= 0).all()
+
+
+def test_the_shorter_row_of_a_batch_is_the_prompt_without_its_beginning() -> None:
+    ids = torch.tensor(token_ids(24))
+    batch = situations.situation("batch", ids, torch.tensor([1, 2, 3]), 3)
+    assert batch.padding == [0, 3]
+    assert batch.prompt_positions()[1].tolist() == [0, 0, 0, *range(21)]
+    assert [batch.positions(chunk).tolist() for chunk in range(3)] == [[[24], [21]], [[25], [22]], [[26], [23]]]
+    counted = reference.with_padding_counted(batch)
+    assert counted.positions(1).tolist() == [[25], [25]]
+    block = situations.situation("block", ids, torch.arange(10), 3)
+    assert [len(chunk) for chunk in block.chunks] == [8, 1, 1]
+    assert situations.needed(3, ["single", "block"]) == 10
+
+
+def test_masks_are_read_whether_they_are_truths_or_summands() -> None:
+    truths = torch.tensor([[[[True, False, True]]]])
+    assert visible(None, 3, 1) is None
+    for mask in (truths, torch.where(truths, 0.0, torch.finfo(torch.float32).min)):
+        read = visible(mask, 3, 1)
+        assert read is not None
+        assert torch.equal(read, truths)

@@ -1,0 +1,79 @@
+"""`perturbkv audit` ends in a verdict, an exit code, a document and a figure; what is asked wrongly in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit import planted
+
+Run = Callable[..., Any]
+FILE = planted.__file__
+
+
+@pytest.fixture
+def asked(model: Path, data: Path) -> list[object]:
+    return ["--model", model, "--dataset", data, "--samples", 1, "--steps", 2]
+
+
+def test_the_verdict_is_the_first_line_and_the_exit_code(perturbkv: Run, asked: list[object]) -> None:
+    exact = perturbkv("audit", f"{FILE}:right", *asked, "-o", "right")
+    assert (exact.code, exact.out.partition(":")[0]) == (0, "exact")
+    wrong = perturbkv("audit", f"{FILE}:rotated_again", *asked, "--no-loss", "-o", "wrong")
+    assert (wrong.code, wrong.err) == (1, "")
+    assert " ".join(wrong.out.split()).startswith(
+        "differs: layer 1, head 0, step 0: keys rotated again, each by its own position (single, "
+    )
+    nothing = perturbkv("audit", f"{FILE}:nothing", *asked, "-o", "nothing")
+    assert (nothing.code, nothing.out.partition(":")[0]) == (2, "unreadable")
+    assert [sorted(path.name for path in Path(name).glob("*")) for name in ("right", "wrong", "nothing")] == [
+        ["audit.json", "audit.png", "audit.svg"], ["audit.json", "audit.png", "audit.svg"], []
+    ]  # fmt: skip
+
+
+def test_no_line_is_wider_than_the_terminal(perturbkv: Run, asked: list[object]) -> None:
+    ran = perturbkv("audit", f"{FILE}:quantised", *asked, "-o", "out")
+    assert max(len(line) for line in ran.out.splitlines()) <= 80
+    for words in ("What it keeps", "Against the masked reference", "Plain use of this cache", "What the loss is"):
+        assert words in ran.out
+
+
+def test_the_document_on_stdout_is_the_files(perturbkv: Run, asked: list[object]) -> None:
+    ran = perturbkv("audit", f"{FILE}:right", *asked, "--situation", "single", "--json", "-o", "out")
+    document = ran.json()
+    assert document == json.loads(Path("out/audit.json").read_text())
+    assert (document["verdict"], len(document["runs"])) == ("exact", 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--situation", "alone"], "unknown situation 'alone'"),
+        (["--situation", "single", "--situation", "single"], "expected different values for --situation"),
+        (["--length", "300"], "--length has no effect here: it needs --dataset needle"),
+        (["--steps", "0"], "expected at least 1 step, got 0"),
+        (["--format", "gif"], "unknown format 'gif'"),
+        (["--dataset", "nothing"], "unknown dataset 'nothing'"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_line_and_leaves_nothing(
+    perturbkv: Run, model: Path, data: Path, more: list[str], words: str
+) -> None:
+    dataset = [] if "--dataset" in more else ["--dataset", data]
+    ran = perturbkv("audit", f"{FILE}:right", "--model", model, *dataset, *more, "-o", "out")
+    assert ran.code == 2
+    assert words in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+    assert not Path("out").exists()
+
+
+def test_results_of_another_audit_stay(perturbkv: Run, asked: list[object]) -> None:
+    Path("out").mkdir()
+    Path("out/audit.json").write_text("{}")
+    ran = perturbkv("audit", f"{FILE}:right", *asked, "-o", "out")
+    assert (ran.code, "--overwrite replaces it" in ran.err) == (2, True)
+    assert perturbkv("audit", f"{FILE}:right", *asked, "--no-loss", "--overwrite", "-o", "out").code == 0

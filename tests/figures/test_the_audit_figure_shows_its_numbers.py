@@ -1,0 +1,47 @@
+"""The audit's figure: kept shares and noise floors are the result's, and what is not there is said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from perturbkv.analyses.audit import AuditResult
+from tests.audit import planted
+from tests.audit.test_planted_faults_are_told_apart import audited
+
+
+def drawn(result: AuditResult, width_mm: float = 174) -> Figure:
+    figure = result.plot(width_mm)
+    figure.canvas.draw()
+    return figure
+
+
+@pytest.fixture(scope="module")
+def result() -> AuditResult:
+    return audited("llama", planted.rotated_again)
+
+
+def test_kept_shares_are_drawn_by_layer_and_position(result: AuditResult) -> None:
+    (image,) = drawn(result).axes[0].images
+    shares = np.zeros((3, 60))
+    for head in range(2):
+        shares[:, planted.positions(60, head).numpy()] += 0.5
+    assert image.get_gid() == "kept"
+    np.testing.assert_allclose(np.asarray(image.get_array()), shares)
+
+
+@pytest.mark.parametrize("width_mm", [174, 84])
+def test_a_line_per_situation_and_the_limit_of_4_floors(result: AuditResult, width_mm: float) -> None:
+    lines = {str(line.get_gid()): line for line in drawn(result, width_mm).axes[1].lines}
+    assert list(lines) == ["single", "block", "batch", "limit"]
+    for name, floors in result.by_layer().items():
+        np.testing.assert_allclose(np.asarray(lines[name].get_ydata()), np.fmax(floors, 0.05))
+        assert floors[0] < 4 < floors[1]
+    assert set(np.asarray(lines["limit"].get_ydata())) == {4}
+
+
+def test_what_was_not_seen_is_said() -> None:
+    figure = drawn(audited("llama", planted.breaks))
+    said = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert said == ["no kept sets were found", "no layer was seen while it decoded"]
