@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,10 @@ from perturbkv.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from perturbkv.configs.option import Option
+
+
+_WIDEST = 34
+"""Of a list of policies in a table beside two other columns, 80 in all."""
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -81,7 +86,8 @@ def _list_policies(as_json: bool) -> None:
             for row in known()
         ],
     )
-    console.table("what combines with what", ["policies", "selections", "cache"], pairs())
+    combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in pairs()]
+    console.table("what combines with what", ["policies", "selections", "cache"], combined)
     console.table("selections", ["selection", "what"], list(SELECTIONS.items()))
     console.say("`perturbkv policies NAME` tells the options of one, with their defaults")
     console.say("a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md)")

@@ -9,9 +9,9 @@ from perturbkv.configs.option import Option
 GIVEN = "given"
 """What stands in a selection's place where the kept sets come from outside."""
 SELECTIONS = {
-    "attention": "Top-k of the pooled window attention (the baseline)",
-    "attention-unpooled": "Top-k of the unpooled window attention (control)",
-    "two-stage": "⌊α(b−w)⌋ by attention, the rest by attention × projected value norm (the paper's)",
+    "attention": "Top-k of the policy's score; of snapkv pooled window attention (the baseline)",
+    "attention-unpooled": "Top-k of the policy's score without its pooling (control)",
+    "two-stage": "⌊α(b−w)⌋ by the score, the rest by score × projected value norm (the paper's)",
     "two-stage-uniform": "two-stage with ν ≡ 1: what un-pooling the second stage alone brings (control)",
     "value": "Top-k of the projected value norm alone (control)",
     "random": "a seeded random set (control)",

@@ -122,6 +122,8 @@ def plan(
         generate=generate,
         plugins={name: version for config in configs for name, version in registry.plugins(config).items()},
     )
+    for name in registry.counted_twice(run.configs):
+        _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     batches = _batches(files, run, prompts, placement.dtype, resources)
     return Plan(files, placement, prompts, run, resources, batches, settings.text, loaded)
 

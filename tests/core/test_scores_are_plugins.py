@@ -209,6 +209,14 @@ def test_signed_scores_are_refused_where_they_are_multiplied_or_mixed(registered
     assert pk.grid(24, policy="adakv(middle, safeguard=guaranteed)", selection="attention", window=5)
 
 
+def test_a_score_that_holds_value_norms_is_told_where_they_are_multiplied_in_again() -> None:
+    asked = [
+        *pk.grid(64, policy=("caote", "snapkv", "adakv(obcache-value)"), selection=("attention", "two-stage")),
+        *pk.grid(64, policy="dropkv", selection="two-stage-uniform"),
+    ]
+    assert registry.counted_twice(asked) == ["caote", "obcache-value"]
+
+
 def test_heads_in_parts_give_what_the_whole_layer_gives() -> None:
     for name in [name for name in SCORES.names() if "replay" not in SCORES.info(name).needs]:
         score = SCORES.info(name)()

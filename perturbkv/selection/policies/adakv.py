@@ -30,10 +30,10 @@ from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
 
 @dataclass(frozen=True)
 class AdaKV(Pooled):
-    """Window votes, budgets by head."""
+    """SnapKV's score, or `by` another, budgets by head."""
 
     name: ClassVar[str] = "adakv"
-    summary: ClassVar[str] = "snapkv's votes; a layer's heads compete for its budget"
+    summary: ClassVar[str] = "snapkv's score; a layer's heads compete for its budget"
     paper: ClassVar[str] = "https://arxiv.org/abs/2407.11550"
     budgets: ClassVar[str] = "by head"
     competes: ClassVar[bool] = True

@@ -25,10 +25,10 @@ from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
 
 @dataclass(frozen=True)
 class HeadKV(Pooled):
-    """Window votes, budgets by given head scores."""
+    """SnapKV's score, or `by` another, budgets by given head scores."""
 
     name: ClassVar[str] = "headkv"
-    summary: ClassVar[str] = "snapkv's votes; budgets by given head scores (--head-scores)"
+    summary: ClassVar[str] = "snapkv's score; budgets by given head scores (--head-scores)"
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.19258"
     budgets: ClassVar[str] = "by head"
     needs_scores: ClassVar[bool] = True

@@ -33,10 +33,10 @@ from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
 
 @dataclass(frozen=True)
 class PyramidKV(Pooled):
-    """Window votes, budgets by layer."""
+    """SnapKV's score, or `by` another, budgets by layer."""
 
     name: ClassVar[str] = "pyramidkv"
-    summary: ClassVar[str] = "snapkv's votes; lower layers keep more than upper ones"
+    summary: ClassVar[str] = "snapkv's score; lower layers keep more than upper ones"
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.02069"
     budgets: ClassVar[str] = "by layer"
     beta: float = option(20.0, "the last layer keeps (b − w) / beta entries of the prefix", low=1)

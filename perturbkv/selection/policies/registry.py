@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -216,6 +217,12 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
     _check_sign(config)
+
+
+def counted_twice(configs: Iterable[EvictionConfig]) -> list[str]:
+    """Scores that hold value norms already, in configurations that multiply ν in again."""
+    staged = [build(config.policy).score for config in configs if config.selection.name == "two-stage"]
+    return list(dict.fromkeys(score.called for score in staged if score.holds_norms))
 
 
 def _check_sign(config: EvictionConfig) -> None:
