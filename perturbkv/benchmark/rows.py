@@ -12,6 +12,8 @@ from perturbkv.errors import ConfigError
 
 FORMAT = 1
 NO_GPU = "needs a CUDA device"
+NO_KVPRESS = "kvpress is not installed; pip install perturbkv[kvpress]"
+"""Why a row was not measured that need not be."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ TARGETS = (
     Target("capture-2", "2 configurations, heads and layers / plain prefill + 2 decodes", 1.15),
     Target("sweep-24", "24 configurations (3 policies × 2 selections × 4 budgets) / plain prefill", 1.5),
     Target("sweep-200", "200 configurations / plain prefill", 3.0),
+    Target("scores-11", "ten scores of later methods beside SnapKV's / plain prefill", 1.6),
+    Target("presses-24", "the same 24 configurations, ours / kvpress' presses, a prefill each", 0.2),
     Target("peak-24", "peak memory, 24 configurations / plain prefill's", 1.3),
     Target("growth", "everything but the prefill, 8,192 tokens / 2,048 tokens", 4.6),
     Target("norms-time", "value norms / head-by-head matmul loop, seconds", 1.0),
@@ -85,7 +89,7 @@ class Report:
     @property
     def failed(self) -> list[str]:
         """Rows that should have been measured here and were not."""
-        return [row.target.name for row in self.rows if row.value is None and row.reason != NO_GPU]
+        return [row.target.name for row in self.rows if row.value is None and row.reason not in (NO_GPU, NO_KVPRESS)]
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `read` takes."""

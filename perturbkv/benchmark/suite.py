@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from perturbkv.benchmark.process import in_process, machine
-from perturbkv.benchmark.rows import NO_GPU, Report, Row, Target
+from perturbkv.benchmark.rows import NO_GPU, NO_KVPRESS, Report, Row, Target
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.aliases import DEFAULT
 
@@ -79,7 +80,8 @@ def groups(settings: Settings) -> int:
 
 def _groups(settings: Settings, names: set[str]) -> Iterator[tuple[str, tuple[str, ...], Callable[[], Found]]]:
     """What is measured together, the rows it gives, and how."""
-    yield "times", ("capture-2", "sweep-24", "sweep-200"), lambda: _times(settings, names)
+    yield "times", tuple(_COUNTS), lambda: _times(settings, names)
+    yield "presses", ("presses-24",), lambda: _presses(settings)
     yield "peaks", ("peak-24",), lambda: _peaks(settings)
     yield "growth", ("growth",), lambda: _growth(settings)
     yield "norms", ("norms-time",), lambda: _norms(settings)
@@ -92,7 +94,7 @@ def _groups(settings: Settings, names: set[str]) -> Iterator[tuple[str, tuple[st
         yield "cuda decoding", ("cuda-decode",), lambda: _cuda_decoding(settings)
 
 
-_COUNTS = {"capture-2": 2, "sweep-24": 24, "sweep-200": 200}
+_COUNTS = {"capture-2": 2, "sweep-24": 24, "sweep-200": 200, "scores-11": 11}
 
 
 def _times(settings: Settings, names: set[str]) -> Found:
@@ -110,6 +112,13 @@ def _ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict
     """Median of the ratios of each turn."""
     value = statistics.median(one / other for one, other in zip(seconds, base, strict=True))
     return value, {"seconds": list(seconds), "base_seconds": list(base)}
+
+
+def _presses(settings: Settings) -> Found:
+    if find_spec("kvpress") is None:
+        raise ConfigError(NO_KVPRESS)
+    spent = in_process("presses", repeats=settings.repeats, **settings.model_arguments())
+    return {"presses-24": _ratio(spent["ours"], spent["presses"])}
 
 
 def _peaks(settings: Settings) -> Found:

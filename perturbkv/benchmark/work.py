@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from perturbkv.benchmark.presses import side_by_side
 from perturbkv.benchmark.process import peak, seconds, wait
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
@@ -32,14 +33,20 @@ from perturbkv.trace import SampleTrace
 
 _GENERATED = 32
 _SELECTIONS = ("attention", "two-stage")
+_LATER = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "knorm", "value-norm",
+          "expected-attention", "lava", "defensive")  # fmt: skip
+"""Scores that need no replay of the context."""
 Result = dict[str, Any]
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
-    """2: SnapKV's two selections at b = 128; 24: three policies, two selections, four budgets.
+    """2: SnapKV's two selections at b = 128; 11: SnapKV's score and ten others; 24: three policies, two selections,
+    four budgets.
 
     200: two policies at ten budgets, two-stage at five alphas and five other selections; no two keep the same entries.
     """
+    if count == 11:
+        return grid(128, policy=("snapkv", *_LATER), selection="attention")
     if count == 2:
         return grid(128, selection=_SELECTIONS)
     if count == 24:
@@ -98,6 +105,12 @@ def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts
 def _tracing(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
     configs = configurations(count)
     return lambda: traced(adapter, token_ids, configs)
+
+
+def presses(model: str, tokens: int, repeats: int, dtype: str, device: str) -> Result:
+    """Seconds of 24 prefills under kvpress' presses, and of a traced sample of the same configurations."""
+    adapter, token_ids = load_model(model, dtype, device), prompt(tokens)
+    return side_by_side(adapter, token_ids, _tracing(adapter, token_ids, 24), repeats)
 
 
 def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
@@ -242,7 +255,7 @@ def _steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
 
 
 WORK: dict[str, Callable[..., Result]] = {
-    work.__name__: work for work in (times, peaks, growth, writing, generating, norms, norms_peak, decoding)
+    work.__name__: work for work in (times, presses, peaks, growth, writing, generating, norms, norms_peak, decoding)
 }
 
 if __name__ == "__main__":
