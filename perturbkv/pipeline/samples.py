@@ -79,7 +79,8 @@ def trace_sample(
     `given` are the kept sets of configurations `given:NAME`, which have none of their own.
 
     The prompt is read once; all configurations share its scores, norms and reference. It waits for the device
-    three times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end.
+    three times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end;
+    and once for each budget that shares out by layers' entropies (lava).
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
     for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,
