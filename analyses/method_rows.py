@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.naming import common
 from perturbkv.analyses.objects import setting_object
 from perturbkv.analyses.outcomes import Divergence, Outcome, divergence, outcome
+from perturbkv.analyses.pairing import matches
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -112,14 +113,14 @@ def control(config: EvictionConfig, selection: str) -> EvictionConfig:
     return EvictionConfig(config.budget, BASELINE[0], selection, config.window, granularity, first, recent)
 
 
-def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
-    """One entry per budget and granularity that holds SnapKV and another method.
+def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Setting, ...]:
+    """One entry per budget and granularity that holds SnapKV and another method; `only` methods, where some are named.
 
     Raises TraceError where none does, and as `heads.summarise`.
     """
     options = {name for one in trace.run.configs for name in one.flat() if name.startswith(("policy_", "selection_"))}
     groups = [[trace.run.configs[place] for place in group] for group in alike(trace.run, *_FREE, *options)]
-    found = [_setting(trace, group, step) for group in groups if len(_methods(group)) > 1 and _baseline(group)]
+    found = [one for group in groups if _baseline(group) and (one := _setting(trace, group, step, only)).rows]
     if not found:
         held = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
         msg = f"{ANALYSIS} needs {':'.join(BASELINE)} and another policy at the same budget; got a trace of {held}"
@@ -146,10 +147,11 @@ def _key(config: EvictionConfig) -> tuple[Any, ...]:
             config.protect_first, config.protect_recent)  # fmt: skip
 
 
-def _setting(trace: Trace, group: list[EvictionConfig], step: int) -> Setting:
+def _setting(trace: Trace, group: list[EvictionConfig], step: int, only: Sequence[str]) -> Setting:
     baseline = _baseline(group)
     assert baseline is not None  # noqa: S101
-    others = [config for config in _methods(group) if config != baseline]
+    named = [one for one in _methods(group) if not only or any(matches(one, name) for name in only)]
+    others = [config for config in named if config != baseline]
     rows = sorted((_row(trace, baseline, config, group, step) for config in others), key=_ratio)
     return Setting(
         baseline=baseline,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from perturbkv.analyses import numbers
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.method_rows import Row, Setting, settings
-from perturbkv.analyses.naming import folded
+from perturbkv.analyses.naming import counted, folded
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import capital, decided, over
@@ -80,7 +81,7 @@ class MethodRanking(Result):
         return draw(self.settings, self.identity, width_mm)
 
 
-def methods(trace: Trace, step: int = 0) -> MethodRanking:
+def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRanking:
     """Rank eviction methods by how much they perturb, each beside what its protected entries alone bring.
 
     Compared is propagated L1 over all heads (METHOD: the quantities) with SnapKV's at the same budget, and with
@@ -89,11 +90,12 @@ def methods(trace: Trace, step: int = 0) -> MethodRanking:
     Args:
         trace: what was measured.
         step: decode step.
+        only: policies, or `policy:selection`, where not all that the trace holds are to be ranked.
 
     Raises TraceError where no budget holds SnapKV and another policy, or the trace has no complete sample or not what
     is needed; ConfigError where it has no such step.
     """
-    found = settings(trace, step)
+    found = settings(trace, step, only)
     configs = dict.fromkeys(config for one in found for config in one.identity.configs)
     return MethodRanking(found, step, identity(trace, list(configs), step))
 
@@ -104,12 +106,10 @@ def _concluded(setting: Setting) -> str:
     ratio, interval = best.compared.propagated.sum_ratio, best.compared.propagated.sum_ratio_interval
     least = best.name if ratio < 1 else "snapkv"
     told = f"{numbers.decimal(ratio, interval)} of snapkv's" if ratio < 1 else f"{best.name} is next, {ratio:.2f} of it"
-    return (
-        f"{capital(f'at {setting.setting}')}, {least} perturbs least ({told}). Of {len(setting.rows)} methods "
-        f"{_counted([row.compared for row in setting.rows])} than snapkv; "
-        f"{_counted([row.controls['random'] for row in setting.rows if 'random' in row.controls])} than random entries "
-        "under the same protection."
-    )
+    chance = [row.controls["random"] for row in setting.rows if "random" in row.controls]
+    beside = f"; {_counted(chance)} than random entries under the same protection" if chance else ""
+    among = f"of {counted(len(setting.rows), 'method')} {_counted([row.compared for row in setting.rows])}"
+    return f"{capital(f'at {setting.setting}')}, {least} perturbs least ({told}); {among} than snapkv{beside}."
 
 
 def _counted(found: list[HeadComparison]) -> str:

@@ -107,7 +107,7 @@ def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[st
 
 def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
     """Configurations of one side; of a bare selection those of the first policy, unless `every` one's are wanted."""
-    found = [config for config in run.configs if _matches(config, side)]
+    found = [config for config in run.configs if matches(config, side)]
     if every or not _of_any_policy(side):
         return found
     return [one for one in found if one.policy.name == found[0].policy.name]
@@ -142,7 +142,7 @@ def _held(run: RunConfig) -> str:
     return ", ".join(dict.fromkeys(f"{config.policy.name}:{config.selection.name}" for config in run.configs))
 
 
-def _matches(config: EvictionConfig, side: str) -> bool:
+def matches(config: EvictionConfig, side: str) -> bool:
     """Whether a configuration is of a side: its names, and every option that the side gives."""
     told = [parse(part) for part in halves(side)]
     if len(told) == 1:
@@ -192,7 +192,7 @@ def of_selection(run: RunConfig, side: str) -> list[int]:
 
     Raises TraceError where the run holds none.
     """
-    found = [place for place, config in enumerate(run.configs) if _matches(config, side)]
+    found = [place for place, config in enumerate(run.configs) if matches(config, side)]
     if not found:
         msg = f"expected configurations of '{side}', got a trace of {_held(run)}"
         raise TraceError(msg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 from typer import Option
@@ -18,6 +19,7 @@ from perturbkv.errors import ConfigError
 _ALPHAS = (0.0, 0.25, 0.5)
 _UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight-attention", "hindsight"]
 _STAGED = ["two-stage-uniform", "two-stage"]
+_EVERY = "all"
 _STAGED_ON = ("snapkv", "pyramidkv", "adakv")
 
 
@@ -51,18 +53,23 @@ def ablation(
     study.show(result)
 
 
-def _rank(run: RunOptions, look: LookOptions, methods: str) -> None:
-    study = open_study("methods", run, look, lambda: _methods(run, methods))
+def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
+    named = [name.strip() for name in split(asked, ",") if name.strip()]
+    if not named:
+        msg = "--methods takes all, or policies such as caote,h2o; got none"
+        raise ConfigError(msg)
+    only = () if named == [_EVERY] else tuple(apart("--methods", named))
+    study = open_study("ablation", run, look, lambda: _methods(run, only))
     if study is None:
         return
     from perturbkv.analyses.methods import methods as analyse
 
-    result = analyse(study.trace, look.step)
+    result = analyse(study.trace, look.step, only)
     study.save(result.plot(study.width_mm), result.identity, "methods")
-    study.show(result)
+    dataclasses.replace(study, name="methods").show(result)
 
 
-def _methods(run: RunOptions, asked: str) -> tuple[EvictionConfig, ...]:
+def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
     """Each method as it is meant, two stages on three of them, and the controls of the same protection."""
     from perturbkv.analyses.method_rows import CONTROLS, control
     from perturbkv.selection.policies.registry import resolved
@@ -70,11 +77,7 @@ def _methods(run: RunOptions, asked: str) -> tuple[EvictionConfig, ...]:
     if "policy" in run.typed:
         msg = "--policy has no effect here: --methods names the policies; leave it out"
         raise ConfigError(msg)
-    wanted = [name.strip() for name in split(asked, ",") if name.strip()]
-    if not wanted:
-        msg = "--methods takes all, or policies such as caote,h2o; got none"
-        raise ConfigError(msg)
-    named = _all(run) if wanted == ["all"] else [_meant(name) for name in apart("--methods", wanted)]
+    named = map(_meant, only) if only else _all(run)
     found = run.configs(list(dict.fromkeys(["snapkv:attention", *named])))
     controls = [resolved(control(config, selection)) for config in found for selection in CONTROLS]
     return tuple(dict.fromkeys([*found, *controls]))

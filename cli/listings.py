@@ -111,11 +111,9 @@ def _describe(name: str, as_json: bool) -> None:
     if not options:
         console.say("It has no options of its own.")
         return
-    console.table(
-        "", ["option", "default", "what"], [(key, str(one.default), one.about) for key, one in options.items()]
-    )
+    console.table("", ["option", "default", "what"], [(key, one.written, one.about) for key, one in options.items()])
     option = next(iter(options))
-    console.say(f"written '{name}({option}={options[option].default})'")
+    console.say(f"written '{name}({option}={options[option].written})'")
 
 
 def _describe_press(name: str, as_json: bool) -> None:

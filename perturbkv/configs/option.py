@@ -40,6 +40,11 @@ class Option:
     odd: bool = False
     call: bool = False
 
+    @property
+    def written(self) -> str:
+        """The default as it stands in a choice."""
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
     def checked(self, value: Any, name: str, of: str = "") -> Any:
         """The value as its type; `name` is the option's, `of` its owner's, for messages.
 

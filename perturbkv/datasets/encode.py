@@ -238,5 +238,10 @@ def _turn(prompt: str, tokenizer: Any) -> str:
     return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
 
+def after_turn(tokenizer: Any) -> str:
+    """What a chat template puts behind a user's turn, up to the answer; empty where the tokenizer has none."""
+    return _turn(_MARK, tokenizer).partition(_MARK)[2] if tokenizer.chat_template else ""
+
+
 def _plain_text(sample: Sample) -> str:
     return f"{sample.prompt}\n{sample.answer_prefix}" if sample.answer_prefix else sample.prompt

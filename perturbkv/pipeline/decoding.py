@@ -15,7 +15,8 @@ from perturbkv.cache.compact import CompactCache, SharedCache
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from, decode_shared
-from perturbkv.pipeline.prefill import FINAL_NORM, LOGITS, FiniteCheck, Prefill
+from perturbkv.pipeline.finite import FINAL_NORM, LOGITS, FiniteCheck
+from perturbkv.pipeline.prefill import Prefill
 
 
 @dataclass

@@ -20,7 +20,8 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
-from perturbkv.pipeline.prefill import LOGITS, FiniteCheck, Statistics, prefill
+from perturbkv.pipeline.finite import LOGITS, FiniteCheck
+from perturbkv.pipeline.prefill import Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
 from perturbkv.pipeline.sources import sources
 from perturbkv.scoring.layer_view import LayerView
@@ -94,8 +95,9 @@ def read_evicting(
 ) -> Evicted:
     """Prefill, and evict each layer as soon as it is read: at no time does more than one layer's full cache lie there.
 
-    `with_full` puts a row that keeps everything first, for which all layers stay. A prompt of at most `above` entries
-    is kept whole, for compressions that come later.
+    `with_full` puts a row that keeps everything first, for which all layers stay. So they do until the prompt is read
+    where a configuration looks at all layers or at a replay; then one is let go after the other. A prompt of at most
+    `above` entries is kept whole, for compressions that come later.
 
     Raises what `positions.check` raises.
     """
@@ -105,23 +107,31 @@ def read_evicting(
     window = max((config.window for config in configs), default=1)
     whole = len(context) <= above
 
+    waits = not whole and any(registry.needs_all_layers(config) for config in configs)
     given = sources(adapter, context, [] if whole else configs, {})
 
-    def take(found: Statistics, seen: LayerView) -> None:
-        everything = [borrow(seen.keys, seen.values)] if with_full else []
+    def evict(found: Statistics, layer: int, keys: Tensor, values: Tensor) -> None:
+        everything = [borrow(keys, values)] if with_full else []
         if whole or not configs:
-            rows = [borrow(seen.keys, seen.values) for _ in configs]
+            rows = [borrow(keys, values) for _ in configs]
         else:
-            chosen = found.groups(configs, seen.layer, seen.keys, seen.values)
-            (counts,) = lengths([chosen], len(configs), seen.keys.device)
-            kept = keep(chosen, range(len(configs)), counts, seen.keys, seen.values)
+            chosen = found.groups(configs, layer, keys, values)
+            (counts,) = lengths([chosen], len(configs), keys.device)
+            kept = keep(chosen, range(len(configs)), counts, keys, values)
             kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
             rows = [kept.entries[place] for place in range(len(configs))]
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
-        queries.append(seen.queries[:, -window:].clone())
 
-    read = prefill(adapter, context, configs, resources, sample, head_scores, take, given)
+    def take(found: Statistics, seen: LayerView) -> None:
+        queries.append(seen.queries[:, -window:].clone())
+        if not waits:
+            evict(found, seen.layer, seen.keys, seen.values)
+
+    read = prefill(adapter, context, configs, resources, sample, head_scores, take, given, whole=waits)
     read.finite.raise_if_not(sample)
+    for layer, held in enumerate(read.cache.layers if waits else ()):
+        evict(read.statistics, layer, held.keys[0], held.values[0])
+        held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
     behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
     return Evicted(CompactCache(layers, [*([0] if with_full else []), *behind]), read.logits, queries)
 

@@ -14,28 +14,19 @@ from transformers import Cache, DynamicCache
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.devices import stack_on
-from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
+from perturbkv.pipeline.finite import FINAL_NORM, LOGITS, FiniteCheck
+from perturbkv.pipeline.replay import replay_scores
 from perturbkv.pipeline.rotations import TURNED, Rotations
 from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
-from perturbkv.scoring.score import Score
+from perturbkv.scoring.score import Asked
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.policies import registry
-from perturbkv.selection.ranking import LayerStatistics, Scores
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A score without its pooling, and the window before which entries are scored: computed once per layer."""
-
-    score: Score
-    window: int
-
+from perturbkv.selection.ranking import Ends, LayerStatistics, Scores
 
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
@@ -85,24 +76,38 @@ class Statistics:
 
         `realised` is A of the first decoding query, where it is known.
         """
-        made: dict[Asked, Scores] = {}
+        made: dict[tuple[Asked, ...], Scores] = {}
 
         def of(config: EvictionConfig) -> Scores:
-            wanted = asked(config)
+            wanted = all_asked(config)
             if wanted not in made:
-                made[wanted] = Scores(self._of(self.scored[wanted][layer], layer, realised))
+                scores, *first = (self.scored[one][layer] for one in wanted)
+                made[wanted] = Scores(self._of(scores, first[0] if first else None, layer, realised))
             return made[wanted]
 
         return of
 
-    def of_model(self, config: EvictionConfig, key: Hashable, make: Callable[[Iterable[Tensor]], Any]) -> Any:
-        """What `make` gives of the pooled scores of all layers, once for each key, score and number of kept sets."""
-        whole = (key, registry.build(config.policy).score, config.window, config.granularity)
+    def of_model(
+        self, config: EvictionConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
+    ) -> Any:
+        """What `make` gives of the competing scores of all layers, once for each key, score and number of kept sets.
+
+        Entries at both ends, which stay anyway, are left out.
+        """
+        staged = registry.build(config.policy).first_stage is not None
+        alike = ends if staged else (ends.first, ends.recent)
+        whole = (key, config.policy, config.window, config.granularity, alike)
         if whole not in self.made:
-            self.made[whole] = make(self.scores(layer)(config).attention(config) for layer in range(self.layers))
+            self.made[whole] = make(self._competing(config, ends, layer) for layer in range(self.layers))
         return self.made[whole]
 
-    def _of(self, accumulated: Tensor, layer: int, realised: Tensor | None) -> LayerStatistics:
+    def _competing(self, config: EvictionConfig, ends: Ends, layer: int) -> Tensor:
+        scores = self.scores(layer)(config).competing(config, ends)
+        return scores[:, ends.competing(scores.shape[-1])]
+
+    def _of(
+        self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
+    ) -> LayerStatistics:
         norms = self.norms[layer][:, : accumulated.shape[1]]
         return LayerStatistics(
             accumulated=accumulated,
@@ -113,6 +118,7 @@ class Statistics:
             sample=self.sample,
             realised=None if realised is None else realised[:, : norms.shape[1]],
             head_scores=self.head_scores,
+            first_stage=first_stage,
             of_model=self.of_model,
         )
 
@@ -130,41 +136,16 @@ class Prefill:
     finite: FiniteCheck
 
 
-FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
-
-
-class FiniteCheck:
-    """Remembers, place by place and without waiting for the device, whether activations were finite."""
-
-    def __init__(self) -> None:
-        self._finite: list[tuple[str, Tensor]] = []
-        self._made: list[tuple[str, Tensor]] = []
-
-    def __call__(self, layer: int, hidden: Tensor) -> None:
-        """Look at one layer's activations."""
-        self.look(f"the hidden states of layer {layer}", hidden)
-
-    def look(self, where: str, activations: Tensor) -> None:
-        """Look at activations that are called `where`."""
-        self._finite.append((where, torch.isfinite(activations).all()))
-
-    def made(self, what: str, numbers: Tensor) -> None:
-        """Look at what was made of activations, which are looked at first."""
-        self._made.append((what, torch.isfinite(numbers).all()))
-
-    def raise_if_not(self, sample: str) -> None:
-        """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
-        if not self._finite:
-            return
-        places, flags = zip(*self._finite, *self._made, strict=True)
-        for where, finite in zip(places, stack_on(flags[0].device, flags).tolist(), strict=True):
-            if not finite:
-                raise ActivationError(where, sample)
-
-
 def asked(config: EvictionConfig) -> Asked:
     """What is computed for a configuration."""
-    return Asked(registry.build(config.policy).score.unpooled(), config.window)
+    return all_asked(config)[0]
+
+
+def all_asked(config: EvictionConfig) -> tuple[Asked, ...]:
+    """The same, and what a stage 1 of its own ranks by, where its policy has one."""
+    policy = registry.build(config.policy)
+    found = (policy.score, policy.first_stage)
+    return tuple(Asked(score.unpooled(), config.window) for score in found if score is not None)
 
 
 LayerRead = Callable[[Statistics, LayerView], None]
@@ -180,29 +161,35 @@ def prefill(
     head_scores: Sequence[Sequence[float]] = (),
     taken: LayerRead | None = None,
     given: Mapping[EvictionConfig, Source] = MappingProxyType({}),
+    whole: bool = False,
 ) -> Prefill:
     """Run the prompt once.
 
-    With `taken`, which gets the statistics and each layer as they are there, no full cache is kept: a layer's keys and
-    values are let go when the layer is done. `given` says what configurations keep that do not rank.
+    With `taken`, which gets the statistics and each layer as they are there, no full cache is kept unless `whole` asks
+    for it: a layer's keys and values are let go when the layer is done. Scores that look at a replay come last. `given`
+    says what configurations keep that do not rank.
     """
-    wanted: dict[Asked, list[Tensor]] = {asked(config): [] for config in configs if not config.given}
+    wanted: dict[Asked, list[Tensor]] = {one: [] for config in configs if not config.given for one in all_asked(config)}
     found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
-    reading = _Reading(adapter, found, resources, taken)
+    reading = _Reading(adapter, found, resources, taken, whole)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
     reading.finite.look(LOGITS, logits)
+    replay_scores(adapter, token_ids, reading.cache, found.scored, sample, reading.finite)
     return Prefill(reading.cache, logits[0, -1], found, reading.finite)
 
 
 class _Reading:
     """Fills the statistics while a prompt runs through the model, layer by layer; its full cache, or nothing of it."""
 
-    def __init__(self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None) -> None:
-        self.adapter, self.found, self.resources, self.taken = adapter, found, resources, taken
+    def __init__(
+        self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None, whole: bool
+    ) -> None:
+        self.adapter, self.found, self.resources, self.taken, self.whole = adapter, found, resources, taken, whole
         self.cache, self.finite = DynamicCache(), FiniteCheck()
-        self.needs = {need for wanted in found.scored for need in wanted.score.needs}
+        self.wanted = [wanted for wanted in found.scored if wanted.score.replay is None]
+        self.needs = {need for wanted in self.wanted for need in wanted.score.needs}
         self.input: Tensor | None = None
         self.rotations = Rotations(adapter)
 
@@ -243,15 +230,15 @@ class _Reading:
 
     def _score(self, view: LayerView) -> None:
         """Every score of the layer; those of one window share what it shows."""
-        for window in dict.fromkeys(wanted.window for wanted in self.found.scored):
-            own = [wanted.score for wanted in self.found.scored if wanted.window == window]
+        for window in dict.fromkeys(wanted.window for wanted in self.wanted):
+            own = [wanted.score for wanted in self.wanted if wanted.window == window]
             for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
                 self.finite.made(f"the scores '{score.called}' of layer {view.layer}", made)
                 self.found.scored[Asked(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
         self.finite(layer, hidden)
-        if self.taken is not None:
+        if self.taken is not None and not self.whole:
             held = self.cache.layers[layer]
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 

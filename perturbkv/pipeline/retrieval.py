@@ -29,8 +29,8 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
+from perturbkv.pipeline.finite import FiniteCheck
 from perturbkv.pipeline.generation import end_tokens
-from perturbkv.pipeline.prefill import FiniteCheck
 from perturbkv.scoring.window_attention import causal_rows
 from perturbkv.theory import WORK
 

@@ -33,9 +33,10 @@ from perturbkv.pipeline.assembly import (
     with_all_steps,
 )
 from perturbkv.pipeline.decoding import StepRecord, decode_evicted, decode_full, steps_of_text
+from perturbkv.pipeline.finite import FiniteCheck
 from perturbkv.pipeline.generation import end_tokens, generate
 from perturbkv.pipeline.layer import LayerResult, measure_layer
-from perturbkv.pipeline.prefill import FiniteCheck, Prefill, prefill
+from perturbkv.pipeline.prefill import Prefill, prefill
 from perturbkv.pipeline.sources import KeptMasks, sources
 from perturbkv.pipeline.timing import phase
 from perturbkv.schema import VARIABLES

@@ -12,6 +12,7 @@ from torch import Tensor
 from perturbkv.configs.plugins import is_ours, said
 from perturbkv.errors import PerturbkvError, PluginError
 from perturbkv.scoring.layer_view import NEEDS, LayerView
+from perturbkv.scoring.replay_view import ReplayView
 from perturbkv.scoring.score import Score
 from perturbkv.theory import WORK
 
@@ -25,6 +26,20 @@ def layer_scores(
         score: torch.cat([_computed(score, part) for part in ([view] if score.whole_layer else parts)])
         for score in scores
     }
+
+
+def replayed(score: Score, seen: ReplayView) -> Float[Tensor, "rows chunk"]:
+    """What a score gives the part of the context that a pass repeats. Raises PluginError for one that breaks."""
+    if is_ours(type(score)):
+        return score.replayed(seen)
+    try:
+        found = score.replayed(seen)
+    except PerturbkvError:
+        raise
+    except Exception as error:
+        raise _broken(score, seen, f"raised {said(error)}") from error
+    _check_numbers(score, seen, found, [(len(rows), seen.chunk) for rows in (seen.queries, seen.keys)])
+    return found.to(seen.keys.device, WORK)
 
 
 class Shown:
@@ -65,9 +80,12 @@ def _computed(score: Score, view: LayerView) -> Tensor:
 
 def _check(score: Score, view: LayerView, found: Any) -> None:
     """Raise PluginError for what is no score of these entries."""
+    _check_numbers(score, view, found, [(view.heads, view.prefix), (view.kv_heads, view.prefix)])
+
+
+def _check_numbers(score: Score, view: LayerView | ReplayView, found: Any, shapes: Sequence[tuple[int, int]]) -> None:
     if not isinstance(found, Tensor):
         raise _broken(score, view, f"gives {type(found).__name__}, expected a tensor")
-    shapes = [(view.heads, view.prefix), (view.kv_heads, view.prefix)]
     if tuple(found.shape) not in shapes:
         expected = f"{shapes[0]}: a row per query head, or {shapes[1]}: per key/value head; n − w entries"
         raise _broken(score, view, f"gives the shape {tuple(found.shape)}, expected {expected}")
@@ -79,7 +97,7 @@ def _check(score: Score, view: LayerView, found: Any) -> None:
         raise _broken(score, view, "gives numbers below 0; say signed = True")
 
 
-def _broken(score: Score, view: LayerView, what: str) -> PluginError:
+def _broken(score: Score, view: LayerView | ReplayView, what: str) -> PluginError:
     return PluginError(f"score '{score.called}' {what} (layer {view.layer}, sample '{view.sample}')")
 
 

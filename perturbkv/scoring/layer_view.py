@@ -36,7 +36,7 @@ NEEDS = {
     "hidden": "what goes into the layer's attention (n, d_model)",
     "unrotated": "all n queries before rotation (head, n, d_head), float32 or better",
     "rotations": "the model's rotation of any range of positions, also of those after the prompt",
-    "replay": "the context, run once more over its own full cache",
+    "replay": "the context, run once more over its own full cache: scored by `replayed`, pass by pass",
 }
 """What a score may need, by name."""
 PROMPT_ALONE = ("queries", "hidden", "unrotated", "rotations", "replay")

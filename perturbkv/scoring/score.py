@@ -16,6 +16,15 @@ from torch import Tensor
 
 from perturbkv.configs.option import WithOptions, option
 from perturbkv.scoring.layer_view import PROMPT_ALONE, LayerView
+from perturbkv.scoring.replay_view import Replay, ReplayView
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A score without its pooling, and the window before which entries are scored: computed once per layer."""
+
+    score: Score
+    window: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,9 @@ class Score(WithOptions):
         signed: whether it may be below 0, so that it cannot be multiplied or mixed.
         holds_norms: whether value norms are in it already.
         whole_layer: whether it looks across key/value heads, and so has to see all of them at once.
+        reduces: how a group's query heads become one kept set's, pooled each by itself: `mean` or `max`; empty: as the
+            granularity says, before they are pooled.
+        pools_inside: whether `pool` and `kernel` are for `score` itself, which gives what is not to be pooled again.
         pool, kernel: pooling over positions of what `score` gives.
     """
 
@@ -44,6 +56,8 @@ class Score(WithOptions):
     signed: ClassVar[bool] = False
     holds_norms: ClassVar[bool] = False
     whole_layer: ClassVar[bool] = False
+    reduces: ClassVar[str] = ""
+    pools_inside: ClassVar[bool] = False
     pool: str = option("none", "pooling of the score over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
     kernel: int = option(7, "odd width of the pooling", low=1, odd=True)
@@ -58,6 +72,15 @@ class Score(WithOptions):
         return getattr(self, "name", type(self).__name__)
 
     @property
+    def replay(self) -> Replay | None:
+        """How the context is to be run again, of a score that needs `replay`; its entries are scored by `replayed`."""
+        return None
+
+    def replayed(self, seen: ReplayView) -> Float[Tensor, "head chunk"]:
+        """The entries of the part of the context that one pass of the replay repeats, unpooled."""
+        raise NotImplementedError
+
+    @property
     def first_entries(self) -> int:
         """First entries that always stay."""
         return 0
@@ -69,8 +92,9 @@ class Score(WithOptions):
 
     def pooling(self, pooled: bool = True) -> tuple[str, int]:
         """Kind and width of the pooling, of a score that is to be `pooled`; no pooling has no width."""
-        return (self.pool, self.kernel) if pooled and self.pool != "none" else ("none", 1)
+        outside = pooled and self.pool != "none" and not self.pools_inside
+        return (self.pool, self.kernel) if outside else ("none", 1)
 
     def unpooled(self) -> Self:
         """What is computed: scores that differ in pooling alone share it."""
-        return dataclasses.replace(self, pool="none", kernel=1)
+        return self if self.pools_inside else dataclasses.replace(self, pool="none", kernel=1)

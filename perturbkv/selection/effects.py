@@ -23,6 +23,7 @@ _SCORES = "a selection by score"
 def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
     """Options without effect, and what each needs to have one; `policy` is the configuration's."""
     staged, unpooled = config.selection.name in STAGED, policy.score.pooling()[0] == "none"
+    reduces = policy.score.reduces
     scored = staged or config.selection.name in ("attention", "attention-unpooled") or policy.competes
     pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
     found: dict[Owned, str] = {}
@@ -32,13 +33,15 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
     elif not pooled:
         found |= {("policy", name): _POOLED for name in _POOLING if name in policy.score_options}
     elif unpooled:
-        found |= {("policy", name): _POOLS for name in _POOLING[1:] if name in policy.score_options}
+        found |= {("policy", name): _POOLS for name in _POOLING[1:] if _idle_width(policy, name)}
         found["selection", "score"] = _POOLS
+    if reduces:
+        found["granularity", "reduce"] = f"a score that leaves it to the granularity: '{policy.score.name}' does not"
     if policy.ranks_by_another:
         found |= {("policy", name): "the policy's own score, without by" for name in _POOLING}
     if not staged:
         found["granularity", "product"] = "a two-stage selection"
-    elif _mean_of_one(config, unpooled):
+    elif _mean_of_one(config, unpooled, reduces):
         found["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
     if config.block == 1:
         found |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
@@ -52,8 +55,13 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
     return {(owner, name): needs for (owner, name), needs in found.items() if name in known[owner]}
 
 
-def _mean_of_one(config: EvictionConfig, unpooled: bool) -> bool:
+def _idle_width(policy: Policy, name: str) -> bool:
+    """Whether a width says nothing, as nothing is pooled, inside the score or after it."""
+    return name in policy.score_options and policy.score.pool == "none"
+
+
+def _mean_of_one(config: EvictionConfig, unpooled: bool, reduces: str) -> bool:
     """Whether the group's product is a mean either way: ν ≡ 1 and nothing but means is taken."""
     raw = unpooled or config.selection.options.get("score") == "accumulated"
-    means = config.granularity.options.get("reduce", "mean") == "mean"
+    means = not reduces and config.granularity.options.get("reduce", "mean") == "mean"
     return config.selection.name == "two-stage-uniform" and raw and means

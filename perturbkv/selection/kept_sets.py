@@ -23,7 +23,7 @@ from perturbkv.devices import on_device
 from perturbkv.selection import blocks as whole_blocks
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import LayerBudget
-from perturbkv.selection.ranking import LayerStatistics, Ranking, Scores, at_ends
+from perturbkv.selection.ranking import Ends, LayerStatistics, Ranking, Scores, at_ends
 from perturbkv.theory import WORK
 
 _STEP_BYTES = 64 * 2**20
@@ -198,7 +198,7 @@ def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: i
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
     blocks = configs[0].blocks(prompt_tokens)
     ends = [_ends(config, prompt_tokens) for config in configs]
-    shared = [_allocate(config, scores, prompt_tokens, *end) for config, end in zip(configs, ends, strict=True)]
+    shared = [_allocate(config, scores, prompt_tokens) for config in configs]
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in shared])
     if scores.statistics.valid is not None:
         kept = torch.minimum(kept, blocks.before - scores.statistics.begin // blocks.size)
@@ -206,33 +206,41 @@ def _budgets(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: i
     recent = torch.minimum(kept, asked_recent)
     first = torch.minimum(kept - recent, asked_first)
     always = first + recent
-    least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
-    stage1 = torch.maximum(_stage1(configs, kept - always, always + blocks.tail_blocks), least)
+    if scores.has_own_stages(configs[0]):
+        stage1 = torch.stack([scores.first_counts(config, _settled(config, prompt_tokens)) for config in configs])
+    else:
+        least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
+        stage1 = torch.maximum(_stage1(configs, kept - always, always + blocks.tail_blocks), least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
 
 
-def _allocate(
-    config: EvictionConfig, scores: Scores, prompt_tokens: int, first: int, recent: int
-) -> Int[Tensor, " kept_head"]:
+def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
     """Blocks of each kept set's prefix: those that always stay, and its part of the others as the policy shares out."""
     statistics, blocks = scores.statistics, config.blocks(prompt_tokens)
-    given = None
+    ends, given = _settled(config, prompt_tokens), None
     if statistics.head_scores:
         by_head = torch.tensor(statistics.head_scores, dtype=WORK)
         given = by_head.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
     available = LayerBudget(
         kept_heads=scores.kept_heads(config),
-        kept=blocks.tail_blocks + blocks.bought(config.allowed_entries(prompt_tokens)),
-        always=blocks.tail_blocks + first + recent,
+        kept=blocks.tail_blocks + ends.always + ends.free,
+        always=blocks.tail_blocks + ends.always,
         layer=statistics.layer,
         layers=statistics.layers,
-        prefix=sys.maxsize if statistics.valid is not None else blocks.before - first - recent,
-        heads_in_order=lambda: scores.heads_in_order(config, first, recent),
+        prefix=sys.maxsize if statistics.valid is not None else blocks.before - ends.always,
+        heads_in_order=lambda: scores.heads_in_order(config, ends),
         head_scores=given,
-        of_model=statistics.of_model and functools.partial(statistics.of_model, config),
+        of_model=statistics.of_model and functools.partial(statistics.of_model, config, ends),
         window=blocks.tail_blocks,
     )
-    return registry.build(config.policy).allocate(config, available) + first + recent
+    return registry.build(config.policy).allocate(config, available) + ends.always
+
+
+def _settled(config: EvictionConfig, prompt_tokens: int) -> Ends:
+    """What always stays at both ends, and what the budget buys beside it."""
+    first, recent = _ends(config, prompt_tokens)
+    bought = config.blocks(prompt_tokens).bought(config.allowed_entries(prompt_tokens))
+    return Ends(first, recent, bought - first - recent)
 
 
 def _ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:

@@ -18,12 +18,13 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, reduce_group, seeded
 from perturbkv.selection import blocks
+from perturbkv.selection.competition import in_order
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
 _Made = TypeVar("_Made")
-OfModel = Callable[[EvictionConfig, Hashable, Callable[[Iterable[Score]], Any]], Any]
+OfModel = Callable[[EvictionConfig, "Ends", Hashable, Callable[[Iterable[Score]], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class LayerStatistics:
         realised: A of the first decoding query per query head; None where it is not known.
         head_scores: given scores of all query heads of the model, (layer, head); empty where there are none.
         valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
-        of_model: makes something of the pooled scores of all layers for a configuration, once for each key.
+        first_stage: what a policy's own stage 1 ranks by, unpooled; rows of its own. None where none has one.
+        of_model: makes something of the competing scores of all layers for a configuration, once for each key.
     """
 
     accumulated: Float[Tensor, "rows prefix"]
@@ -51,6 +53,7 @@ class LayerStatistics:
     realised: Float[Tensor, "head prefix"] | None = None
     head_scores: Sequence[Sequence[float]] = ()
     valid: Bool[Tensor, "kept_head prefix"] | None = None
+    first_stage: Float[Tensor, "first_rows prefix"] | None = None
     of_model: OfModel | None = None
 
     @property
@@ -72,6 +75,29 @@ class LayerStatistics:
         if self.valid is None:
             return torch.zeros(1, dtype=torch.int64, device=self.norms.device)
         return self.prefix - self.valid.sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What of a budget is settled before any score is looked at, in entries or blocks.
+
+    Attributes:
+        first, recent: those before the window that always stay.
+        free: those per kept set, on the average, that are shared out by score.
+    """
+
+    first: int
+    recent: int
+    free: int
+
+    @property
+    def always(self) -> int:
+        """At both ends together."""
+        return self.first + self.recent
+
+    def competing(self, prefix: int) -> slice:
+        """The places between both ends."""
+        return slice(self.first, prefix - self.recent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +150,14 @@ class Scores:
 
     def first(self, config: EvictionConfig) -> Ranking:
         """Ranking of the whole set, or of stage 1 where there are two."""
+        if self.has_own_stages(config):
+            return self.ranking(self.first_stage(config), config)
         return self.ranking(_FIRST[config.selection.name](self, config), config)
 
     def second(self, config: EvictionConfig) -> Ranking | None:
-        """Ranking of stage 2; None for a selection without stages."""
+        """Ranking of stage 2; None where there are no stages."""
+        if self.has_own_stages(config):
+            return self.ranking(self.attention(config), config)
         if config.selection.name not in _UNIFORM:
             return None
         return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]), config)
@@ -137,30 +167,58 @@ class Scores:
         size, how = blocks.scoring(config)
         return self.once(("ranking", id(score), size, how), lambda: rank(blocks.scores(self._valid(score), size, how)))
 
-    def heads_in_order(self, config: EvictionConfig, first: int, recent: int) -> Int[Tensor, " entry"]:
-        """The kept set of every entry or block of the layer, by descending pooled attention; ties by place, then set.
+    def heads_in_order(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " entry"]:
+        """The kept set of every entry or block of the layer, by descending competing score; ties by place, then set.
 
-        The `first` and `recent` ones, which always stay, and places without an entry come last.
+        Those at both ends, which always stay, and places without an entry come last.
         """
-        score, (size, how) = self.attention(config), blocks.scoring(config)
+        score = self.competing(config, ends)
+        key = ("heads", id(score), ends.first, ends.recent)
+        return self.once(key, lambda: in_order(self._inner(score, ends, config.block)))
 
-        def make() -> Tensor:
-            competing = blocks.scores(self._valid(score), size, how)
-            heads, prefix = competing.shape
-            if first or recent:
-                place, begin = torch.arange(prefix, device=score.device), self.statistics.begin // size
-                competing = competing.masked_fill(
-                    at_ends(place, begin.unsqueeze(-1), prefix, first, recent), -torch.inf
-                )
-            return competing.T.flatten().sort(descending=True, stable=True).indices % heads
+    def competing(self, config: EvictionConfig, ends: Ends) -> Score:
+        """What entries or blocks compete by: the pooled score, and the layer's largest for those of an own stage 1."""
+        pooled, (size, how) = self.attention(config), blocks.scoring(config)
+        score = self.once(("blocks", id(pooled), size, how), lambda: blocks.scores(self._valid(pooled), size, how))
+        if registry.build(config.policy).first_stage is None or not score.numel():
+            return score
 
-        return self.once(("heads", id(score), size, how, first, recent), make)
+        def make() -> Score:
+            ranks = rank(self._inner(self.first_stage(config), ends, config.block)).ranks
+            return torch.where(ranks < self.first_counts(config, ends).unsqueeze(-1), score.max(), score)
+
+        return self.once(("competing", id(score), config.policy, ends), make)
+
+    def has_own_stages(self, config: EvictionConfig) -> bool:
+        """Whether the policy's own stage 1 comes before what the selection ranks by."""
+        return config.selection.name == "attention" and registry.build(config.policy).first_stage is not None
+
+    def first_stage(self, config: EvictionConfig) -> Score:
+        """What the policy's own stage 1 ranks by, the group's mean. Raises ConfigError where it was not computed."""
+        given = self.statistics.first_stage
+        if given is None:
+            msg = f"policy '{config.policy.name}' has a stage 1 of its own, whose scores are not known here"
+            raise ConfigError(msg)
+        return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduced(config, given))
+
+    def first_counts(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
+        """Entries of the policy's own stage 1 beside those at both ends, no more than the budget shares out."""
+        score, policy = self.first_stage(config), registry.build(config.policy)
+        places = ends.competing(score.shape[-1])
+        return self.once(
+            ("own stage 1", config.policy, self.kept_heads(config), ends),
+            lambda: policy.first_counts(config, score, places).clamp(max=ends.free),
+        )
 
     def attention(self, config: EvictionConfig, pooled: bool = True) -> Score:
-        """Ā reduced over the group, then pooled: Ā'."""
-        sets, how = self._sets(config), config.granularity.options.get("reduce", "mean")
+        """Ā reduced over the group, then pooled: Ā'. A score that reduces by itself is pooled first."""
+        sets, given = self._sets(config), self.statistics.accumulated
         kind, kernel = _pooling(config, pooled)
-        reduced = self.once(("attention", sets, how), lambda: self.reduced(config, self.statistics.accumulated, how))
+        if own := registry.build(config.policy).score.reduces:
+            key = ("pooled", sets, own, kind, kernel)
+            return self.once(key, lambda: self.reduced(config, pool(given, kind, kernel), own))
+        how = config.granularity.options.get("reduce", "mean")
+        reduced = self.once(("attention", sets, how), lambda: self.reduced(config, given, how))
         return self.once(("pooled", sets, how, kind, kernel), lambda: pool(reduced, kind, kernel))
 
     def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
@@ -212,6 +270,14 @@ class Scores:
             return ranked(place).to(WORK).expand(kept, -1)
 
         return self.once(("position", kept, ranked), make)
+
+    def _inner(self, score: Score, ends: Ends, size: int) -> Score:
+        """What always stays competes with none."""
+        if not ends.always:
+            return score
+        prefix, begin = score.shape[-1], (self.statistics.begin // size).unsqueeze(-1)
+        place = torch.arange(prefix, device=score.device)
+        return score.masked_fill(at_ends(place, begin, prefix, ends.first, ends.recent), -torch.inf)
 
     def _valid(self, score: Score) -> Score:
         valid = self.statistics.valid

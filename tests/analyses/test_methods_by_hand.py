@@ -79,7 +79,7 @@ def test_rows_are_ordered_by_what_they_perturb_and_held_against_both_controls() 
 def test_the_conclusion_names_the_best_and_counts_both_comparisons() -> None:
     said = methods(made({**L1, **BY_CHANCE})).conclusion()
     assert said == (
-        "At b=128 kv, snapkv:two-stage perturbs least (0.80 [0.80, 0.80] of snapkv's). Of 3 methods 2 perturb less and "
+        "At b=128 kv, snapkv:two-stage perturbs least (0.80 [0.80, 0.80] of snapkv's); of 3 methods 2 perturb less and "
         "1 more than snapkv; 2 perturb less and 1 more than random entries under the same protection. (n = 6 samples)"
     )
     said = methods(made({SNAPKV: 5.0, H2O: 12.0})).conclusion()

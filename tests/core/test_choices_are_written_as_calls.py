@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from perturbkv.configs.choice import FIRST, Choice, parse, split
 from perturbkv.configs.eviction import PRESETS, EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import grid
+from perturbkv.selection.policies import registry
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_:./-]{0,8}", fullmatch=True).filter(lambda name: name not in ("nan", "inf"))
 PLAIN = st.one_of(
@@ -133,3 +135,24 @@ def test_a_parameter_that_is_not_the_owners_is_refused(asked: dict[str, Any], sa
     with pytest.raises(ConfigError) as found:
         grid(128, **asked)
     assert said in str(found.value)
+
+
+def test_an_option_may_be_true_or_false() -> None:
+    off, on = grid(128, policy="expected-attention", selection="attention", use_vnorm=[False, True])
+    assert str(off.policy) == "expected-attention(use_vnorm=false)"
+    assert str(on.policy) == "expected-attention"
+    assert grid(128, policy=str(off.policy), selection="attention") == (off,)
+    document = json.loads(json.dumps(off.to_document()))
+    assert EvictionConfig.from_document(document) == off
+    assert registry.info("expected-attention").options()["use_vnorm"].written == "true"
+
+
+@pytest.mark.parametrize("value", ["1", "0.5", "yes", "none"])
+def test_what_is_neither_true_nor_false_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"use_vnorm of .* is true or false, got '{value}'".replace("none", "None")):
+        grid(128, policy=f"expected-attention(use_vnorm={value})")
+
+
+def test_a_number_is_not_true_or_false() -> None:
+    with pytest.raises(ConfigError, match="sinks of .* is a whole number, got 'True'"):
+        grid(128, policy="expected-attention(sinks=true)")

@@ -136,7 +136,7 @@ def test_a_mean_of_means_is_the_same_whatever_the_product() -> None:
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"floor": 0.1}, "floor has no effect here: it needs policy adakv; leave it out"),
+        ({"floor": 0.1}, "floor has no effect here: it needs policy adakv or policy lava; leave it out"),
         ({"selection": "value", "kernel": 5}, "kernel has no effect here: it needs a selection or policy that looks"),
         ({"pool": "none", "kernel": 5}, "kernel has no effect here: it needs a pool other than none"),
         ({"group_score": "max"}, "group_score has no effect here: it needs granularity kv"),

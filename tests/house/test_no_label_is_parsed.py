@@ -50,13 +50,23 @@ RESTRICTED = tuple(
     configuration(128, selection=selection, granularity=granularity)
     for granularity in ("kv", "kv(block=16)", "layer", "query") for selection in ("attention", "two-stage")
 )  # fmt: skip
-OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys((*CONFIGS, *RESTRICTED)))}
+RANKED = tuple(
+    configuration(128, policy=policy, selection=selection)
+    for policy, selection in (
+        ("snapkv", "attention"),
+        ("snapkv", "random"),
+        ("tova", "attention"),
+        ("h2o", "attention"),
+    )
+)
+OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys((*CONFIGS, *RESTRICTED, *RANKED)))}
 COMMANDS = {
     "heads": ["--compare", "attention,two-stage,adakv:two-stage"],
     "layers": ["--per-sample", "--budgets", "--compare", "attention,two-stage,random"],
     "assumption": [],
     "bound-tightness": ["--selection", "two-stage"],
     "ablation": [],
+    "ablation --methods": ["all"],
     "restriction": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
@@ -65,7 +75,7 @@ COMMANDS = {
 
 def asked_of(command: str) -> Trace:
     """The trace that an analysis is asked of."""
-    return made(RESTRICTED if command == "restriction" else CONFIGS)
+    return made({"restriction": RESTRICTED, "ablation --methods": RANKED}.get(command, CONFIGS))
 
 
 def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
@@ -98,7 +108,9 @@ def told(command: str, folder: Path) -> str:
     """What an analysis of the trace prints, draws and writes."""
     out = io.StringIO()
     screens = mock.patch.multiple(console, out=console.Console(file=out, width=400), err=console.Console(file=out))
-    argv = mock.patch.object(sys, "argv", ["perturbkv", command, "made.h5", *COMMANDS[command], "-o", str(folder)])
+    argv = mock.patch.object(
+        sys, "argv", ["perturbkv", *command.split(), *COMMANDS[command], "made.h5", "-o", str(folder)]
+    )
     made_trace = asked_of(command)
     finished = mock.patch.object(trace_file, "read_trace", lambda path: made_trace)
     with screens, argv, finished, mock.patch.object(study, "save_figure", drawn), contextlib.suppress(SystemExit):

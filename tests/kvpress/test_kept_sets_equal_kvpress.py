@@ -65,7 +65,7 @@ def keys(adapter: Adapter, ids: Sequence[int], press: Any = None) -> list[Tensor
     """(kv_head, key, d_head) per layer: those in the cache after reading the prompt."""
     held = DynamicCache()
     with torch.no_grad(), nullcontext() if press is None else press(adapter.model):
-        adapter.model.model(torch.tensor([ids]), past_key_values=held)
+        adapter.model.model(input_ids=torch.tensor([ids]), past_key_values=held)
     return [layer.keys[0] for layer in held.layers]
 
 

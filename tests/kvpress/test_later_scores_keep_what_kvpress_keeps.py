@@ -15,7 +15,9 @@ from kvpress import AdaKVPress, ExpectedAttentionPress, KnormPress
 from torch import Tensor
 
 from perturbkv.configs.resources import Resources
+from perturbkv.datasets.prose import sentences
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model
 from perturbkv.models.tokenization import ByteTokenizer
 from perturbkv.pipeline.prefill import asked, prefill
 from perturbkv.selection.grid import configuration
@@ -143,3 +145,10 @@ def test_other_options_do_not_keep_what_kvpress_keeps() -> None:
     for choice in ("expected-attention(use_vnorm=false)", "expected-attention(n_future=1)", "knorm"):
         with pytest.raises(AssertionError, match="entries differ"):
             assert_equal(tiny(6, 2), Expected(1 - 128 / 512), choice, 512, 128)
+
+
+@pytest.mark.real_model
+def test_on_the_embedded_model_expected_attention_keeps_the_same() -> None:
+    adapter = load_model("smollm2-135m-q4_1", device="cpu", dtype="float32")
+    ids = adapter.tokenizer(" ".join(sentences()[:200]), add_special_tokens=False)["input_ids"][:512]
+    assert_equal(adapter, Expected(1 - 384 / 512), "expected-attention", 512, 384, ids)

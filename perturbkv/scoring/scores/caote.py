@@ -1,7 +1,7 @@
 """CAOTE (Goel et al., 2025, https://arxiv.org/abs/2504.14051): how far the output moves if one entry alone goes.
 
 s_j = a_j / (1 − a_j) · ‖o − v_j‖₂ (Theorem 3.2), o = Σ_j a_j v_j before W_O. On top of another method's scores h, a = h
-scaled to add up to 1, and o = Σ_j a_j v_j is made of the same weights (section 3, CAOTE with general scores): here the
+scaled to add up to 1, and o = Σ_j a_j v_j is made of the same weights (its use as a meta-heuristic): here the
 window's mean attention, as of SnapKV, whose rows add up to 1 already. So o is the mean of the window's outputs, not the
 last query's. One query (`window` = 1) is the paper's own attention score, as of TOVA. A row per query head.
 

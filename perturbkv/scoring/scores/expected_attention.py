@@ -7,8 +7,7 @@ s_j = (softmax_j (c k_j·R̄μ + c² k_jᵀ R̄ Σ R̄ᵀ k_j / 2) + epsilon) ·
 
 as in NVIDIA/kvpress 0.5.5 (`ExpectedAttentionPress`), with its defaults: the softmax runs over all entries but the
 first `sinks`, the window's among them, in each query head, and is averaged over a group; the norm is the value's
-before W_O; `sinks` first entries always stay. Σ is divided by the number of queries. The first layers' quadratic form
-is large, so that a softmax is often nearly one-hot: that is the method's.
+before W_O; `sinks` first entries always stay. Σ is divided by the number of queries.
 
 Queries, covariance and exponents in float32 or better (as there), the softmax in float64.
 """

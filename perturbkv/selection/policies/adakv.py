@@ -18,14 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from perturbkv import theory
 from perturbkv.configs.budget import entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
+from perturbkv.selection.competition import beyond, counted
 from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
 
 
@@ -56,23 +55,5 @@ class AdaKV(Pooled):
         heads, mean, order = available.kept_heads, available.free, available.heads_in_order()
         if self.safeguard == "guaranteed":
             return beyond(order, heads, mean, self.guaranteed(config, available.kept, available.always))
-        counts = _count(order[: heads * mean], heads)
+        counts = counted(order[: heads * mean], heads)
         return apportion((1 - self.floor) * counts + self.floor * mean, heads * mean)
-
-
-def beyond(order: Int[Tensor, " entry"], heads: int, mean: int, least: int) -> Int[Tensor, " kept_head"]:
-    """Entries per head: its own `least` best, and the layer's largest of the others up to `heads` · `mean` in all.
-
-    `order` lists the heads of the layer's entries by descending score, each as often as the others.
-    """
-    by_head = order.argsort(stable=True)
-    place = torch.arange(len(order), device=order.device)
-    nth = torch.empty_like(order).scatter_(0, by_head, place % max(1, len(order) // heads))  # of its own head's
-    free = nth >= least
-    taken = free & (free.cumsum(dim=0) <= heads * (mean - least))
-    return least + torch.zeros(heads, dtype=torch.int64, device=order.device).scatter_add_(0, order, taken.long())
-
-
-def _count(order: Int[Tensor, " entry"], heads: int) -> Tensor:
-    counts = torch.zeros(heads, dtype=theory.WORK, device=order.device)
-    return counts.scatter_add_(0, order, torch.ones_like(order, dtype=theory.WORK))

@@ -20,9 +20,11 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
 from perturbkv.configs.selections import GIVEN, SELECTIONS
+from perturbkv.errors import ConfigError
 from perturbkv.scoring import registry as scores
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores.snapkv import SnapKV
+from perturbkv.selection.competition import counted, in_order_of_all
 
 _Made = TypeVar("_Made")
 
@@ -58,7 +60,8 @@ class LayerBudget:
         heads_in_order: the kept set of every entry before the window, by descending pooled score; entries that always
             stay, and those that a kept set lacks, come last.
         head_scores: given scores of all heads, for headkv.
-        of_model: makes something of the pooled scores of all layers, in their order, once for each hashable key.
+        of_model: makes something of all layers' scores (kept_head, place), in their order, once for each hashable key;
+            what always stays is not among them. None where a cache is compressed again, layer by layer.
         window: of what always stays that which the window takes.
     """
 
@@ -77,6 +80,26 @@ class LayerBudget:
     def free(self) -> int:
         """Entries per kept set, on the average, beside those that always stay: what is shared out."""
         return self.kept - self.always
+
+    def all_layers(self, key: Any, make: Callable[[Iterable[Tensor]], _Made]) -> _Made:
+        """What `make` gives of all layers' scores, made once. Raises ConfigError where they are not there."""
+        if self.of_model is None:
+            msg = "budgets that look at all layers need a whole prompt; choose another policy"
+            raise ConfigError(msg)
+        made: _Made = self.of_model(key, make)
+        return made
+
+    def of_the_layers_largest(self) -> Int[Tensor, " kept_head"]:
+        """How many of the layer's largest scores each of its kept sets has."""
+        order = self.heads_in_order()[: self.kept_heads * self.free]
+        return counted(order, self.kept_heads).to(torch.int64)
+
+    def of_the_models_largest(self) -> Int[Tensor, " kept_head"]:
+        """How many of the largest scores of all layers each of this layer's kept sets has."""
+        rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
+        order = self.all_layers("order", in_order_of_all)
+        counts = self.all_layers(("counts", self.free), lambda _: counted(order[:total], rows).to(torch.int64))
+        return counts.view(self.layers, -1)[self.layer]
 
     def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
         """The same number of entries for every kept set."""
@@ -144,6 +167,17 @@ class Policy(WithOptions):
     def ranks_by_another(self) -> bool:
         """Whether it was given another score than its own."""
         return False
+
+    @property
+    def first_stage(self) -> Score | None:
+        """What a stage 1 of its own ranks by, which comes first in budgets and in selection `attention`."""
+        return None
+
+    def first_counts(
+        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], places: slice
+    ) -> Int[Tensor, " kept_head"]:
+        """How many of `places`, which do not stay anyway, a stage 1 of its own takes: the best by `first_stage`."""
+        raise NotImplementedError
 
     def places(self) -> Places:
         """What the selection `position` ranks by."""

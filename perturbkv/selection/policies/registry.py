@@ -150,12 +150,13 @@ def _completed(choice: Choice) -> Choice:
     by = whole.options.get("by")
     if not isinstance(by, Choice):
         return whole.without(["by"])
-    return dataclasses.replace(whole, options={**whole.options, "by": _ranked_by(by)})
+    own = info(choice.name)().score.name
+    return dataclasses.replace(whole, options={**whole.options, "by": _ranked_by(by, own)})
 
 
-def _ranked_by(by: Choice) -> Choice:
-    """The other score of a policy, resolved. Raises ConfigError for the one that it has."""
-    if by.name == "snapkv":
+def _ranked_by(by: Choice, own: str) -> Choice:
+    """The other score of a policy, resolved. Raises ConfigError for its `own`."""
+    if by.name == own:
         msg = f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy"
         raise ConfigError(msg)
     return scores.resolved(by)
@@ -206,6 +207,11 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
             "choose kv or query, or another policy"
         )
         raise ConfigError(msg)
+    if build(config.policy).first_stage is not None and config.block > 1:
+        msg = (
+            f"policy '{policy.name}' chooses single entries in a stage 1 of its own; leave block of the granularity out"
+        )
+        raise ConfigError(msg)
     if cache not in policy.caches():
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
@@ -243,6 +249,12 @@ def check_compressible(config: EvictionConfig) -> None:
 
 def _compressible(policy: Policy) -> bool:
     return not policy.score.carries_history() and not policy.whole_model
+
+
+def needs_all_layers(config: EvictionConfig) -> bool:
+    """Whether no layer can be evicted before the last one is read."""
+    policy = build(config.policy)
+    return policy.whole_model or policy.score.replay is not None
 
 
 def check_generating(config: EvictionConfig) -> None:

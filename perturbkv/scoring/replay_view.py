@@ -1,0 +1,93 @@
+"""What one layer shows while a part of the context is run once more over the context's own full cache.
+
+A replay goes through the context in parts of `chunk` tokens. In each of its passes the model reads words that ask for
+the part, and then the part itself; it attends to the whole cache, but a score sees three kinds of keys, one behind the
+other: the context's first ones, those of the part, and those that the pass itself has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.theory import WORK
+
+_BLOCK_ENTRIES = 2**20
+"""Attention weights of one block."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a context is run again; what differs in nothing here shares its passes.
+
+    Attributes:
+        chunk: tokens of a part.
+        wording: who worded what asks for a part, a key of `pipeline.replay.WORDINGS`.
+        sinks: first entries of the context that every pass sees.
+    """
+
+    chunk: int
+    wording: str
+    sinks: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayView:
+    """One layer in one pass.
+
+    Attributes:
+        queries: of the pass (head, query, d_head), after rotation.
+        keys, values: of the first entries, the part and the pass (kv_head, key, d_head); keys after rotation.
+        hidden: what goes into the layer's attention (query, d_model); None where no score asks for `hidden`.
+        projection: `o_proj.weight`.
+        scale: factor on the logits.
+        sinks, chunk: how many entries are first ones, and of the part.
+        layer, sample: where this is, for messages.
+    """
+
+    queries: Float[Tensor, "head query d_head"]
+    keys: Float[Tensor, "kv_head key d_head"]
+    values: Float[Tensor, "kv_head key d_head"]
+    hidden: Float[Tensor, "query d_model"] | None
+    projection: Float[Tensor, "d_model head_d_head"]
+    scale: float
+    sinks: int
+    chunk: int
+    layer: int
+    sample: str
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return len(self.queries) // len(self.keys)
+
+    @property
+    def part(self) -> slice:
+        """Which of the keys are the part's."""
+        return slice(self.sinks, self.sinks + self.chunk)
+
+    def rows(self) -> Iterator[tuple[slice, slice, Float[Tensor, "group query chunk"]]]:
+        """Heads, queries, and their weights on the part's entries, block by block; softmax over all keys seen."""
+        heads, count, seen = len(self.queries), self.queries.shape[1], self.keys.shape[1]
+        dtype = torch.promote_types(self.queries.dtype, torch.float32)
+        block = max(1, _BLOCK_ENTRIES // (self.group * seen))
+        for head in range(0, heads, self.group):
+            own, key = slice(head, head + self.group), self.keys[head // self.group].to(dtype)
+            for start in range(0, count, block):
+                some = slice(start, min(start + block, count))
+                first = seen - count + start
+                weights = causal_rows(self.queries[own, some].to(dtype), key, self.scale, first)
+                yield own, some, weights[..., self.part]
+
+    def norms(self) -> Float[Tensor, "head chunk"]:
+        """‖v_j W_O^h‖₂ of the part's entries, from the products of W_O^h's rows, so that no projection is held."""
+        d_head = self.queries.shape[-1]
+        slices = self.projection.to(WORK).view(len(self.projection), -1, d_head)
+        products = torch.einsum("mhk,mhl->hkl", slices, slices)
+        values = self.values[:, self.part].to(WORK).repeat_interleave(self.group, dim=0)
+        return ((values @ products) * values).sum(dim=-1).clamp(min=0).sqrt()

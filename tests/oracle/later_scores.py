@@ -1,0 +1,187 @@
+"""Naive LAVa, DefensiveKV and KVzip: scores from attention rows, kept sets of all layers by sorting every entry."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from tests.oracle.decoder import Decoder, Step
+from tests.oracle.policies import whole
+from tests.oracle.selection import top
+from tests.oracle.theory import Array, head_slice, pool, softmax
+
+
+def lava(rows: Array, value: Array, kind: str, kernel: int) -> list[list[float]]:
+    """Per query head, pooled; `rows` (head, w, n)."""
+    heads, window, n = rows.shape
+    found = []
+    for head in range(heads):
+        own = value[head * len(value) // heads]
+        largest = max(math.fsum(map(abs, own[place])) for place in range(n - window))
+        mean = [math.fsum(rows[head, :, place]) / window for place in range(n - window)]
+        found.append([largest * pooled for pooled in pool(mean, kind, kernel)])
+    return found
+
+
+def defensive(rows: Array, norms: Array, kv_heads: int, kind: str, kernel: int) -> list[list[float]]:
+    """Per key/value head."""
+    heads, window, n = rows.shape
+    group, prefix = heads // kv_heads, n - window
+    worst = [[0.0] * prefix for _ in range(kv_heads)]
+    for head in range(heads):
+        for query in range(window):
+            row = [float(weight) for weight in rows[head, query, :prefix]]
+            pooled = pool(row, kind, kernel)
+            for place in range(prefix):
+                scaled = pooled[place] / math.fsum(pooled) * math.fsum(row)
+                worst[head // group][place] = max(worst[head // group][place], scaled)
+    mean = [[math.fsum(norms[h][j] for h in range(k * group, (k + 1) * group)) / group for j in range(prefix)]
+            for k in range(kv_heads)]  # fmt: skip
+    return [
+        [
+            max(worst[k][j], math.fsum(worst[k]) / prefix) * mean[k][j] / math.fsum(row[j] for row in mean)
+            for j in range(prefix)
+        ]
+        for k in range(kv_heads)
+    ]
+
+
+def stage1(
+    mean: Sequence[Sequence[float]], window: int, mass: float, places: Sequence[int], most: int
+) -> list[list[int]]:
+    """Per kept set, its own stage 1 among `places`; `mean` are mean attention rows before the window."""
+    bias = math.fsum(math.fsum(row[-window:]) for row in mean) / len(mean)
+    found = []
+    for row in mean:
+        order = top({place: row[place] for place in places}, len(places))
+        total, reached, taken = math.fsum(row[place] for place in places), 0.0, []
+        for place in order:
+            reached += row[place] / total
+            if reached >= mass - bias or len(taken) == most:
+                break
+            taken.append(place)
+        found.append(taken)
+    return found
+
+
+def entropy(scores: Sequence[Sequence[float]], places: Sequence[int]) -> float:
+    flat = [row[place] for row in scores for place in places]
+    shares = [score / math.fsum(flat) for score in flat]
+    return -math.fsum(share * math.log(share) for share in shares if share) / math.log(len(flat))
+
+
+def lava_budgets(
+    scores: Sequence[Sequence[Sequence[float]]], places: Sequence[int], mean: int, floor: str, floor_of: str
+) -> list[list[int]]:
+    """Entries of each layer's kept sets among `places`."""
+    spread = [Fraction(entropy(layer, places)) for layer in scores]
+    sets, count, share = len(scores[0]), len(scores), Fraction(floor)
+    layers = whole([spread[i] / sum(spread) * mean * count for i in range(count)], mean * count, len(places))
+    least = [mean if floor_of == "model" else own for own in layers]
+    totals = whole(
+        [sets * ((1 - share) * own + share * low) for own, low in zip(layers, least, strict=True)],
+        sets * mean * count,
+        sets * len(places),
+    )
+    found = []
+    for layer, own, low, total in zip(scores, layers, least, totals, strict=True):
+        order = sorted((-layer[head][place], place, head) for head in range(sets) for place in places)
+        named = [head for _, _, head in order[: sets * own]]
+        found.append(whole([(1 - share) * named.count(h) + share * low for h in range(sets)], total, len(places)))
+    return found
+
+
+def largest_of(scores: Sequence[Sequence[Sequence[float]]], places: Sequence[int], mean: int) -> list[list[int]]:
+    """How many of the largest scores of all these layers each kept set has."""
+    order = sorted(
+        (-row[place], place, layer, head)
+        for layer, rows in enumerate(scores)
+        for head, row in enumerate(rows)
+        for place in places
+    )
+    counts = [[0] * len(rows) for rows in scores]
+    for _, _, layer, head in order[: mean * sum(map(len, scores))]:
+        counts[layer][head] += 1
+    return counts
+
+
+def raised(scores: Sequence[Sequence[float]], first: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Stage 1 competes with the layer's largest score."""
+    largest = max(max(row) for row in scores)
+    return [
+        [largest if place in own else score for place, score in enumerate(row)]
+        for row, own in zip(scores, first, strict=True)
+    ]
+
+
+def two_stages(scores: Sequence[float], first: Sequence[int], places: Sequence[int], count: int) -> list[int]:
+    """Stage 1, best first, and then the largest scores."""
+    taken = list(first)[:count]
+    return taken + top({place: scores[place] for place in places if place not in taken}, count - len(taken))
+
+
+@dataclass
+class Pass:
+    """One pass of a replay, per layer: what it attends with and to."""
+
+    part: range
+    steps: list[Step]
+    keys: list[Array]
+    values: list[Array]
+    inputs: list[list[Array]]
+
+
+class Listening(Decoder):
+    """Remembers what goes into each layer's attention."""
+
+    heard: list[list[Array]]
+
+    def _attention(self, layer: int, hidden: Array, *given: Any) -> Array:
+        self.heard[layer].append(hidden.copy())
+        return super()._attention(layer, hidden, *given)
+
+
+def replay(
+    model: Any, context: Sequence[int], passes: Sequence[tuple[range, Sequence[int]]]
+) -> tuple[Decoder, list[Pass]]:
+    """Every pass from the context's own state."""
+    decoder = Listening(model)
+    decoder.heard = [[] for _ in range(decoder.layers)]
+    for token in context:
+        decoder.step(token)
+    found = []
+    for part, tokens in passes:
+        again = copy.deepcopy(decoder)
+        again.heard = [[] for _ in range(decoder.layers)]
+        steps = [again.step(token) for token in tokens]
+        keys, values = ([np.array(layer) for layer in held] for held in (again.keys, again.values))
+        found.append(Pass(part, steps, keys, values, again.heard))
+    return decoder, found
+
+
+def kvzip(decoder: Decoder, seen: Pass, layer: int, n: int, sinks: int, plus: bool) -> list[list[float]]:
+    """(head, entry of the part): the largest weight that any query of the pass gives it."""
+    shown = [*range(min(sinks, seen.part.start)), *seen.part]
+    w_o = decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+    found = []
+    for head in range(decoder.heads):
+        kv_head = head * decoder.kv_heads // decoder.heads
+        keys, largest = seen.keys[layer][kv_head], [0.0] * len(seen.part)
+        for query, step in enumerate(seen.steps):
+            entries = [*shown, *range(n, n + query + 1)]
+            logits = [float(step.query[layer][head] @ keys[entry]) / decoder.d_head**0.5 for entry in entries]
+            weights = dict(zip(entries, softmax(logits), strict=True))
+            for place, entry in enumerate(seen.part):
+                made = weights[entry]
+                if plus:
+                    projected = seen.values[layer][kv_head][entry] @ head_slice(w_o, head, decoder.d_head)
+                    made *= float(np.linalg.norm(projected) / np.linalg.norm(seen.inputs[layer][query]))
+                largest[place] = max(largest[place], made)
+        found.append(largest)
+    return found
