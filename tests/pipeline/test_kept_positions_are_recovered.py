@@ -77,6 +77,18 @@ def test_an_entry_keeps_its_place_by_what_is_left_of_it(which: int) -> None:
     assert not near[0].any() and not far[1].any()
 
 
+def test_what_is_equal_counts_more_than_what_is_near() -> None:
+    """A value that is another entry's to the bit tells the place, though a third one is rather like key and value."""
+    full = whole(layers=1)
+    (keys, values) = full[0]
+    generator = torch.Generator().manual_seed(4)
+    values[0, 0, 8] = values[0, 0, 3] + 0.5 * torch.randn(D, generator=generator)
+    cut = taken(full, [[[3], [0]]])
+    cut[0][0][0, 0, 0] = keys[0, 0, 8] + 0.3 * torch.randn(D, generator=generator)
+    (found,) = recover(cut, full)
+    assert found.positions[0].tolist() == [3] and not found.value_distance[0].any()
+
+
 def test_what_was_rounded_is_found_with_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     full = whole()
     rounded = [tuple((kind * 16).round() / 16 for kind in layer) for layer in taken(full, PLACES)]
