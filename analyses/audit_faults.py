@@ -65,19 +65,19 @@ def _of_entries(entries: Entries) -> Place | None:
 def _entry_faults(entries: Entries) -> Iterator[Place]:
     for layer in entries.repeated:
         yield layer, 0, 0, f"every entry is cached {_times(entries)}, once per query head (repeat_kv before caching)"
-    counted = (
-        (entries.padded, "{} of padding attended to"),
-        (entries.strangers, "{} like none of the prompt's"),
-        (entries.duplicates, "{} kept twice"),
-    )
-    for counts, words in counted:
-        for layer, head in np.argwhere(counts > 0):
-            count = int(counts[layer, head])
-            yield int(layer), int(head), 0, words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
+    yield from _counted(entries.padded, "{} of padding attended to")
+    yield from _counted(entries.strangers, "{} like none of the prompt's")
     for layer, words_of in enumerate(entries.altered):
         for head, words in enumerate(words_of):
             if words:
                 yield layer, head, 0, words
+    yield from _counted(entries.duplicates, "{} kept twice")
+
+
+def _counted(counts: NDArray[np.int64], words: str) -> Iterator[Place]:
+    for layer, head in np.argwhere(counts > 0):
+        count = int(counts[layer, head])
+        yield int(layer), int(head), 0, words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
 
 
 def _times(entries: Entries) -> str:

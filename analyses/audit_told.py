@@ -230,9 +230,10 @@ def notes(trace: AuditTrace) -> str:
 
 def _about_losses(trace: AuditTrace) -> str:
     first, recent = trace.protected
+    prompts = counted(int(trace.about["samples"]), "prompt")
     protects = f"every kept set holds the first {first} and the last {recent} entries"
     beside = "; controls protect less, as it keeps hardly more" if trace.freed else ", and so do the controls'"
     return (
         "isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; drift: of the last layer's residual "
-        f"stream, over its norm; KL in nats; mean over {trace.about['samples']} prompts; {protects}{beside}."
+        f"stream, over its norm; KL in nats; mean over {prompts}; {protects}{beside}."
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from perturbkv.audit_trace import Entries, Integers
 from perturbkv.auditing import alterations
 from perturbkv.auditing.entries import Reading
 from perturbkv.auditing.reference import EntryFloors
-from perturbkv.cache.recovery import NOWHERE
+from perturbkv.cache.recovery import NOWHERE, recover
 
 FLOORS = 4
 """More noise floors than this are a difference (METHOD: Audit)."""
@@ -82,14 +82,28 @@ class Judge:
             ("keys", self._far(layer, found.key_distance), self.floors.key),
             ("values", self._far(layer, found.value_distance), self.floors.value),
         )
-        return [
-            ", ".join(
-                f"{name} {self._words(layer, head, kind) or 'changed'}"
-                for kind, (name, distance, floor) in enumerate(kinds)
-                if distance[head] > FLOORS * float(floor[layer])
-            )
-            for head in range(len(found.positions))
+        said = []
+        for head in range(len(found.positions)):
+            far = [kind for kind, (_, distance, floor) in enumerate(kinds) if distance[head] > FLOORS * floor[layer]]
+            if far and self._mismatched(layer, head):
+                said.append("values of other entries than their keys")
+            else:
+                said.append(", ".join(f"{kinds[k][0]} {self._words(layer, head, k) or 'changed'}" for k in far))
+        return said
+
+    def _mismatched(self, layer: int, head: int) -> bool:
+        """Whether all keys and all values are the full cache's to the bit, and do not belong together."""
+        seen = self.attended[layer][head]
+        alone = [
+            recover([(_single(theirs[self.row, head, seen]),) * 2], [(_single(self._own(full, layer, head)),) * 2])[0]
+            for theirs, full in zip(self.reading.held[layer], self.reading.full[layer], strict=True)
         ]
+        exact = not any(bool(one.key_distance[0].any()) for one in alone)
+        return exact and not torch.equal(alone[0].positions[0], alone[1].positions[0])
+
+    def _own(self, full: Tensor, layer: int, head: int) -> Tensor:
+        """The full cache's entries (entry, d_head) of the head that a kept set is of."""
+        return full[self.row][head * full.shape[1] // len(self.found[layer].positions)]
 
     def _words(self, layer: int, head: int, kind: int) -> str:
         """The known alteration of a head's keys or values; empty where none is known."""
@@ -100,7 +114,7 @@ class Judge:
         if not len(places):
             return ""
         full = self.reading.full[layer][kind][self.row]
-        own = full[head * len(full) // len(self.found[layer].positions)]
+        own = self._own(self.reading.full[layer][kind], layer, head)
         other = alterations.of_head(theirs, full[:, places])
         if other is not None:
             return f"of head {other}"
@@ -120,3 +134,7 @@ def _strangers(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> i
 def _duplicates(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
     placed = places[seen & (places != NOWHERE)]
     return len(placed) - len(set(placed.tolist()))
+
+
+def _single(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:
+    return entries[None, None]

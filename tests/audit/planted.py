@@ -214,6 +214,13 @@ def twice(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     return cache
 
 
+def values_of_others(model: Any, input_ids: Tensor, attention_mask: Tensor, layer: int = 1) -> Cache:
+    """Keys and values of one layer were gathered in different orders."""
+    cache = right(model, input_ids, attention_mask)
+    cache.layers[layer].values = cache.layers[layer].values.roll(1, dims=2)
+    return cache
+
+
 def shuffled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """Entries in the opposite order: attention does not care."""
     cache = right(model, input_ids, attention_mask)

@@ -27,6 +27,7 @@ FAULTS = {
     "rotated_again": (ALL, 1, "keys rotated again, each by its own position"),
     "mask_of_evicted_length": ({"block"}, 0, "the mask of a block lets its tokens see those behind them"),
     "swapped_values": (ALL, 1, "values of head 1"),
+    "values_of_others": (ALL, 1, "values of other entries than their keys"),
     "with_padding": ({"batch"}, 0, "5 entries of padding attended to"),
     "quantised": (ALL, 1, "keys quantised to 8 bits per entry"),
     "repeated": (ALL, 0, "every entry is cached 2 times, once per query head (repeat_kv before caching)"),
@@ -82,6 +83,7 @@ def test_eight_bits_are_rounding_in_half_precision() -> None:
 def test_padding_shows_in_the_shorter_row_alone() -> None:
     result = audited("llama", planted.with_padding)
     assert [(fault.situation, fault.row) for fault in result.faults] == [("batch", 1)]
+    assert result.faults[0].floors > 1000  # the reference attends to none
     (shorter,) = (run for run in result.trace.runs if run.row == 1)
     assert shorter.padding == 7
     assert shorter.entries is not None
