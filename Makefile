@@ -12,6 +12,8 @@ INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attent
 CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
+# A process per core, one thread each; the tests of a file share what they make.
+BY_CORE = -n auto --dist loadfile
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 
@@ -37,7 +39,7 @@ demo: install
 	$(BIN) heads --dataset needle --samples 8 --policy snapkv --budget 128 --output runs/demo --overwrite
 
 test: develop
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE)
 
 # kvpress needs an older transformers than the toolkit does, so the comparison has an environment of its own.
 test-kvpress: $(KVPRESS)/.installed
@@ -52,7 +54,7 @@ $(KVPRESS)/.installed: Makefile pyproject.toml
 
 # The oldest transformers that the toolkit takes, with which kvpress runs too.
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest tests/core tests/pipeline tests/cli
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(BY_CORE) tests/core tests/pipeline tests/cli
 
 $(OLDEST)/.installed: pyproject.toml
 	python3 -m venv $(OLDEST)
