@@ -10,6 +10,7 @@ GPU_PY ?= $(PY)
 NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attention,two-stage
 CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
+METHODS = $(subst --samples 40,--samples 20,$(NEWS)) --budget 128 --budget 0.2 --granularity kv
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
 # A process per core, one thread each; the tests of a file share what they make.
@@ -94,9 +95,10 @@ tables: develop
 	$(BIN) layers runs/news/window32/trace.h5 --per-sample --compare attention,two-stage,two-stage-uniform
 	$(BIN) layers $(NEWS) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
 	$(BIN) ablation $(NEWS) --output runs/news/ablation --overwrite
+	$(BIN) ablation --methods all $(METHODS) --output runs/news/methods --overwrite
 	$(BIN) horizon $(NEWS) --output runs/news/horizon --overwrite
-	cp runs/news/horizon/horizon.png docs/figures/
-	$(PY) docs/tables.py $(foreach run,heads . window32 budgets ablation horizon,runs/news/$(run)/summary.json)
+	cp runs/news/horizon/horizon.png runs/news/methods/methods.png docs/figures/
+	$(PY) docs/tables.py $(foreach run,heads . window32 budgets ablation methods horizon,runs/news/$(run)/summary.json)
 	$(PY) docs/readings.py runs/news/heads/trace.h5 $(LONGBENCH)
 	$(PY) docs/readings.py runs/news/trace.h5
 	$(PY) docs/coverage.py runs/news/heads/trace.h5

@@ -84,12 +84,13 @@ def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]
 
 
 def _all(run: RunOptions) -> list[str]:
-    """Every policy that can run as it is asked for; two stages on SnapKV, PyramidKV and AdaKV."""
+    """Every policy that can run as it is asked for; SnapKV unpooled, as most others are; two stages on three of them."""
     from perturbkv.selection.policies import registry
 
     able = [one.name for one in registry.known() if run.head_scores is not None or not one.needs_scores]
     fitting = [name for name in able if run.cache in registry.info(name).caches() and name != "random"]
-    return [*map(_meant, fitting), *(f"{name}:two-stage" for name in _STAGED_ON if name in fitting)]
+    staged = [f"{name}:two-stage" for name in _STAGED_ON if name in fitting]
+    return [*map(_meant, fitting), "snapkv:attention-unpooled", *staged]
 
 
 def _meant(method: str) -> str:

@@ -217,12 +217,29 @@ def horizon(found: dict[str, Any]) -> None:
     )
 
 
+def methods(found: dict[str, Any]) -> None:
+    """Every method over SnapKV, over random entries with its own protection, and what comes out."""
+    for one in found["settings"]:
+        rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
+        rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
+        heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
+        table(f"methods, {naming.setting(config_of(one['baseline']))}", heads, rows)
+
+
+def _method(name: str, controls: dict[str, Any], row: dict[str, Any], kl: dict[str, Any]) -> list[str]:
+    over = [row.get("propagated"), controls.get("random", {}).get("propagated"), row.get("isolated")]
+    ratios = [number(kind["sum_ratio"], kind["sum_ratio_interval"]) if kind else "" for kind in over]
+    drift = number(row["drift_ratio"], row["drift_ratio_interval"]) if row else ""
+    return [f"`{name}`", *ratios, drift, number(kl["kl_median"], kl["kl_median_interval"], digits=5)]
+
+
 TABLES = {
     "heads": heads,
     "bound-tightness": bound_tightness,
     "assumption": assumption,
     "layers": layers,
     "ablation": ablation,
+    "methods": methods,
     "horizon": horizon,
 }
 if __name__ == "__main__":
