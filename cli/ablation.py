@@ -84,7 +84,7 @@ def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]
 
 
 def _all(run: RunOptions) -> list[str]:
-    """Every policy that can run as it is asked for; SnapKV unpooled, as most others are; two stages on three of them."""
+    """Every policy that can run as asked for; SnapKV unpooled, as most others are; two stages on three of them."""
     from perturbkv.selection.policies import registry
 
     able = [one.name for one in registry.known() if run.head_scores is not None or not one.needs_scores]
