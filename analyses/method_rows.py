@@ -11,11 +11,12 @@ from perturbkv.analyses import heads
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.naming import common
+from perturbkv.analyses.naming import apart, common
 from perturbkv.analyses.objects import setting_object
 from perturbkv.analyses.outcomes import Divergence, Outcome, divergence, outcome
 from perturbkv.analyses.pairing import matches
 from perturbkv.analyses.pairing import settings as alike
+from perturbkv.configs.budget import entries
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
@@ -39,16 +40,19 @@ class Row(Outcome):
         config: the method.
         controls: selection -> the method against SnapKV's entries so selected, with the same window and protected
             entries; without those that the run lacks.
+        beside: in what it differs from other rows of its name.
     """
 
     config: EvictionConfig
     controls: Mapping[str, HeadComparison]
+    beside: str = ""
 
     @property
     def name(self) -> str:
         """Policy, and selection where it is not the policy's score alone."""
         plain_selection = self.config.selection.name in ("attention", "position", "given")
-        return str(self.config.policy) if plain_selection else f"{self.config.policy}:{self.config.selection}"
+        said = str(self.config.policy) if plain_selection else f"{self.config.policy}:{self.config.selection}"
+        return f"{said} {self.beside}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""
@@ -94,23 +98,44 @@ class Setting:
         return found
 
 
-def protection(config: EvictionConfig) -> tuple[int | float, int | float]:
-    """First and recent entries that stay in every head whatever their scores, as a policy's options say it too.
+def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
+    """First and recent entries, or shares of b, that stay in every head whatever their scores.
 
-    `sinks` are first entries of a policy or of the score that it ranks by, `recent` a share of b.
+    `sinks` are first entries of a policy or of the score that it ranks by, `recent` a share of b. None where it is not
+    known: of kept sets from outside, and of a number beside a share where b itself is a share.
     """
     options = dict(config.policy.options)
     if isinstance(by := options.get("by"), Choice):
         options |= by.options
-    first = max(config.protect_first, options.get("sinks", 0))
-    return first, options.get("recent", config.protect_recent)
+    first = _larger(config.protect_first, options.get("sinks", 0), config)
+    recent = _larger(config.protect_recent, options.get("recent", 0), config)
+    return None if config.given or first is None or recent is None else (first, recent)
 
 
-def control(config: EvictionConfig, selection: str) -> EvictionConfig:
-    """SnapKV's entries by another selection, with the window and the protected entries of a method."""
-    first, recent = protection(config)
-    granularity = Choice(config.granularity.name, config.granularity.told)  # what was idle there may matter here
-    return EvictionConfig(config.budget, BASELINE[0], selection, config.window, granularity, first, recent)
+def _larger(one: float, other: float, config: EvictionConfig) -> int | float | None:
+    """The one that keeps more entries, each a number of them or a share of b."""
+    if not one or not other or type(one) is type(other):
+        return max(one, other)
+    if not isinstance(budget := config.budget.value, int):
+        return None
+    return max(entries(one, budget), entries(other, budget))
+
+
+def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) -> EvictionConfig | None:
+    """The baseline's entries by another selection, with a method's window and protected entries; None: not known."""
+    if (ends := protection(config)) is None:
+        return None
+    looks = selection == BASELINE[1]
+    stages = {name: value for name, value in baseline.selection.told.items() if name in ("alpha", "split")}
+    grouping = baseline.granularity.without(["product"] if looks else ["product", "reduce"])
+    return EvictionConfig(
+        config.budget,
+        Choice(BASELINE[0], baseline.policy.told if looks else {}),
+        Choice(selection, stages),
+        config.window,
+        Choice(grouping.name, grouping.told),
+        *ends,
+    )
 
 
 def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Setting, ...]:
@@ -120,7 +145,11 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Set
     """
     options = {name for one in trace.run.configs for name in one.flat() if name.startswith(("policy_", "selection_"))}
     groups = [[trace.run.configs[place] for place in group] for group in alike(trace.run, *_FREE, *options)]
-    found = [one for group in groups if _baseline(group) and (one := _setting(trace, group, step, only)).rows]
+    found = [
+        one
+        for group in groups
+        if (base := baseline_of(group)) and (one := _setting(trace, group, base, step, only)).rows
+    ]
     if not found:
         held = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
         msg = f"{ANALYSIS} needs {':'.join(BASELINE)} and another policy at the same budget; got a trace of {held}"
@@ -128,38 +157,47 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Set
     return tuple(found)
 
 
-def _baseline(group: list[EvictionConfig]) -> EvictionConfig | None:
-    """SnapKV's with nothing protected beside its window."""
+def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
+    """SnapKV's with the least protection beside its window."""
     named = [one for one in group if (one.policy.name, one.selection.name) == BASELINE]
-    return next((one for one in named if protection(one) == (0, 0)), None)
+    return min(named, key=lambda one: sum(protection(one) or ()), default=None)
 
 
-def _methods(group: list[EvictionConfig]) -> list[EvictionConfig]:
-    """What is no control."""
-    controls = {_key(control(one, name)) for one in group for name in CONTROLS}
-    base = _baseline(group)
-    return [one for one in group if one == base or _key(one) not in controls or one.policy.name != BASELINE[0]]
+def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
+    """What is neither the baseline nor a control of something else."""
+    wanted = [control(base, one, name) for one in group if one != base for name in CONTROLS]
+    controls = {_key(one) for one in wanted if one is not None}
+    return [one for one in group if one != base and (_key(one) not in controls or one.policy.name != BASELINE[0])]
 
 
 def _key(config: EvictionConfig) -> tuple[Any, ...]:
-    """What a control is known again by, whatever options its policy has."""
-    return (config.budget, config.policy.name, config.selection.name, config.window, config.granularity.name,
+    """What a control is known again by."""
+    return (config.budget, str(config.policy), config.selection.name, config.window, str(config.granularity),
             config.protect_first, config.protect_recent)  # fmt: skip
 
 
-def _setting(trace: Trace, group: list[EvictionConfig], step: int, only: Sequence[str]) -> Setting:
-    baseline = _baseline(group)
-    assert baseline is not None  # noqa: S101
-    named = [one for one in _methods(group) if not only or any(matches(one, name) for name in only)]
-    others = [config for config in named if config != baseline]
-    rows = sorted((_row(trace, baseline, config, group, step) for config in others), key=_ratio)
+def _setting(
+    trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str]
+) -> Setting:
+    named = [one for one in _methods(group, baseline) if not only or any(matches(one, name) for name in only)]
+    rows = [_row(trace, baseline, config, group, step) for config in named]
     return Setting(
         baseline=baseline,
         kl=divergence(trace, ANALYSIS, baseline, step),
-        controls=_controls(trace, baseline, group, step),
-        rows=tuple(rows),
+        controls=_controls(trace, baseline, baseline, group, step),
+        rows=tuple(sorted(_told_apart(rows), key=_ratio)),
         identity=identity(trace, group, step),
     )
+
+
+def _told_apart(rows: list[Row]) -> list[Row]:
+    """Rows of one name say in what they differ."""
+    found = []
+    for row in rows:
+        alike = [other.config for other in rows if other.name == row.name]
+        words = apart(alike, "policy", "selection")[alike.index(row.config)] if len(alike) > 1 else {}
+        found.append(dataclasses.replace(row, beside=" ".join(words.values())))
+    return found
 
 
 def _ratio(row: Row) -> float:
@@ -169,13 +207,14 @@ def _ratio(row: Row) -> float:
 def _row(trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int) -> Row:
     found = outcome(trace, ANALYSIS, baseline, config, step)
     told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    return Row(**told, config=config, controls=_controls(trace, config, group, step))
+    return Row(**told, config=config, controls=_controls(trace, baseline, config, group, step))
 
 
 def _controls(
-    trace: Trace, config: EvictionConfig, group: list[EvictionConfig], step: int
+    trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int
 ) -> dict[str, HeadComparison]:
     """The method against each control that the group holds."""
     held = {_key(one): one for one in group if one != config}
-    wanted = {name: held.get(_key(control(config, name))) for name in CONTROLS}
-    return {name: heads.summarise(trace, one, config, step) for name, one in wanted.items() if one is not None}
+    wanted = {name: control(baseline, config, name) for name in CONTROLS}
+    there = {name: held.get(_key(one)) for name, one in wanted.items() if one is not None}
+    return {name: heads.summarise(trace, one, config, step) for name, one in there.items() if one is not None}

@@ -71,16 +71,26 @@ def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
 
 def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
     """Each method as it is meant, two stages on three of them, and the controls of the same protection."""
-    from perturbkv.analyses.method_rows import CONTROLS, control
+    from perturbkv.analyses.method_rows import CONTROLS, baseline_of, control
     from perturbkv.selection.policies.registry import resolved
 
     if "policy" in run.typed:
         msg = "--policy has no effect here: --methods names the policies; leave it out"
         raise ConfigError(msg)
     named = map(_meant, only) if only else _all(run)
-    found = run.configs(list(dict.fromkeys(["snapkv:attention", *named])))
-    controls = [resolved(control(config, selection)) for config in found for selection in CONTROLS]
+    one_alpha = dataclasses.replace(run, alpha=run.alpha and run.alpha[:1])  # without stages all α keep the same
+    found = one_alpha.configs(list(dict.fromkeys(["snapkv:attention", *named])))
+    controls = []
+    for config in found:
+        base = baseline_of([one for one in found if _alike(one, config)])
+        wanted = [control(base, config, selection) for selection in CONTROLS] if base else []
+        controls += [resolved(one) for one in wanted if one is not None]
     return tuple(dict.fromkeys([*found, *controls]))
+
+
+def _alike(one: EvictionConfig, other: EvictionConfig) -> bool:
+    """Whether two methods are compared: at one budget, with kept sets of one kind."""
+    return (one.budget, one.granularity.name, one.block) == (other.budget, other.granularity.name, other.block)
 
 
 def _all(run: RunOptions) -> list[str]:
@@ -88,7 +98,13 @@ def _all(run: RunOptions) -> list[str]:
     from perturbkv.selection.policies import registry
 
     able = [one.name for one in registry.known() if run.head_scores is not None or not one.needs_scores]
-    fitting = [name for name in able if run.cache in registry.info(name).caches() and name != "random"]
+    shared = any(as_choice(name).name == "layer" for name in run.granularity or [])
+    fitting = [
+        name
+        for name in able
+        if name != "random" and run.cache in (policy := registry.info(name)).caches()
+        and not (shared and policy.budgets == "by head")
+    ]  # fmt: skip
     staged = [f"{name}:two-stage" for name in _STAGED_ON if name in fitting]
     return [*map(_meant, fitting), "snapkv:attention-unpooled", *staged]
 

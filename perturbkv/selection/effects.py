@@ -28,7 +28,9 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
     pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
     found: dict[Owned, str] = {}
     if not scored:
-        found |= {("policy", name): _LOOKS for name in policy.score_options}
+        protects = policy.ranks_by_another and policy.score.first_entries > 0
+        idle_options = [name for name in policy.score_options if not (protects and name == "by")]
+        found |= {("policy", name): _LOOKS for name in idle_options}
         found["granularity", "reduce"] = _LOOKS
     elif not pooled:
         found |= {("policy", name): _POOLED for name in _POOLING if name in policy.score_options}

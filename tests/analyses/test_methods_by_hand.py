@@ -20,7 +20,7 @@ SNAPKV = config("attention", 128, **KV)
 H2O = config("h2o:attention", 128, **KV)
 TOVA = config("tova:attention", 128, **KV)
 STAGED = config("two-stage", 128, **KV)
-CONTROLS = [resolved(control(one, name)) for one in (SNAPKV, H2O, TOVA) for name in ("random", "attention")]
+CONTROLS = [resolved(control(SNAPKV, one, name)) for one in (SNAPKV, H2O, TOVA) for name in ("random", "attention")]
 L1 = {SNAPKV: 10.0, H2O: 12.0, TOVA: 9.0, STAGED: 8.0}
 BY_CHANCE = {CONTROLS[0]: 40.0, CONTROLS[2]: 6.0, CONTROLS[3]: 8.0, CONTROLS[4]: 90.0, CONTROLS[5]: 18.0}
 
@@ -53,10 +53,36 @@ def test_protection_is_read_from_options_of_policy_and_score() -> None:
 
 
 def test_a_control_is_snapkvs_with_the_methods_own_window_and_ends() -> None:
-    found = resolved(control(TOVA, "random"))
+    found = resolved(control(SNAPKV, TOVA, "random"))
     assert (found.policy.name, found.selection.name, found.window) == ("snapkv", "random", 1)
-    assert resolved(control(H2O, "attention")).protect_recent == 0.5
-    assert resolved(control(SNAPKV, "attention")) == SNAPKV
+    assert resolved(control(SNAPKV, H2O, "attention")).protect_recent == 0.5
+    assert resolved(control(SNAPKV, SNAPKV, "attention")) == SNAPKV
+
+
+def test_a_share_and_a_number_protect_what_is_more() -> None:
+    assert protection(config("attention", 64, policy="expected-attention", protect_first=0.5, window=8)) == (32, 0)
+    assert protection(config("h2o:attention", 64, protect_recent=0.8, window=8)) == (0, 0.8)
+    assert protection(config("h2o:attention", 64, protect_recent=50, window=8)) == (0, 50)
+    assert protection(config("attention", 0.2, policy="value-norm", protect_first=0.5)) is None
+
+
+def test_controls_pool_as_the_baseline_does() -> None:
+    base = config("attention", 128, preset="released-v2")
+    own = config("caote:attention", 128, preset="released-v2")
+    assert resolved(control(base, own, "attention")) == base
+    assert resolved(control(base, own, "random")).policy.options == {}
+
+
+def test_rows_of_one_name_say_in_what_they_differ() -> None:
+    other = config("h2o:attention", 128, protect_first=4, **KV)
+    (found,) = settings(made({**L1, other: 11.0}))
+    assert [row.name for row in found.rows] == ["snapkv:two-stage", "tova", "h2o protect-first=4", "h2o"]
+
+
+def test_where_everything_is_protected_the_baseline_is_too() -> None:
+    both = [config(name, 128, protect_first=4) for name in ("attention", "caote:attention")]
+    (found,) = settings(made(dict.fromkeys(both, 2.0)))
+    assert (found.baseline, [row.name for row in found.rows]) == (both[0], ["caote"])
 
 
 def test_rows_are_ordered_by_what_they_perturb_and_held_against_both_controls() -> None:
