@@ -13,9 +13,11 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.method_rows import Row, Setting, settings
 from perturbkv.analyses.naming import counted, folded
 from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.pairing import matches
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import capital, decided, over
 from perturbkv.display import Table
+from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
@@ -95,6 +97,11 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRank
     Raises TraceError where no budget holds SnapKV and another policy, or the trace has no complete sample or not what
     is needed; ConfigError where it has no such step.
     """
+    for name in only:
+        if not any(matches(config, name) for config in trace.run.configs):
+            held = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
+            msg = f"expected {name} among the trace's methods, got a trace of {held}"
+            raise TraceError(msg)
     found = settings(trace, step, only)
     configs = dict.fromkeys(config for one in found for config in one.identity.configs)
     return MethodRanking(found, step, identity(trace, list(configs), step))

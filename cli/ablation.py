@@ -80,6 +80,9 @@ def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]
     named = map(_meant, only) if only else _all(run)
     one_alpha = dataclasses.replace(run, alpha=run.alpha and run.alpha[:1])  # without stages all α keep the same
     found = one_alpha.configs(list(dict.fromkeys(["snapkv:attention", *named])))
+    if len({(one.policy, one.selection.name) for one in found}) < 2:
+        msg = "--methods needs another method than snapkv, which it compares them with; name one, or all"
+        raise ConfigError(msg)
     controls = []
     for config in found:
         base = baseline_of([one for one in found if _alike(one, config)])

@@ -15,7 +15,7 @@ from perturbkv.analyses.method_rows import Setting
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 
-_WIDE, _LINE_MM, _AROUND_MM = 2, 5.2, 19
+_WIDE, _LINE_MM, _AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
 _MARKS = {"over snapkv": ("o", -0.16), "over random entries with the same protection": ("s", 0.16)}
 
 
@@ -26,7 +26,7 @@ def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = st
         columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
         rows = -(-len(ordered) // columns)
         longest = max(len(result.rows) for result in ordered)
-        figure = style.figure(width_mm, rows * (longest * _LINE_MM + _AROUND_MM) + 10)
+        figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _LINE_MM + _AROUND_MM) + 10))
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
         for panel, result in zip(panels, ordered, strict=False):
             _panel(panel, result)

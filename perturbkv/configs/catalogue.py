@@ -97,6 +97,9 @@ class Catalogue(Generic[_Class]):
                 f"{self.kind} '{name}': expected {bare[0]} to be an option(default, 'what it does'), got a plain field"
             )
             raise error(msg)
+        if flaw := getattr(found, "flaw", str)():
+            msg = f"{self.kind} '{name}': {flaw}"
+            raise error(msg)
         return found
 
 

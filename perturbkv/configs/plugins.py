@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,8 @@ from perturbkv.errors import PluginError
 
 OURS = "perturbkv."
 _FILE = ".py:"
+_LONGEST = 200
+"""Characters of somebody else's message."""
 
 
 def of_file(name: str) -> bool:
@@ -76,14 +80,19 @@ def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
         raise PluginError(msg)
     module = sys.modules[known_as] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[known_as]
         msg = f"{path} cannot be loaded: {said(error)}"
         raise PluginError(msg) from error
     return module
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """An error of somebody else's code in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+    text = " ".join(str(error).split())
+    text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}".rstrip(": ") + where

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.option import WithOptions, option
-from perturbkv.scoring.layer_view import PROMPT_ALONE, LayerView
+from perturbkv.scoring.layer_view import NEEDS, PROMPT_ALONE, LayerView
 from perturbkv.scoring.replay_view import Replay, ReplayView
 
 
@@ -84,6 +84,13 @@ class Score(WithOptions):
     def first_entries(self) -> int:
         """First entries that always stay."""
         return 0
+
+    @classmethod
+    def flaw(cls) -> str:
+        """What is wrong with the class; empty where nothing is."""
+        if isinstance(cls.needs, str) or not set(cls.needs) <= set(NEEDS):
+            return f"expected needs to name some of {', '.join(NEEDS)}, got {cls.needs!r}"
+        return "" if cls.score is not Score.score else "expected a method score(self, layer), got none"
 
     @classmethod
     def carries_history(cls) -> bool:

@@ -163,6 +163,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     values = {row.target.name: row.value for row in report.rows}
     assert values == {
         "capture-2": pytest.approx(1.1), "sweep-24": pytest.approx(1.34), "sweep-200": pytest.approx(3.0),
+        "scores-11": pytest.approx(1.21), "presses-24": None,
         "peak-24": 1.2, "growth": 4.5, "norms-time": 0.5, "norms-memory": 0.05,
         "writing-24": 0.015, "writing-200": pytest.approx(0.0883, rel=1e-3), "generation": 0.8,
         "triton-time": None, "triton-rate": None, "cuda-24": None, "cuda-decode": None,
@@ -171,7 +172,8 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     assert verdicts["writing-200"] == "falls short"
     assert verdicts["generation"] == "reached"
     assert verdicts["cuda-24"] == "not measured"
-    assert {row.reason for row in report.rows if row.value is None} == {"needs a CUDA device"}
+    assert {row.reason for row in report.rows if row.value is None} == {"needs a CUDA device", rows.NO_KVPRESS}
+    assert report.failed == []
     assert report.machine["cores"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
     [
         ("nowhere.py:Peak", "there is no file"),
         ("mine.py:Pek", "no class 'Pek'; its classes: Peak, Other"),
-        ("mine.py:Other", "expected 'mine.py:Other' to be a subclass of"),
+        ("mine.py:Other", "expected 'mine.py:Other' to be a subclass of Score or Policy, got Other"),
         ("mine.py:Peak(sigma=1)", "no option 'sigma'; its options: tau, pool, kernel"),
         ("mine.py:Peak(tau=high)", "tau of policy 'mine.py:Peak' is a number, got 'high'"),
         ("broken.py:Peak", "broken.py cannot be loaded: ZeroDivisionError: division by zero"),
@@ -176,7 +177,6 @@ def broken(give: Any, **told: Any) -> Score:
         (lambda layer: torch.full((4, 25), torch.nan), "gives NaN or infinity for 100 entries"),
         (lambda layer: -torch.ones(4, 25), "gives numbers below 0; say signed = True"),
         (lambda layer: 1 / 0, "raised ZeroDivisionError: division by zero"),
-        (lambda layer: layer.keys.mul_(2).abs().sum() * layer.attention[..., :25].sum(1), "changes what it is shown"),
         (lambda layer: layer.values, "looks at values, which its needs"),
         (
             lambda layer: layer.next_query,
@@ -191,6 +191,34 @@ def test_a_broken_score_is_one_line_that_names_it(give: Any, said: str) -> None:
         computed(score)
     assert "\n" not in str(found.value)
     assert "Broken" in str(found.value) or "hidden" in said
+
+
+def test_what_a_score_writes_to_changes_nothing_for_others(capsys: pytest.CaptureFixture[str]) -> None:
+    def write(layer: LayerView) -> torch.Tensor:
+        sys.stdout.write("hello")
+        layer.keys.copy_(layer.keys.flip(1))
+        return layer.attention.mul_(0).add_(1)[..., :25].sum(dim=1)
+
+    view, score = layer_view(4, 2, 30, 1), broken(write, needs=("attention", "keys"))
+    found = layer_scores(view, [score, SnapKV()], CHUNK_BYTES)
+    assert torch.equal(found[SnapKV()], computed(SnapKV()))
+    assert (capsys.readouterr().out, float(found[score].min())) == ("", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("needs = ('attentoin',)", "expected needs to name some of queries, keys"),
+        ("needs = 'attention'", "got 'attention'"),
+        ("x: float = 2.0", "expected x to be an option"),
+        ("import sys; sys.exit(0)", "cannot be loaded: SystemExit: 0 (mine.py, line"),
+    ],
+)
+def test_a_class_that_cannot_work_is_told_before_anything_is_read(peak: Path, line: str, said: str) -> None:
+    peak.write_text(PEAK.replace("    tau:", f"    {line}\n    tau:"))
+    with pytest.raises(PluginError) as found:
+        pk.grid(64, policy="mine.py:Peak")
+    assert said in str(found.value)
 
 
 def test_a_row_per_group_and_a_signed_score_are_taken() -> None:

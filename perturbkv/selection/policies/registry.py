@@ -17,7 +17,7 @@ from perturbkv.configs.catalogue import Catalogue
 from perturbkv.configs.choice import FIRST, Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import completed
-from perturbkv.configs.plugins import digest, is_ours, of_file
+from perturbkv.configs.plugins import class_of_file, digest, is_ours, of_file
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import registry as scores
@@ -90,12 +90,12 @@ def info(name: str) -> type[Policy]:
 
 
 def _is_score(name: str) -> bool:
-    """Whether a class of a user's own file is a score; where it cannot be read, the policy's message tells."""
-    try:
-        SCORES.info(name)
-    except PluginError:
-        return False
-    return True
+    """Whether a class of a user's own file is a score. Raises PluginError for one that is neither that nor a policy."""
+    found = class_of_file(name)
+    if isinstance(found, type) and not issubclass(found, (SCORES.base(), _POLICIES.base())):
+        msg = f"expected '{name}' to be a subclass of Score or Policy, got {found.__name__}"
+        raise PluginError(msg)
+    return isinstance(found, type) and issubclass(found, SCORES.base())
 
 
 def _by_score(score: type[Score], name: str) -> type[Policy]:
