@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from perturbkv.cli import console
 from perturbkv.cli.choices import apart
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
@@ -15,6 +16,9 @@ from perturbkv.cli.study import open_study
 from perturbkv.configs.choice import Choice, as_choice, halves, parse, split
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perturbkv.selection.policies.base import Policy
 
 _ALPHAS = (0.0, 0.25, 0.5)
 _UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight-attention", "hindsight"]
@@ -100,16 +104,19 @@ def _all(run: RunOptions) -> list[str]:
     """Every policy that can run as asked for; SnapKV unpooled, as most others are; two stages on three of them."""
     from perturbkv.selection.policies import registry
 
-    able = [one.name for one in registry.known() if run.head_scores is not None or not one.needs_scores]
-    shared = any(as_choice(name).name == "layer" for name in run.granularity or [])
-    fitting = [
-        name
-        for name in able
-        if name != "random" and run.cache in (policy := registry.info(name)).caches()
-        and not (shared and policy.budgets == "by head")
-    ]  # fmt: skip
+    known = [policy for policy in registry.known() if policy.name != "random"]
+    fitting = [policy.name for policy in known if _fits(run, policy)]
+    if left := [policy.name for policy in known if policy.name not in fitting]:
+        console.note(f"left out, as it needs head scores, another cache or another granularity: {', '.join(left)}")
     staged = [f"{name}:two-stage" for name in _STAGED_ON if name in fitting]
     return [*map(_meant, fitting), "snapkv:attention-unpooled", *staged]
+
+
+def _fits(run: RunOptions, policy: type[Policy]) -> bool:
+    """Whether a policy can run with the given scores, cache and granularities."""
+    shared = any(as_choice(name).name == "layer" for name in run.granularity or [])
+    scored = run.head_scores is not None or not policy.needs_scores
+    return scored and run.cache in policy.caches() and not (shared and policy.budgets == "by head")
 
 
 def _meant(method: str) -> str:

@@ -1,0 +1,43 @@
+"""`ablation --methods`: makes methods and their controls, ranks them, and says what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from perturbkv.storage.trace_file import read_run
+
+Run = Callable[..., Any]
+
+
+def test_methods_are_measured_with_controls_of_the_same_protection(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("ablation", *tiny, "--methods", "tova,h2o", "-o", "out", "--json")
+    assert ran.code == 0, ran.err
+    asked = {(one.policy.name, one.selection.name, one.window, one.protect_recent)
+             for one in read_run(Path("out/trace.h5")).configs}  # fmt: skip
+    window = next(one.window for one in read_run(Path("out/trace.h5")).configs if one.policy.name == "h2o")
+    for name in ("attention", "random"):
+        assert {("snapkv", name, window, 0), ("snapkv", name, window, 0.5)} <= asked
+    (setting, *_) = ran.json()["settings"]
+    assert {row["name"] for row in setting["rows"]} == {"tova", "h2o"}
+    assert Path("out/methods.png").exists() or Path("out/methods.svg").exists()
+    alone = perturbkv("ablation", "out/trace.h5", "--methods", "h2o", "-o", "alone", "--json").json()
+    assert [row["name"] for row in alone["settings"][0]["rows"]] == ["h2o"]
+    absent = perturbkv("ablation", "out/trace.h5", "--methods", "h2o,caote", "-o", "absent")
+    assert absent.code == 2
+    assert "expected caote among the trace's methods" in " ".join(absent.err.split())
+
+
+def test_what_cannot_be_ranked_is_one_line_before_anything_is_measured(perturbkv: Run, tiny: list[object]) -> None:
+    for asked, said in (("snapkv", "needs another method than snapkv"), (",", "got none"), ("nope", "unknown policy")):
+        ran = perturbkv("ablation", *tiny, "--methods", asked, "-o", "none")
+        assert (ran.code, said in " ".join(ran.err.split())) == (2, True), ran.err
+    assert not Path("none").exists()
+
+
+def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None:
+    roomier = [40 if one == 24 else one for one in tiny]
+    ran = perturbkv("ablation", *roomier, "--methods", "all", "--dry-run")
+    assert ran.code == 0, ran.err
+    assert "left out, as it needs head scores, another cache or another granularity: headkv" in ran.err
