@@ -140,7 +140,7 @@ def fitting(
     for config in configs:
         try:
             for prompt in prompts:
-                config.kept_entries(len(prompt.parts(scenario)[0]))
+                registry.check_ends(config, len(prompt.parts(scenario)[0]))
         except BudgetError as error:
             refused[str(config.budget)] = error
         else:

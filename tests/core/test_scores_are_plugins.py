@@ -15,7 +15,7 @@ import perturbkv as pk
 from perturbkv.configs import catalogue
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import ConfigError, PluginError, UnknownNameError
+from perturbkv.errors import BudgetError, ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.registry import SCORES
@@ -243,6 +243,18 @@ def test_a_score_that_holds_value_norms_is_told_where_they_are_multiplied_in_aga
         *pk.grid(64, policy="dropkv", selection="two-stage-uniform"),
     ]
     assert registry.counted_twice(asked) == ["caote", "obcache-value"]
+
+
+def test_a_budget_that_a_scores_own_first_entries_fill_is_refused() -> None:
+    """Nothing would be ranked, and the label would still name the score."""
+    small, enough, all_of_it = (pk.grid(budget, policy="value-norm", window=8)[0] for budget in (28, 29, 200))
+    with pytest.raises(
+        BudgetError, match="keeps 28 entries of 100, no more than policy 'value-norm' always keeps: the "
+    ):
+        registry.check_ends(small, 100)
+    registry.check_ends(enough, 100)
+    registry.check_ends(all_of_it, 100)
+    registry.check_ends(pk.grid(12, selection="streaming-llm:position", window=8)[0], 100)
 
 
 def test_heads_in_parts_give_what_the_whole_layer_gives() -> None:

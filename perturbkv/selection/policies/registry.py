@@ -19,7 +19,7 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import completed
 from perturbkv.configs.plugins import class_of_file, digest, is_ours, of_file
 from perturbkv.configs.selections import SELECTIONS
-from perturbkv.errors import ConfigError, PluginError, UnknownNameError
+from perturbkv.errors import BudgetError, ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import registry as scores
 from perturbkv.scoring.registry import SCORES
 from perturbkv.selection import effects
@@ -217,6 +217,24 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
     _check_sign(config)
+
+
+def check_ends(config: EvictionConfig, prompt_tokens: int) -> None:
+    """Raise BudgetError where the budget leaves nothing to rank beside what the policy always keeps of a prompt.
+
+    A policy that ranks by position is left alone, and a prompt of which nothing is evicted.
+    """
+    kept = config.kept_entries(prompt_tokens)
+    if kept >= prompt_tokens or config.given or config.selection.name == "position":
+        return
+    policy = build(config.policy)
+    first, recent = policy.first_entries(config, kept), max(config.window, policy.recent_entries(config, kept))
+    if kept <= first + recent:
+        msg = (
+            f"budget {config.budget} keeps {kept} entries of {prompt_tokens}, no more than policy '{policy.name}' "
+            f"always keeps: the first {first} and the last {recent}; raise the budget, or lower its own options"
+        )
+        raise BudgetError(msg)
 
 
 def counted_twice(configs: Iterable[EvictionConfig]) -> list[str]:
