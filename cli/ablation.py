@@ -114,9 +114,11 @@ def _all(run: RunOptions) -> list[str]:
 
 def _fits(run: RunOptions, policy: type[Policy]) -> bool:
     """Whether a policy can run with the given scores, cache and granularities."""
-    shared = any(as_choice(name).name == "layer" for name in run.granularity or [])
+    asked = [as_choice(name) for name in run.granularity or []]
+    shared = any(one.name == "layer" for one in asked) and policy.budgets == "by head"
+    in_blocks = any(int(one.options.get("block", 1)) > 1 for one in asked) and policy().first_stage is not None
     scored = run.head_scores is not None or not policy.needs_scores
-    return scored and run.cache in policy.caches() and not (shared and policy.budgets == "by head")
+    return scored and run.cache in policy.caches() and not shared and not in_blocks
 
 
 def _meant(method: str) -> str:

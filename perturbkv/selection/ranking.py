@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.scoring.window_attention import pool, reduce_group, seeded
+from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
 from perturbkv.selection import blocks
 from perturbkv.selection.competition import in_order
 from perturbkv.selection.policies import registry
@@ -216,10 +216,19 @@ class Scores:
         kind, kernel = _pooling(config, pooled)
         if own := registry.build(config.policy).score.reduces:
             key = ("pooled", sets, own, kind, kernel)
-            return self.once(key, lambda: self.reduced(config, pool(given, kind, kernel), own))
+            return self.once(key, lambda: self.reduced(config, self._pooled(config, given, pooled), own))
         how = config.granularity.options.get("reduce", "mean")
         reduced = self.once(("attention", sets, how), lambda: self.reduced(config, given, how))
-        return self.once(("pooled", sets, how, kind, kernel), lambda: pool(reduced, kind, kernel))
+        return self.once(("pooled", sets, how, kind, kernel), lambda: self._pooled(config, reduced, pooled))
+
+    def _pooled(self, config: EvictionConfig, score: Tensor, pooled: bool) -> Score:
+        """Pooled as the policy says."""
+        kind, kernel = _pooling(config, pooled)
+        if not registry.build(config.policy).score.signed:
+            return pool(score, kind, kernel)
+        valid = self.statistics.valid
+        there = torch.ones_like(score, dtype=torch.bool) if valid is None else valid
+        return pool_signed(score, kind, kernel, there.repeat_interleave(len(score) // len(there), dim=0))
 
     def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
         """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""

@@ -243,6 +243,8 @@ def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
             registry.check_compressible(config(policy))
     for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"):
         registry.check_compressible(config(policy))
+    with pytest.raises(ConfigError, match="compares all heads of a layer, whose entries differ"):
+        registry.check_compressible(config("adakv(by=tova)"))
     for name in ("hindsight", "hindsight-attention"):
         with pytest.raises(ConfigError, match=f"'{name}' looks at the next query"):
             registry.check_generating(config("snapkv", selection=name))

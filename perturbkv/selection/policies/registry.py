@@ -270,6 +270,12 @@ def check_compressible(config: EvictionConfig) -> None:
             f"works with {able}"
         )
         raise ConfigError(msg)
+    if build(config.policy).score.whole_layer and build(config.policy).budgets == "by head":
+        msg = (
+            f"policy '{config.policy}' compares all heads of a layer, whose entries differ once its budgets are by "
+            "head; --compress-every works with it where budgets are alike, such as of snapkv"
+        )
+        raise ConfigError(msg)
 
 
 def _compressible(policy: Policy) -> bool:
