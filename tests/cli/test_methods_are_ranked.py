@@ -44,3 +44,15 @@ def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None
     in_blocks = perturbkv("ablation", *roomier, "--methods", "all", "--granularity", "kv(block=4)", "--dry-run")
     assert in_blocks.code == 0, in_blocks.err
     assert "granularity: defensive, defensive-layer, headkv" in " ".join(in_blocks.err.split())
+
+
+def test_an_ablation_of_ranked_methods_compares_what_shares_a_setting(perturbkv: Run, tiny: list[object]) -> None:
+    asked = ("--methods", "tova,h2o,pyramidkv,pyramidkv:two-stage,snapkv:two-stage", "-o", "out")
+    assert perturbkv("ablation", *tiny, *asked).code == 0
+    document = perturbkv("ablation", "out/trace.h5", "-o", "chain", "--json").json()
+    held = {one["baseline"]["policy"]: [row["name"] for row in one["rows"]] for one in document["settings"]}
+    assert len(document["settings"]) == 2
+    assert held == {"snapkv": ["two-stage", "random"], "pyramidkv": ["two-stage"]}
+    said = " ".join(perturbkv("ablation", "out/trace.h5", "-o", "chain").out.split())
+    assert "can be held against attention: tova:attention, h2o:attention, snapkv:random, snapkv:" in said
+    assert all(f"{policy} b=24 w=8" in said for policy in held)
