@@ -69,7 +69,8 @@ def policies(
 
 def _list_policies(as_json: bool) -> None:
     from perturbkv.configs.selections import SELECTIONS
-    from perturbkv.selection.policies.registry import known, pairs
+    from perturbkv.selection.compatibility import pairs
+    from perturbkv.selection.policies.registry import known
 
     if as_json:
         console.print_json({"policies": [

@@ -21,6 +21,7 @@ from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.registry import SCORES
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores.snapkv import SnapKV
+from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 from tests.support.layers import layer_view
 
@@ -242,7 +243,7 @@ def test_a_score_that_holds_value_norms_is_told_where_they_are_multiplied_in_aga
         *pk.grid(64, policy=("caote", "snapkv", "adakv(obcache-value)"), selection=("attention", "two-stage")),
         *pk.grid(64, policy="dropkv", selection="two-stage-uniform"),
     ]
-    assert registry.counted_twice(asked) == ["caote", "obcache-value"]
+    assert compatibility.counted_twice(asked) == ["caote", "obcache-value"]
 
 
 def test_a_budget_that_a_scores_own_first_entries_fill_is_refused() -> None:
@@ -251,10 +252,10 @@ def test_a_budget_that_a_scores_own_first_entries_fill_is_refused() -> None:
     with pytest.raises(
         BudgetError, match="keeps 28 entries of 100, no more than policy 'value-norm' always keeps: the "
     ):
-        registry.check_ends(small, 100)
-    registry.check_ends(enough, 100)
-    registry.check_ends(all_of_it, 100)
-    registry.check_ends(pk.grid(12, selection="streaming-llm:position", window=8)[0], 100)
+        compatibility.check_ends(small, 100)
+    compatibility.check_ends(enough, 100)
+    compatibility.check_ends(all_of_it, 100)
+    compatibility.check_ends(pk.grid(12, selection="streaming-llm:position", window=8)[0], 100)
 
 
 def test_heads_in_parts_give_what_the_whole_layer_gives() -> None:
