@@ -13,6 +13,7 @@ import torch
 
 import perturbkv as pk
 from perturbkv.configs import catalogue
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, PluginError, UnknownNameError
@@ -274,3 +275,10 @@ def test_needs_are_known_names() -> None:
 
 def test_scores_that_differ_in_pooling_alone_are_computed_once() -> None:
     assert SnapKV(pool="max").unpooled() == SnapKV(pool="average", kernel=3).unpooled()
+
+
+def test_the_policy_that_a_score_is_is_made_once() -> None:
+    """It is looked up some ten times per layer and configuration; making a class takes a millisecond."""
+    for name in ("snapkv", "caote", "knorm"):
+        assert registry.info(name) is registry.info(name)
+        assert registry.build(Choice(name)) is registry.build(Choice(name))

@@ -45,7 +45,6 @@ _POLICIES: Catalogue[Policy] = Catalogue(
 
 _OUTSIDE = {"given": "outside", "kvpress": "presses"}
 """What stands before the colon of a policy from outside -> the module that has it."""
-_MADE: dict[tuple[str, type[Score]], type[Policy]] = {}
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
@@ -96,10 +95,11 @@ def _is_score(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, SCORES.base())
 
 
+@functools.cache
 def _by_score(score: type[Score], name: str) -> type[Policy]:
     from perturbkv.selection.policies.base import ByScore
 
-    return _MADE.setdefault((name, score), ByScore.of(score, name))
+    return ByScore.of(score, name)
 
 
 def plugins(config: EvictionConfig) -> dict[str, str]:
