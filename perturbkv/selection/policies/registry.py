@@ -83,7 +83,7 @@ def info(name: str) -> type[Policy]:
         return _POLICIES.info(name)
     if name not in SCORES.names() and not of_file(name):
         raise UnknownNameError(name, "policy", names())
-    return _by_score(SCORES.info(name), name)
+    return _by_score(cast("Any", SCORES.info(name)), name)  # classes are hashed as such
 
 
 def _is_score(name: str) -> bool:
