@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.ablation_tables import of_setting
+from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.ingredients import BASELINE, Row, Setting, left_out, settings
 from perturbkv.analyses.naming import short
 from perturbkv.analyses.of_settings import OfSettings, by_head
@@ -37,6 +38,10 @@ class Ablation(OfSettings[Setting]):
     """
 
     left_out: tuple[EvictionConfig, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        return {**super().to_dict(), "left_out": plain(list(self.left_out))}
 
     def conclusion(self) -> str:
         """By how much the two-stage selection perturbs less than the baseline, and which ingredient brings it."""
