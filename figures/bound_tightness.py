@@ -26,8 +26,8 @@ _LEAST_IN_BIN = 10
 """A bin with fewer values says nothing of a distribution."""
 _BANDS = 2
 """More curves than this carry no bands: these would hide each other."""
-_WIDE, _LETTERS = 5, 18
-"""Maps beside each other, and letters over one."""
+_WIDE, _LETTERS, _ACROSS = 5, 16, 34
+"""Maps beside each other, letters over one, and letters under a panel."""
 
 
 def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
@@ -37,7 +37,9 @@ def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
         configs = by_held(result.shown, lambda config: config.held)
         ranked = _in_order([one for one in result.agreements if one.correlations], configs)
         named, settings = _named(configs, ranked)
-        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + keys.height_mm(named.key, width_mm))
+        said = f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}"
+        further = keys.height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, said, width_mm)
+        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (further if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
             panel.yaxis.label.set_size(6.5)
@@ -47,9 +49,10 @@ def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
         legend(axes[1], [] if named.key else curves, 3)
         legend(axes[2], _agreement(axes[2], ranked, settings), 2)
         for panel in (axes[0], axes[2]) if named.key else ():
-            panel.set_xlabel("configuration, named below")
-        keys.draw(figure, named.key, style.ordered_colours(len(configs)), width_mm)
-        style.foot(figure, result.identity, f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}")
+            panel.set_xlabel("configuration, named below", size="medium")
+        style.foot(figure, result.identity, said)
+        below = style.foot_mm(result.identity, said, width_mm)
+        keys.draw(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
 
 
@@ -123,6 +126,13 @@ def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
     return f"budget b ({' or '.join(units)})" if units else "budget b"
 
 
+def _name_budgets(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
+    """The axis' name, smaller where it would leave a panel of a third of a page."""
+    axes.set_xlabel(_budget_axis(configs))
+    if len(axes.get_xlabel()) > _ACROSS:
+        axes.xaxis.label.set_size(6.2)
+
+
 def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
     """Median and quartiles of each ratio; where σ ≤ 0.5 the median alone, hollow beside it. Returns the legend."""
     colours = style.category_colours(len(RATIOS))
@@ -137,7 +147,8 @@ def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> l
                           markeredgewidth=0.7, gid=f"flagged {name}")  # fmt: skip
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(configs)), names)
-    axes.set(xlabel=_budget_axis([shown.config for shown in configs]), ylabel="ratio (1 = tight)")
+    _name_budgets(axes, [shown.config for shown in configs])
+    axes.set_ylabel("ratio (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
@@ -190,7 +201,8 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
                 _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), names)
-    axes.set(xlabel=_budget_axis([agreement.telling for agreement in ranked]), ylabel="Spearman's ρ with L")
+    _name_budgets(axes, [agreement.telling for agreement in ranked])
+    axes.set_ylabel("Spearman's ρ with L")
     bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
     low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
     axes.set(ylim=(low, 1.04), xlim=(-0.6, max(len(ranked), 1) - 0.4))

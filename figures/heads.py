@@ -15,7 +15,7 @@ from perturbkv.figures.head_points import FLAG_COLOUR, limits, outside, scatter
 from perturbkv.figures.labels import held_sides
 
 _HEIGHT_MM, _NARROW_MM, _LINE_MM = 103, 92, 3.2
-_LETTERS, _TITLE_LINES = 48, 4
+_LETTERS, _TITLE_LINES = 40, 4
 """Of a title's or an axis' line, and lines of a usual title."""
 
 

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.naming import folded
+from perturbkv.figures import style
 
-LINE_MM = 3.0
-"""Height of a line of the key."""
-_ROOM, _LINES = 32, 2
+_LINE_MM, _ABOVE_MM = 3.0, 4.0
+"""Height of a line of the key, and what parts it from the panels' own legends."""
+_ROOM, _LINES = 34, 2
 """Letters beside each other under a panel of a third of a page, and lines of them, before numbers stand there."""
 _GAP = 1.5
 _LETTER_MM, _HANDLE_LETTERS = 1.15, 8
@@ -47,13 +48,15 @@ def names(parts: Sequence[Sequence[str]], numbered: bool) -> Names:
 
 def height_mm(key: Sequence[str], width_mm: float) -> float:
     """What the key takes of a figure's height, at most."""
+    if not key:
+        return 0.0
     labels = _labels(key, width_mm)
     rows = -(-len(key) // _columns(labels, width_mm))
-    return LINE_MM * rows * max((label.count("\n") + 1 for label in labels), default=0)
+    return _ABOVE_MM + _LINE_MM * rows * max(label.count("\n") + 1 for label in labels)
 
 
-def draw(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float) -> None:
-    """The key at the figure's foot: number, name, and the line that has its colour, where it has one."""
+def draw(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float, foot_mm: float) -> None:
+    """The key above the figure's foot: number, name, and the line that has its colour, where it has one."""
     if not key:
         return
     labels, drawn = _labels(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
@@ -61,8 +64,10 @@ def draw(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: f
         Line2D([], [], color=colour, marker="o", markersize=2.4, label=label)
         for label, colour in zip(labels, drawn, strict=True)
     ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=_columns(labels, width_mm), fontsize=6,
-                  handlelength=1.4, columnspacing=1.2, labelspacing=0.25, borderaxespad=0.2)  # fmt: skip
+    style.lay_out_above(figure, foot_mm + height_mm(key, width_mm))
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, foot_mm / style.height_mm(figure)), fontsize=6,
+                  ncols=_columns(labels, width_mm), handlelength=1.4, columnspacing=1.2, labelspacing=0.25,
+                  borderaxespad=0.2).set_in_layout(False)  # fmt: skip
 
 
 def _labels(key: Sequence[str], width_mm: float) -> list[str]:
@@ -73,5 +78,5 @@ def _labels(key: Sequence[str], width_mm: float) -> list[str]:
 
 def _columns(labels: Sequence[str], width_mm: float) -> int:
     """How many entries of the key stand beside each other."""
-    longest = max((len(line) for label in labels for line in label.split("\n")), default=0) + _HANDLE_LETTERS
+    longest = max(len(line) for label in labels for line in label.split("\n")) + _HANDLE_LETTERS
     return max(1, int(width_mm / _LETTER_MM) // longest)
