@@ -130,7 +130,7 @@ def _name_budgets(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
     """The axis' name, smaller where it would leave a panel of a third of a page."""
     axes.set_xlabel(_budget_axis(configs))
     if len(axes.get_xlabel()) > _ACROSS:
-        axes.xaxis.label.set_size(6.2)
+        axes.xaxis.label.set_fontsize(6.2)
 
 
 def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:

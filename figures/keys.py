@@ -50,33 +50,33 @@ def height_mm(key: Sequence[str], width_mm: float) -> float:
     """What the key takes of a figure's height, at most."""
     if not key:
         return 0.0
-    labels = _labels(key, width_mm)
-    rows = -(-len(key) // _columns(labels, width_mm))
-    return _ABOVE_MM + _LINE_MM * rows * max(label.count("\n") + 1 for label in labels)
+    entries = _entries(key, width_mm)
+    rows = -(-len(key) // _columns(entries, width_mm))
+    return _ABOVE_MM + _LINE_MM * rows * max(entry.count("\n") + 1 for entry in entries)
 
 
 def draw(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float, foot_mm: float) -> None:
     """The key above the figure's foot: number, name, and the line that has its colour, where it has one."""
     if not key:
         return
-    labels, drawn = _labels(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
+    entries, drawn = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
     handles = [
-        Line2D([], [], color=colour, marker="o", markersize=2.4, label=label)
-        for label, colour in zip(labels, drawn, strict=True)
+        Line2D([], [], color=colour, marker="o", markersize=2.4, label=entry)
+        for entry, colour in zip(entries, drawn, strict=True)
     ]
     style.lay_out_above(figure, foot_mm + height_mm(key, width_mm))
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, foot_mm / style.height_mm(figure)), fontsize=6,
-                  ncols=_columns(labels, width_mm), handlelength=1.4, columnspacing=1.2, labelspacing=0.25,
+                  ncols=_columns(entries, width_mm), handlelength=1.4, columnspacing=1.2, labelspacing=0.25,
                   borderaxespad=0.2).set_in_layout(False)  # fmt: skip
 
 
-def _labels(key: Sequence[str], width_mm: float) -> list[str]:
+def _entries(key: Sequence[str], width_mm: float) -> list[str]:
     """Number and name, folded where the figure is too narrow for it."""
     room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
     return [folded(f"{place}  {name}", room) for place, name in enumerate(key, 1)]
 
 
-def _columns(labels: Sequence[str], width_mm: float) -> int:
+def _columns(entries: Sequence[str], width_mm: float) -> int:
     """How many entries of the key stand beside each other."""
-    longest = max(len(line) for label in labels for line in label.split("\n")) + _HANDLE_LETTERS
+    longest = max(len(line) for entry in entries for line in entry.splitlines()) + _HANDLE_LETTERS
     return max(1, int(width_mm / _LETTER_MM) // longest)

@@ -103,7 +103,7 @@ class WithOptions:
         """What it is in a line: its own `summary`, else its docstring's first line, else the summary of its base."""
         said = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
         made = said.startswith(f"{cls.__name__}(")  # by `dataclass`, of a class that says nothing
-        return vars(cls).get("summary") or ("" if made else said) or getattr(cls, "summary", "")
+        return str(vars(cls).get("summary") or ("" if made else said) or getattr(cls, "summary", ""))
 
 
 def completed(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:

@@ -61,8 +61,8 @@ def test_screens_of_heads_say_options_that_one_side_alone_has_though_all_rows_sh
     trace = hand_made(by, {"perturbation_isolated": np.ones((5, 4, 1, 1))})
     result = heads.compare_heads(trace, "snapkv:attention", "adakv:attention")
     for found in (result, result[:1]):
-        assert "adakv(by=caote()) moves" in f"{found.conclusion()} moves"
-        assert "adakv(by=caote()):attention" in "".join(told_by(found).split())
+        assert "adakv(by=caote())" in found.conclusion()
+        assert "adakv(by=caote())" in " ".join(as_text(found.tables(), width=200).split())
     plugin = Choice("mine.py:Peak", {"tau": 2.0}, frozenset())
     ours = [EvictionConfig(budget, plugin, name) for budget in (64, 128) for name in ("attention", "two-stage")]
     random = [config("attention", budget, policy="random") for budget in (64, 128)]

@@ -39,7 +39,8 @@ def overlapping(figure: Figure) -> list[tuple[str, str]]:
     for axes in shown:
         texts += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
         low, high = sorted(axes.get_xlim())
-        texts += [tick.label1 for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+        ticks = [tick for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+        texts += [tick.label1 for tick in ticks if tick.label1.get_visible()]
         texts += axes.get_legend().get_texts() if axes.get_legend() else []
     boxes = [(one.get_text(), one.get_window_extent().padded(-1)) for one in texts if one.get_text().strip()]
     width, height = figure.bbox.width + 2, figure.bbox.height + 2
