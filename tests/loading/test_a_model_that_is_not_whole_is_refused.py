@@ -86,7 +86,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a shard that is not there": (lose_shard, ["model-00002-of-00002.safetensors"]),
     "no tokenizer": (
         lambda it: [(it / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
-        ["tokenizer.json"],
+        ["tokenizer.json", "serialization file"],  # the second line of what transformers says
     ),
     "no configuration": (lambda it: (it / "config.json").unlink(), ["config.json"]),
     "half a configuration": (lambda it: (it / "config.json").write_text("{"), ["config.json"]),
