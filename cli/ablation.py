@@ -62,6 +62,9 @@ def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
     if not named:
         msg = "--methods takes all, or policies such as caote,h2o; got none"
         raise ConfigError(msg)
+    if _EVERY in named and len(named) > 1:
+        msg = f"--methods takes all, which is every policy at its defaults, or names; got both in '{asked}', give one"
+        raise ConfigError(msg)
     only = () if named == [_EVERY] else tuple(apart("--methods", named))
     study = open_study("ablation", run, look, lambda: _methods(run, only))
     if study is None:

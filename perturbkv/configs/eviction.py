@@ -12,7 +12,7 @@ from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.documents import holding, nested, unnested
 from perturbkv.configs.option import completed
-from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity")
@@ -224,7 +224,7 @@ def _chosen(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
     """The choice with all of its options. Raises UnknownNameError, ConfigError."""
     choice = as_choice(given)
     if choice.name not in known:
-        raise UnknownNameError(choice.name, what, known)
+        raise UnknownNameError(choice.name, what, ASKED if what == "selection" else known)
     return completed(choice, f"{what} '{choice.name}'", known[choice.name])
 
 

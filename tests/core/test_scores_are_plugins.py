@@ -135,6 +135,27 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
         catalogue.installed.cache_clear()
 
 
+@pytest.mark.parametrize("line", ["import beside", "from beside.deeper import what"])
+def test_a_file_that_imports_what_lies_beside_it_is_told_how(peak: Path, line: str) -> None:
+    (peak.parent / "beside.py").write_text("what = 1\n")
+    peak.write_text(f"{line}\n{PEAK}")
+    with pytest.raises(PluginError, match="cannot be loaded: ModuleNotFoundError: No module named 'beside'") as raised:
+        registry.info("mine.py:Peak")
+    how = f"files beside it are imported by their names with PYTHONPATH={peak.parent} before the command"
+    assert str(raised.value).endswith(f"(mine.py, line 1); {how}")
+    peak.write_text(f"import nowhere_at_all\n{PEAK}")
+    with pytest.raises(PluginError, match="nowhere_at_all") as raised:
+        registry.info("mine.py:Peak")
+    assert "PYTHONPATH" not in str(raised.value)
+
+
+def test_a_helper_on_the_path_is_imported(peak: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (peak.parent / "beside_the_score.py").write_text("exponent = 3.0\n")
+    peak.write_text(f"from beside_the_score import exponent\n{PEAK.replace('1.0', 'exponent')}")
+    monkeypatch.syspath_prepend(peak.parent)
+    assert registry.info("mine.py:Peak").options()["tau"].default == 3.0
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [

@@ -176,7 +176,8 @@ class ByScore(Policy):
             "name": name,
             "scored": scored,
             "score_options": tuple(one.name for one in options if one.name not in scored.by_place),
-            **{kept: getattr(scored, kept) for kept in ("summary", "paper", "own_window", "own_defaults")},
+            "summary": scored.summed_up(),
+            **{kept: getattr(scored, kept) for kept in ("paper", "own_window", "own_defaults")},
         }
         made = [(one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options]
         return dataclasses.make_dataclass(scored.__name__, made, bases=(ByScore,), namespace=told, frozen=True)
