@@ -1,4 +1,4 @@
-"""`make attack`: every part in full, a line for each and for each case that did not hold; exit code 1 if any did not."""
+"""`make attack`: each part in full, a line for it and for each case that did not hold; exit code 1 if any did not."""
 
 from __future__ import annotations
 
