@@ -63,7 +63,7 @@ def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
         msg = "--methods takes all, or policies such as caote,h2o; got none"
         raise ConfigError(msg)
     only = () if named == [_EVERY] else tuple(apart("--methods", named))
-    study = open_study("ablation", run, look, lambda: _methods(run, only))
+    study = open_study("ablation", run, look, lambda: _methods(run, only), stems=["methods"])
     if study is None:
         return
     from perturbkv.analyses.methods import methods as analyse

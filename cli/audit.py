@@ -13,18 +13,19 @@ from perturbkv.cli import console, effects
 from perturbkv.cli.choices import apart
 from perturbkv.cli.options import JsonOption, LookOptions, RunOptions
 from perturbkv.cli.planning import encode_prompts
-from perturbkv.cli.saving import free, save_figure
+from perturbkv.cli.saving import free, free_figures, save_figure
 from perturbkv.cli.spreading import typed
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.budget import Budget
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.files import write_whole
+from perturbkv.storage.lock import Lock
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit import AuditResult
     from perturbkv.datasets.prompts import Prompts
 
-_FILE = "audit.json"
+_FILE, _STEM = "audit.json", "audit"
 
 
 def audit(
@@ -91,8 +92,11 @@ def audit(
         output=output, overwrite=overwrite, as_json=as_json, typed=typed(context),
     )  # fmt: skip
     effects.check("audit", run, run.configs(["random"]))
-    result = _audited(eviction, budget, run, tuple(apart("--situation", situation or list(SITUATIONS))), loss)
-    _leave(result, run, look)
+    folder = run_folder(run)
+    free_figures(folder, [_STEM], look.formats, overwrite)
+    with Lock(free(folder / _FILE, overwrite)):
+        result = _audited(eviction, budget, run, tuple(apart("--situation", situation or list(SITUATIONS))), loss)
+        _leave(result, folder, run, look)
     raise typer.Exit(result.exit_code)
 
 
@@ -113,7 +117,6 @@ def _audited(
     asked = None if budget is None else Budget.parse(budget)
     settings, given = Settings(run.step_count, situations, loss), load(eviction, asked)
     datasets.check_name(run.dataset)
-    _check_free(run)
     place = pick_device(run.device)
     files = open_model(run.model, run.seed)
     usual = 1 if isinstance(given, KeptFile) else 2
@@ -127,21 +130,14 @@ def _about(prompts: Prompts) -> dict[str, str]:
     return {"dataset": prompts.dataset, "seed": str(prompts.seed)}
 
 
-def _check_free(run: RunOptions) -> None:
-    """Raise ConfigError where results of another audit lie in the folder."""
-    if run.output is not None:
-        free(run.output / _FILE, run.overwrite)
-
-
-def _leave(result: AuditResult, run: RunOptions, look: LookOptions) -> None:
+def _leave(result: AuditResult, folder: Path, run: RunOptions, look: LookOptions) -> None:
     """The document and the figure as files, where there is something to draw; the numbers on stdout."""
     from perturbkv.figures import style
 
-    folder, figures, document = run_folder(run), [], result.to_dict()
+    figures, document = [], result.to_dict()
     if result.compared or any(one.entries is not None for one in result.trace.runs):
-        folder.mkdir(parents=True, exist_ok=True)
         width = style.COLUMN_MM if look.columns == 1 else style.WIDE_MM
-        figures = save_figure(result.plot(width), result.identity, folder / "audit", look.formats)
+        figures = save_figure(result.plot(width), result.identity, folder / _STEM, look.formats, run.overwrite)
         document |= {"figures": figures}
         write_whole(folder / _FILE, lambda stream: stream.write(console.as_json(document).encode()))
     if run.as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import sys
@@ -33,13 +34,15 @@ class Case:
     """A command line that somebody tries.
 
     `folder` is where it runs; it holds what the case needs. `fine` says what is wrong with an outcome, None where it is
-    as it should be; by default one line and exit code 2, nothing left behind.
+    as it should be; by default one line and exit code 2, nothing left behind. `before` is what the process does first,
+    such as giving up rights.
     """
 
     name: str
     folder: Path
     argv: tuple[str, ...]
     fine: Callable[[Outcome], str | None]
+    before: Callable[[], None] | None = None
 
 
 def flaw_of_refusal(outcome: Outcome) -> str | None:
@@ -60,35 +63,61 @@ def flaw_of_refusal(outcome: Outcome) -> str | None:
 
 def attack(case: Case) -> str | None:
     """Run the case; what is wrong with its outcome, None where nothing is."""
-    return case.fine(run(case.argv, case.folder))
+    return case.fine(run(case.argv, case.folder, before=case.before))
 
 
-def run(argv: tuple[str, ...], folder: Path, limit: float = LIMIT_S) -> Outcome:
+def run(
+    argv: tuple[str, ...], folder: Path, limit: float = LIMIT_S, before: Callable[[], None] | None = None
+) -> Outcome:
     """The command's outcome, killed after `limit` seconds."""
-    before = _files(folder)
-    streams = folder.parent / f"{folder.name}.out", folder.parent / f"{folder.name}.err"
-    process = _SERVER.Process(target=_command, args=(argv, folder, *streams))
-    start = time.monotonic()
-    process.start()
-    process.join(limit)
-    hung = process.is_alive()
-    if hung:
-        process.kill()
-        process.join()
-    seconds = time.monotonic() - start
-    out, err = (stream.read_text(errors="replace") if stream.exists() else "" for stream in streams)
-    for stream in streams:
-        stream.unlink(missing_ok=True)
-    left = tuple(sorted(_files(folder) - before))
-    return Outcome(process.exitcode or 0, out, err, seconds, hung, left)
+    return Running(argv, folder, before).outcome(limit)
+
+
+class Running:
+    """A command that has begun, in a process of its own."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, argv: tuple[str, ...], folder: Path, before: Callable[[], None] | None = None) -> None:
+        self.folder, self._there = folder, _files(folder)
+        name = f"{folder.name}-{next(self._numbers)}"
+        self._streams = folder.parent / f"{name}.out", folder.parent / f"{name}.err"
+        self._process = _SERVER.Process(target=_command, args=(argv, folder, *self._streams, before))
+        self._start = time.monotonic()
+        self._process.start()
+
+    def lives(self) -> bool:
+        return self._process.is_alive()
+
+    def send(self, number: int) -> None:
+        """A signal, where the process is there to get it."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def outcome(self, limit: float = LIMIT_S) -> Outcome:
+        """How it ended, killed after `limit` seconds."""
+        self._process.join(limit)
+        hung = self._process.is_alive()
+        if hung:
+            self._process.kill()
+            self._process.join()
+        seconds = time.monotonic() - self._start
+        out, err = (stream.read_text(errors="replace") if stream.exists() else "" for stream in self._streams)
+        for stream in self._streams:
+            stream.unlink(missing_ok=True)
+        left = tuple(sorted(_files(self.folder) - self._there))
+        return Outcome(self._process.exitcode or 0, out, err, seconds, hung, left)
 
 
 def _files(folder: Path) -> frozenset[str]:
     """What lies under a folder."""
-    return frozenset(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    found = (os.path.join(at, name) for at, folders, files in os.walk(folder) for name in folders + files)
+    return frozenset(os.path.relpath(path, folder) for path in found)
 
 
-def _command(argv: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
+def _command(
+    argv: tuple[str, ...], folder: Path, out: Path, err: Path, before: Callable[[], None] | None = None
+) -> None:
     """The command line as its users start it, in this process, which was made for it."""
     sys.stdout, sys.stderr = out.open("w"), err.open("w")
     os.dup2(sys.stdout.fileno(), 1)
@@ -96,6 +125,8 @@ def _command(argv: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
     os.chdir(folder)
     os.environ["COLUMNS"] = "80"
     sys.argv = ["perturbkv", *argv]
+    if before is not None:
+        before()
     from perturbkv.cli.main import main
 
     main()

@@ -1,0 +1,272 @@
+"""Places where results cannot go, and files of somebody else that lie where they would: every command that writes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.attack.materials import Materials, copied
+from tests.attack.rights import without_rights, without_room
+from tests.attack.running import Case, Outcome, flaw_of_refusal
+
+PRECIOUS = b"notes of somebody else\n"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that writes: what it is asked, and what it leaves, into a folder or as the one file that is named."""
+
+    argv: tuple[str, ...]
+    suffix: str = ""
+    leaves: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.argv[:2])
+
+
+_TINY = ("--model", "model", "--dataset", "prompts.jsonl", "--samples", "2", "--budget", "24", "--window", "8")
+_FIGURES = ("--format", "png")
+COMMANDS = (
+    Command(("trace", *_TINY), leaves=("trace.h5",)),
+    Command(("trace", *_TINY), suffix=".h5"),
+    Command(("heads", *_TINY, *_FIGURES), leaves=("trace.h5", "heads.png", "summary.json")),
+    Command(("heads", "trace.h5", *_FIGURES), leaves=("heads.png", "summary.json")),
+    Command(("layers", "trace.h5", "--per-sample", *_FIGURES), leaves=("layers.png", "layers-samples.png")),
+    Command(("assumption", "trace.h5", *_FIGURES), leaves=("assumption.png", "summary.json")),
+    Command(("bound-tightness", "trace.h5", *_FIGURES), leaves=("bound-tightness.png", "summary.json")),
+    Command(("generate", *_TINY, "--max-new-tokens", "2"), leaves=("generation.jsonl",)),
+    Command(
+        ("audit", "kept.py:everything", "--situation", "single", "--no-loss", *_TINY[:4], "--samples", "1", *_FIGURES),
+        leaves=("audit.json", "audit.png"),
+    ),
+    Command(("export", "trace.h5"), suffix=".csv"),
+    Command(("export", "trace.h5"), suffix=".parquet"),
+    Command(("head-scores", "--model", "model", "--length", "256", "--samples", "1"), suffix=".json"),
+    Command(("bench", "--only", "norms-time", "--tokens", "1025", "--repeats", "1"), suffix=".json"),
+    Command(("selfcheck", "--device", "cpu", "--model", "model"), suffix=".json"),
+)
+
+Fine = Callable[[Outcome], str | None]
+Place = Callable[[Path, str], str]
+"""Makes what lies in the way in a case's folder, for a file of such a suffix or a folder; returns the output's path."""
+
+
+def _under_a_file(folder: Path, suffix: str) -> str:
+    (folder / "notes.txt").write_bytes(PRECIOUS)
+    return f"notes.txt/out{suffix}"
+
+
+def _far_under_a_file(folder: Path, suffix: str) -> str:
+    (folder / "notes.txt").write_bytes(PRECIOUS)
+    return f"notes.txt/a/b/out{suffix}"
+
+
+def _loop(folder: Path, suffix: str) -> str:
+    (folder / "loop").symlink_to("loop")
+    return f"loop/out{suffix}"
+
+
+def _loop_itself(folder: Path, suffix: str) -> str:
+    (folder / f"loop{suffix}").symlink_to(f"loop{suffix}")
+    return f"loop{suffix}"
+
+
+def _link_to_nowhere(folder: Path, suffix: str) -> str:
+    (folder / f"link{suffix}").symlink_to("/proc/nowhere/out")
+    return f"link{suffix}"
+
+
+def _of_another_kind(folder: Path, suffix: str) -> str:
+    """A folder where a file should be, a file where a folder should be."""
+    path = folder / f"taken{suffix}"
+    if suffix:
+        path.mkdir()
+        (path / "notes.txt").write_bytes(PRECIOUS)
+    else:
+        path.write_bytes(PRECIOUS)
+    return path.name
+
+
+def _pipe(folder: Path, suffix: str) -> str:
+    os.mkfifo(folder / f"pipe{suffix}")
+    return f"pipe{suffix}"
+
+
+def _socket(folder: Path, suffix: str) -> str:
+    here = os.getcwd()
+    os.chdir(folder)  # a socket's path may have 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(f"socket{suffix}")
+    finally:
+        os.chdir(here)
+    return f"socket{suffix}"
+
+
+def _full_device(folder: Path, suffix: str) -> str:
+    (folder / f"full{suffix}").symlink_to("/dev/full")
+    return f"full{suffix}"
+
+
+def _read_only_mount(folder: Path, suffix: str) -> str:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    found = [place for _, place, _, options, *_ in mounts if "ro" in options.split(",") and Path(place).is_dir()]
+    return f"{(found or ['/proc/sys'])[0]}/out{suffix}"
+
+
+PLACES: dict[str, Place] = {
+    "under a file": _under_a_file,
+    "far under a file": _far_under_a_file,
+    "a name of 300 characters": lambda folder, suffix: "n" * 300 + suffix,
+    "a name that leaves no room for names beside it": lambda folder, suffix: (
+        "n" * (255 - len(suffix) + (not suffix)) + suffix
+    ),
+    "a folder of 300 characters": lambda folder, suffix: f"{'n' * 300}/out{suffix}",
+    "a path of 5,000 characters": lambda folder, suffix: "/".join(["n" * 99] * 50) + f"/out{suffix}",
+    "in /proc": lambda folder, suffix: f"/proc/out{suffix}",
+    "under /proc": lambda folder, suffix: f"/proc/nowhere/out{suffix}",
+    "in /sys": lambda folder, suffix: f"/sys/out{suffix}",
+    "under /dev/full": lambda folder, suffix: f"/dev/full/out{suffix}",
+    "a loop of links": _loop,
+    "a link to itself": _loop_itself,
+    "a link to nowhere": _link_to_nowhere,
+    "a thing of another kind": _of_another_kind,
+    "a pipe": _pipe,
+    "a socket": _socket,
+    "a link to /dev/full": _full_device,
+    "a read-only mount": _read_only_mount,
+    "a suffix alone": lambda folder, suffix: f"/proc/{suffix}",
+}
+ANYWAY = ("a thing of another kind", "a pipe", "a socket", "a link to /dev/full", "a link to itself")
+"""What --overwrite does not replace either."""
+
+
+def _kept(path: Path, fine: Fine = flaw_of_refusal) -> Fine:
+    """`fine`, and the file is what it was."""
+    content = path.read_bytes() if path.is_file() else None
+
+    def flaw(outcome: Outcome) -> str | None:
+        changed = None if content is None else not path.is_file() or path.read_bytes() != content
+        return fine(outcome) or ("somebody else's file was replaced" if changed else None)
+
+    return flaw
+
+
+def works(outcome: Outcome) -> str | None:
+    """What is wrong with an outcome that should be a result, or one line."""
+    if outcome.code == 0 and "Traceback" not in outcome.err and not outcome.hung:
+        return None
+    return flaw_of_refusal(outcome)
+
+
+FOREIGN: dict[str, bytes] = {
+    "text": PRECIOUS,
+    "bytes": bytes(range(256)),
+    "JSON of another": b'{"name": "mine", "values": [1, 2]}\n',
+    "a JSON list": b"[1, 2, 3]\n",
+    "JSON with our keys": b'{"trace": 3, "trace_digest": [], "analyses": {"heads": 7}, "run": [], "format": {}}\n',
+}
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A case that is not made yet."""
+
+    name: str
+    make: Callable[[Path], tuple[Sequence[str], Fine]]
+    before: Callable[[], None] | None = None
+
+
+def _in_a_bad_place(command: Command, place: str, more: Sequence[str] = ()) -> _Try:
+    def make(folder: Path) -> tuple[Sequence[str], Fine]:
+        target = PLACES[place](folder, command.suffix)
+        notes = next(folder.rglob("notes.txt"), folder / "notes.txt")
+        return [*command.argv, "--output", target, *more], _kept(notes)
+
+    return _Try(f"{command.name} into {place} {' '.join(more)}", make)
+
+
+def _foreign_in_the_way(command: Command, name: str, kind: str) -> _Try:
+    def make(folder: Path) -> tuple[Sequence[str], Fine]:
+        path = folder / "out" / name
+        path.parent.mkdir()
+        path.write_bytes(FOREIGN[kind])
+        output = "out" if command.leaves else f"out/{name}"
+        return [*command.argv, "--output", output], _kept(path)
+
+    return _Try(f"{command.name} over {kind} in {name}", make)
+
+
+def _folder_in_the_way(command: Command, name: str, more: Sequence[str]) -> _Try:
+    def make(folder: Path) -> tuple[Sequence[str], Fine]:
+        path = folder / "out" / name / "notes.txt"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(PRECIOUS)
+        return [*command.argv, "--output", "out", *more], _kept(path)
+
+    return _Try(f"{command.name} over a folder {name} {' '.join(more)}", make)
+
+
+def _journal_in_the_way(command: Command, kind: str) -> _Try:
+    def make(folder: Path) -> tuple[Sequence[str], Fine]:
+        journal = folder / "out" / "trace.h5.journal"
+        path = journal / "notes.txt" if kind == "folder" else journal
+        path.parent.mkdir(parents=True)
+        path.write_bytes(PRECIOUS)
+        return [*command.argv, "--output", "out", "--overwrite"], _kept(path)
+
+    return _Try(f"{command.name} over somebody else's journal, a {kind}", make)
+
+
+def _without(command: Command, what: str, before: Callable[[], None], fine: Fine) -> _Try:
+    def make(folder: Path) -> tuple[Sequence[str], Fine]:
+        (folder / "out").mkdir(mode=0o555)
+        return [*command.argv, "--output", f"out/out{command.suffix}"], fine
+
+    return _Try(f"{command.name} without {what}", make, before)
+
+
+def _odd_name(command: Command, name: str) -> _Try:
+    def make(folder: Path) -> tuple[Sequence[str], Fine]:
+        return [*command.argv, "--output", name + command.suffix if name.strip("./") else name], works
+
+    return _Try(f"{command.name} named {name!r}", make)
+
+
+ODD_NAMES = ("", ".", "..", "a\nb", "[bold]", "-", "ünïcode", os.fsdecode(b"\xff\xfe"), " ", "a/../b", "x" * 200)
+
+
+def _all() -> list[_Try]:
+    tries = [_in_a_bad_place(command, place) for command in COMMANDS for place in PLACES]
+    tries += [_in_a_bad_place(command, place, ["--overwrite"]) for command in COMMANDS for place in ANYWAY]
+    own = [(command, f"t{command.suffix}") for command in COMMANDS if command.suffix]
+    named = [(command, name) for command in COMMANDS for name in command.leaves]
+    tries += [_foreign_in_the_way(command, name, kind) for command, name in [*own, *named] for kind in FOREIGN]
+    tries += [_folder_in_the_way(command, name, more) for command, name in named for more in ([], ["--overwrite"])]
+    traced = [command for command in COMMANDS if "trace.h5" in command.leaves]
+    tries += [_journal_in_the_way(command, kind) for command in traced for kind in ("file", "folder")]
+    tries += [_without(command, "the right to write", without_rights, flaw_of_refusal) for command in COMMANDS]
+    quick = [command for command in COMMANDS if command.argv[0] not in ("bench", "selfcheck")]
+    tries += [_without(command, "room", without_room, works) for command in quick]
+    return tries + [_odd_name(command, name) for command in quick for name in ODD_NAMES]
+
+
+COUNT = 300
+
+
+def cases(workshop: Path, seed: int, count: int) -> Iterator[Case]:
+    """So many of some 600, each in a folder of its own with a copy of model, prompts and trace."""
+    materials = Materials(workshop / "materials")
+    chosen = random.Random(seed).sample(_all(), count)
+    for number, one in enumerate(chosen):
+        folder = workshop / f"case-{number}"
+        copied(materials, folder)
+        argv, fine = one.make(folder)
+        yield Case(one.name, folder, tuple(argv), fine, one.before)
+        shutil.rmtree(folder)
