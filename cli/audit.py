@@ -19,7 +19,7 @@ from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.budget import Budget
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.files import write_whole
-from perturbkv.storage.lock import Lock
+from perturbkv.storage.lock import WAIT_ALONE, Lock
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit import AuditResult
@@ -94,7 +94,7 @@ def audit(
     effects.check("audit", run, run.configs(["random"]))
     folder = run_folder(run)
     free_figures(folder, [_STEM], look.formats, overwrite)
-    with Lock(free(folder / _FILE, overwrite)):
+    with Lock(free(folder / _FILE, overwrite), advice=WAIT_ALONE):
         result = _audited(eviction, budget, run, tuple(apart("--situation", situation or list(SITUATIONS))), loss)
         _leave(result, folder, run, look)
     raise typer.Exit(result.exit_code)

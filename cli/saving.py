@@ -44,7 +44,7 @@ def claimed(path: Path, overwrite: bool) -> Iterator[Path]:
     Raises what `free` raises, before the block.
     """
     check_place(path)
-    with lock.Lock(path):
+    with lock.Lock(path, advice=lock.WAIT_ALONE):
         clear_leftovers(free(path, overwrite))
         with written_whole(path) as beside:
             yield beside

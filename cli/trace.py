@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -16,6 +17,9 @@ from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.sweeping import resolve
 from perturbkv.cli.tracing import make_trace, run_folder
+
+if TYPE_CHECKING:
+    from perturbkv.pipeline.plan import Plan
 
 _HDF5 = (".h5", ".hdf5")
 
@@ -45,7 +49,7 @@ def trace(
     if config is None:
         configs = run.configs(selections)
         effects.check("trace", run, configs)
-        planning = partial(plan, run, configs)
+        planning: Callable[[], Plan] = partial(plan, run, configs)
     else:
         sweep = resolve(config, run, selections, run.typed)
         effects.check("trace", sweep.run, sweep.configs)

@@ -9,81 +9,25 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import stat
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
-
 from perturbkv.errors import OutputError
+from perturbkv.storage.holder import Holder
 from perturbkv.storage.places import make_folders, real, refusals, remove_empty
 
 HEARTBEAT_S = 30.0
-SILENCE_S = 300.0
-"""After so long without a heartbeat a holder on another machine counts as dead."""
 _POLL_S = 0.5
-_SAME_START_S = 2.0
-"""How far two readings of one process's start may lie apart, as clocks are set."""
+WAIT, WAIT_ALONE = "wait with --wait", "wait until it is done"
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who writes an output.
-
-    Attributes:
-        host: the machine, with its namespace of process ids: containers of one name do not see each other's.
-        pid, started: the process and its start in seconds since 1970, as ids come again.
-        since: when it began to write.
-        token: tells two locks of one process apart.
-    """
-
-    host: str
-    pid: int
-    started: float
-    since: str
-    token: str
-
-    @classmethod
-    def here(cls) -> Self:
-        """Of the process that asks, from now on."""
-        started, since = psutil.Process().create_time(), datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(_host(), os.getpid(), started, since, uuid.uuid4().hex)
-
-    @classmethod
-    def read(cls, text: str) -> Self | None:
-        """What a lock says; None where a process was killed before it said anything. Raises ValueError for others."""
-        if not text.strip("\0 \n"):
-            return None
-        try:
-            said = json.loads(text)
-            return cls(str(said["host"]), int(said["pid"]), float(said["started"]), said["since"], said["token"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(text) from error
-
-    def is_gone(self, silence_s: float) -> bool:
-        """Whether the process is dead, as this machine knows of its own, or the other's silence tells."""
-        if self.host != _host():
-            return silence_s > SILENCE_S
-        try:
-            process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.started) < _SAME_START_S
-            return not is_same or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host.split()[0]}, since {self.since}"
 
 
 class Lock:
@@ -93,11 +37,13 @@ class Lock:
         path: the output, or whatever else one process at a time may write.
         wait: whether to wait for a holder instead of leaving.
 
+        advice: what the other can do, told where it leaves.
+
     Raises OutputError where another process holds it and `wait` is False, and where the place cannot be written.
     """
 
-    def __init__(self, path: Path, wait: bool = False) -> None:
-        self.path, self.wait = path, wait
+    def __init__(self, path: Path, wait: bool = False, advice: str = WAIT) -> None:
+        self.path, self.wait, self.advice = path, wait, advice
         self._file, self._made = lock_path(path), list[Path]()
         self._holder, self._released = Holder.here(), threading.Event()
 
@@ -133,13 +79,13 @@ class Lock:
             make_folders(self._file.parent)
             held = self._claim()
         if held is not None:
-            raise OutputError(_taken(self.path, held))
+            raise OutputError(_taken(self.path, held, self.advice))
 
     def _acquire(self) -> None:
         told = False
         while (held := self._claim()) is not None:
             if not self.wait:
-                raise OutputError(_taken(self.path, held))
+                raise OutputError(_taken(self.path, held, self.advice))
             if not told:
                 _log.info("waiting for %s, which writes %s", held, self.path)
                 told = True
@@ -178,19 +124,11 @@ def check_free(path: Path, wait: bool = False) -> None:
     with refusals(path):
         held = None if wait else _peek(file)
         if held is not None and not held.is_gone(time.time() - file.stat().st_mtime):
-            raise OutputError(_taken(path, held))
+            raise OutputError(_taken(path, held, WAIT))
 
 
-def _taken(path: Path, held: Holder) -> str:
-    return f"expected {path} for this command alone, got it held by {held}; wait with --wait, or choose another place"
-
-
-def _host() -> str:
-    """The machine, with the namespace of its process ids where Linux tells it."""
-    try:
-        return f"{platform.node() or '?'} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return platform.node() or "?"
+def _taken(path: Path, held: Holder, advice: str) -> str:
+    return f"expected {path} for this command alone, got it held by {held}; {advice}, or choose another place"
 
 
 @contextmanager

@@ -25,6 +25,11 @@ def real(path: Path) -> Path:
 def check_place(path: Path) -> None:
     """Raise OutputError where no file can be written at `path`; nothing is left of the attempt."""
     where = real(path)
+    try:
+        str(where).encode()
+    except UnicodeEncodeError:
+        msg = f"expected a path in UTF-8, which results can name, got {os.fsencode(where)!r}; choose another place"
+        raise OutputError(msg) from None
     with refusals(path):
         check_kind(path)
         made = make_folders(where.parent)
