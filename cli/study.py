@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,17 +134,19 @@ def open_study(
         return _of_finished(name, run, look, look.trace, stems or [name])
     asked = tuple(configs())
     effects.check(name, run, asked)
+    folder = run_folder(run)
+    path = folder / "trace.h5"
+    if not run.dry_run:
+        reachable(path, run.wait)
+        _check_free(folder, name, look, run, path, stems or [name])
+    planned = plan(run, asked, leave_out_unfit, generate)
     if look.step >= run.step_count:
         msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}; --steps {look.step + 1} records it"
         raise ConfigError(msg)
-    planning = partial(plan, run, asked, leave_out_unfit, generate)
     if run.dry_run:
-        dry_run.show(planning(), run.as_json)
+        dry_run.show(planned, run.as_json)
         return None
-    folder = run_folder(run)
-    path = reachable(folder / "trace.h5", run.wait)
-    _check_free(folder, name, look, run, path, stems or [name])
-    return _study(name, make_trace(run, planning(), path), folder, look, run)
+    return _study(name, make_trace(run, planned, path), folder, look, run)
 
 
 def _of_finished(name: str, run: RunOptions, look: LookOptions, path: Path, stems: Sequence[str]) -> Study:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import stat
 import tempfile
@@ -36,7 +37,6 @@ class Lock:
     Args:
         path: the output, or whatever else one process at a time may write.
         wait: whether to wait for a holder instead of leaving.
-
         advice: what the other can do, told where it leaves.
 
     Raises OutputError where another process holds it and `wait` is False, and where the place cannot be written.
@@ -52,8 +52,8 @@ class Lock:
             self._made = make_folders(self._file.parent)
             try:
                 self._acquire()
-            except BaseException:
-                remove_empty(self._made)
+            except BaseException:  # a Ctrl-C too, which a notebook's process survives
+                self._release()
                 raise
         threading.Thread(target=self._beat, name=f"lock {self.path.name}", daemon=True).start()
         return self
@@ -62,11 +62,7 @@ class Lock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._released.set()
-        with suppress(OSError), _alone(self._file) as opened:
-            held = _read(opened, self._file)
-            if held is None or held.token == self._holder.token:
-                self._file.unlink()
-        remove_empty(self._made)
+        self._release()
 
     def check(self) -> None:
         """Whether it is held still. One that vanished is made again; raises OutputError where another process has it.
@@ -95,7 +91,7 @@ class Lock:
         """Who holds it; None where it is this process's now."""
         with _alone(self._file) as opened:
             held = _read(opened, self._file)
-            if held is not None and held != self._holder and not held.is_gone(_silence(opened, self._file.parent)):
+            if held is not None and held != self._holder and not held.is_gone(_silence(self._file)):
                 return held
             try:
                 os.ftruncate(opened, 0)
@@ -104,6 +100,13 @@ class Lock:
                 self._file.unlink()
                 raise
         return None
+
+    def _release(self) -> None:
+        """Remove the lock where it is this process's, and the folders that were made for it where they are empty."""
+        with suppress(OSError, OutputError), _alone(self._file) as opened:
+            if _read(opened, self._file) in (None, self._holder):
+                self._file.unlink()
+        remove_empty(self._made)
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_S):
@@ -123,7 +126,7 @@ def check_free(path: Path, wait: bool = False) -> None:
     file = lock_path(path)
     with refusals(path):
         held = None if wait else _peek(file)
-        if held is not None and not held.is_gone(time.time() - file.stat().st_mtime):
+        if held is not None and not held.is_gone(_silence(file)):
             raise OutputError(_taken(path, held, WAIT))
 
 
@@ -179,11 +182,14 @@ def _read(opened: int, file: Path) -> Holder | None:
     raise OutputError(msg)
 
 
-def _silence(opened: int, folder: Path) -> float:
-    """Seconds since the last heartbeat, by the clock of the file system, which may be another machine's."""
+def _silence(file: Path) -> float:
+    """Seconds since a lock's last heartbeat, by the clock of the file system, which may be another machine's."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as fresh:
-            now = os.fstat(fresh.fileno()).st_mtime
+        last = file.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+    try:
+        with tempfile.TemporaryFile(dir=file.parent) as fresh:
+            return os.fstat(fresh.fileno()).st_mtime - last
     except OSError:
-        now = time.time()
-    return now - os.fstat(opened).st_mtime
+        return time.time() - last

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -100,6 +102,30 @@ def test_a_holder_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.Monkey
         while file.stat().st_mtime == 0 and time.monotonic() < until:
             time.sleep(0.01)
         assert file.stat().st_mtime > 0
+
+
+def test_an_interrupted_taking_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+
+    def interrupted(*given: Any) -> int:
+        write(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Lock(tmp_path / "new" / "t.h5").__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OutputError, match=r"expected room for .*t\.h5, got 'No space left on device'"):
+        Lock(tmp_path / "new" / "t.h5").__enter__()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_who_waits_is_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
