@@ -18,7 +18,7 @@ BY_CORE = -n auto --dist loadfile
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 
-.PHONY: demo test test-kvpress test-oldest check examples figures tables needle bench gpu install develop clean
+.PHONY: demo test attack chaos test-kvpress test-oldest check examples figures tables needle bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -41,6 +41,14 @@ demo: install
 
 test: develop
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE)
+
+# Bad inputs by the hundred: each must end in one line, or in the right answer. `tests/attack` says what is tried.
+attack: develop
+	OMP_NUM_THREADS=1 $(PY) -m tests.attack
+
+# Runs that are killed, stopped, starved and crowded: the same command then leaves the file of an undisturbed one.
+chaos: develop
+	OMP_NUM_THREADS=1 $(PY) -m tests.attack.chaos
 
 # kvpress needs an older transformers than the toolkit does, so the comparison has an environment of its own.
 test-kvpress: $(KVPRESS)/.installed

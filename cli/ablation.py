@@ -66,7 +66,7 @@ def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
         msg = f"--methods takes all, which is every policy at its defaults, or names; got both in '{asked}', give one"
         raise ConfigError(msg)
     only = () if named == [_EVERY] else tuple(apart("--methods", named))
-    study = open_study("ablation", run, look, lambda: _methods(run, only))
+    study = open_study("ablation", run, look, lambda: _methods(run, only), stems=["methods"])
     if study is None:
         return
     from perturbkv.analyses.methods import methods as analyse

@@ -16,18 +16,19 @@ from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.figure_options import FigureOptions
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.planning import encode_prompts
-from perturbkv.cli.saving import free, save_figure
+from perturbkv.cli.saving import free, free_figures, save_figure
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.storage.files import write_whole
+from perturbkv.storage.lock import WAIT_ALONE, Lock
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit import AuditResult
     from perturbkv.datasets.prompts import Prompts
 
-_FILE = "audit.json"
+_FILE, _STEM = "audit.json", "audit"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,11 @@ def audit(
     difference named; 2: unreadable.
     """
     effects.check("audit", asked, (EvictionConfig(128, selection="random"),))
-    result = _audited(eviction, asked)
-    _leave(result, asked, look)
+    folder = run_folder(asked, asked.output)
+    free_figures(folder, [_STEM], look.formats, asked.overwrite)
+    with Lock(free(folder / _FILE, asked.overwrite), advice=WAIT_ALONE):
+        result = _audited(eviction, asked)
+        _leave(result, folder, asked, look)
     raise typer.Exit(result.exit_code)
 
 
@@ -96,7 +100,6 @@ def _audited(eviction: str, asked: AuditOptions) -> AuditResult:
     budget = None if asked.budget is None else Budget.parse(asked.budget)
     settings, given = Settings(asked.steps, asked.situations, asked.loss), load(eviction, budget)
     datasets.check_name(asked.dataset)
-    _check_free(asked)
     place = pick_device(asked.device)
     files = open_model(asked.model, asked.seed)
     usual = 1 if isinstance(given, KeptFile) else 2
@@ -110,18 +113,11 @@ def _about(prompts: Prompts) -> dict[str, str]:
     return {"dataset": prompts.dataset, "seed": str(prompts.seed)}
 
 
-def _check_free(asked: AuditOptions) -> None:
-    """Raise ConfigError where results of another audit lie in the folder."""
-    if asked.output is not None:
-        free(asked.output / _FILE, asked.overwrite)
-
-
-def _leave(result: AuditResult, asked: AuditOptions, look: FigureOptions) -> None:
+def _leave(result: AuditResult, folder: Path, asked: AuditOptions, look: FigureOptions) -> None:
     """The document and the figure as files, where there is something to draw; the numbers on stdout."""
-    folder, figures, document = run_folder(asked, asked.output), [], result.to_dict()
+    figures, document = [], result.to_dict()
     if result.compared or any(one.entries is not None for one in result.trace.runs):
-        folder.mkdir(parents=True, exist_ok=True)
-        figures = save_figure(result.plot(look.width_mm), result.identity, folder / "audit", look.formats)
+        figures = save_figure(result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, asked.overwrite)
         document |= {"figures": figures}
         write_whole(folder / _FILE, lambda stream: stream.write(console.as_json(document).encode()))
     if asked.as_json:

@@ -13,7 +13,7 @@ from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.once import OnceCommand, OnceGroup
 from perturbkv.cli.options import JsonOption
-from perturbkv.cli.saving import free
+from perturbkv.cli.saving import claimed
 from perturbkv.cli.spreading import typed
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
@@ -56,12 +56,11 @@ def run(
         return
     from perturbkv.benchmark import suite
     from perturbkv.benchmark.rows import check_names
-    from perturbkv.storage.files import written_whole
 
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
     _check_used(context, {target.name for target in targets})
-    path = free(output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json", overwrite)
-    with written_whole(path) as beside, console.progress("groups", suite.groups(settings)) as bar:
+    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
+    with claimed(path, overwrite) as beside, console.progress("groups", suite.groups(settings)) as bar:
         report = suite.measure(settings, targets, lambda name: bar.one_more())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     if as_json:

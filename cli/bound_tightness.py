@@ -12,6 +12,7 @@ from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
 
 _SELECTIONS = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
+_STEMS = ["bound-tightness", "bound-tightness-heads"]
 
 
 @with_options
@@ -35,7 +36,9 @@ def bound_tightness(
     """
     wanted, names = run.with_budgets(FRACTIONS), parse_compare(compare)
     sides = names if selection in names else [*names, selection]
-    study = open_study("bound-tightness", wanted, look, lambda: wanted.configs(sides), leave_out_unfit=not run.budget)
+    study = open_study(
+        "bound-tightness", wanted, look, lambda: wanted.configs(sides), leave_out_unfit=not run.budget, stems=_STEMS
+    )
     if study is None:
         return
     from perturbkv.analyses.bound_tightness import bound_tightness as analyse

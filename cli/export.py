@@ -28,13 +28,13 @@ def export(
     One row per sample × configuration × step × layer × head, with every variable as a column. Where the trace holds its
     prompts' text, their tokens go into a file beside it, NAME.tokens.csv.
     """
-    from perturbkv.storage.export import SUFFIXES, check_suffix, columns, tokens_path, write, write_tokens
+    from perturbkv.storage.export import SUFFIXES, check_other, check_suffix, columns, tokens_path, write, write_tokens
     from perturbkv.storage.trace_file import read_trace
 
     paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
     for path in paths:
         check_suffix(path)
-        free(path, overwrite)
+        check_other(trace, free(path, overwrite))
     finished = read_trace(trace)
     beside = [free(tokens_path(path), overwrite) for path in paths] if "prompt_token" in finished.arrays else []
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:

@@ -15,11 +15,14 @@ from perturbkv.analyses.objects import provenance_object, run_object
 from perturbkv.cli import answers, console, effects
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
+from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.storage.files import clear_leftovers, write_whole
+from perturbkv.storage.lock import Lock
+from perturbkv.storage.places import refusals
 
 if TYPE_CHECKING:
     from perturbkv.configs.eviction import EvictionConfig
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
 _FILE = "generation.jsonl"
+_ROW = {"sample", "prompt_tokens", "full", "evicted", "compressions"}
+"""Keys of every whole line but the first."""
 
 
 @with_options
@@ -56,6 +61,9 @@ def generate(
     configs = run.configs(selection or ["attention", "two-stage"])
     effects.check("generate", run, configs)
     check_asked(configs, max_new_tokens, compress_every)
+    path = run_folder(run, run.output) / _FILE
+    if not run.dry_run:
+        reachable(path, run.wait)
     planned = plan(run, configs, generate=max_new_tokens)
     check_memory(planned)
     if run.dry_run:
@@ -64,9 +72,9 @@ def generate(
         dry_run.show(planned, run.as_json)
         return
     metrics = metrics_of(planned.prompts)
-    path = run_folder(run, run.output) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
-    rows = _answered(planned, path, header, metrics, run.overwrite)
+    with Lock(path, run.wait) as lock:
+        rows = _answered(planned, path, header, metrics, run.overwrite, lock)
     if run.as_json:
         console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
     else:
@@ -74,13 +82,18 @@ def generate(
 
 
 def _answered(
-    planned: Plan, path: Path, header: dict[str, Any], metrics: dict[str, Metric], overwrite: bool
+    planned: Plan, path: Path, header: dict[str, Any], metrics: dict[str, Metric], overwrite: bool, lock: Lock
 ) -> list[dict[str, Any]]:
     """Every sample's answers, those of an earlier run of the same kind first."""
     from perturbkv.pipeline.provenance import provenance
 
-    done = _open(path, header, provenance_object(provenance(planned)), overwrite)
-    return [*done, *_generate(planned, path, done, header["compress_every"], metrics)]
+    rows = _open(path, header, provenance_object(provenance(planned)), overwrite)
+    try:
+        with refusals(path):
+            _generate(planned, path, rows, header["compress_every"], metrics, lock)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
+    return rows
 
 
 def _show(rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], path: Path) -> None:
@@ -93,17 +106,19 @@ def _show(rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], path:
 def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
     """The samples that the same run has finished already; a new file where there is none.
 
-    Raises ConfigError where the file is of another run.
+    Raises ConfigError where the file is of another run, or none of ours.
     """
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() and not overwrite else []
-    found = [document for document in map(_parsed, lines) if document is not None]
-    if found and _asked(found[0]) != header:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() and not overwrite else ""
+    first, *others = text.split("\n")
+    begun = _parsed(first)
+    if text and (begun is None or _asked(begun) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
-    if len(found) > 1:
-        console.note(f"{counted(len(found) - 1, 'sample')} of {header['run']['samples']} there already; going on")
-    _write_whole(path, found or [{**header, "made_with": about}])
-    return found[1:]
+    rows = [row for row in map(_parsed, others) if row is not None and _ROW <= row.keys()]
+    if rows:
+        console.note(f"{counted(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
+    _write_whole(path, [begun or {**header, "made_with": about}, *rows])
+    return rows
 
 
 def _asked(document: dict[str, Any]) -> dict[str, Any]:
@@ -140,29 +155,31 @@ def _parsed(line: str) -> dict[str, Any] | None:
 def _generate(
     planned: Plan,
     path: Path,
-    done: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
     compress_every: int | None,
     metrics: dict[str, Metric],
-) -> list[dict[str, Any]]:
-    """Answer the prompts that are missing, one line each as soon as it is there."""
+    lock: Lock,
+) -> None:
+    """Answer the prompts that `rows` lack, one line each as soon as it is there."""
     from perturbkv.pipeline.answered import row
     from perturbkv.pipeline.generation import answer
 
-    names = {line["sample"] for line in done}
+    names = {line["sample"] for line in rows}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
     if not todo:
-        return []
-    adapter, rows = planned.model(), []
+        return
+    adapter = planned.model()
     labels, config = planned.run.labels(), planned.run
-    with console.progress("samples", len(todo) + len(done), len(done)) as bar, path.open("a", encoding="utf-8") as file:
+    with console.progress("samples", len(todo) + len(rows), len(rows)) as bar, path.open("a", encoding="utf-8") as file:
         for prompt in todo:
             made = answer(
                 adapter, prompt, config.configs, config.generate, scenario=config.scenario, layout=config.cache,
                 head_scores=config.head_scores, compress_every=compress_every, resources=planned.resources,
             )  # fmt: skip
-            rows.append(row(prompt, made, labels, adapter.tokenizer.decode, metrics))
-            file.write(_line(rows[-1]))
+            lock.check()
+            answered = row(prompt, made, labels, adapter.tokenizer.decode, metrics)
+            file.write(_line(answered))
             file.flush()
             os.fsync(file.fileno())
+            rows.append(answered)
             bar.one_more()
-    return rows

@@ -10,9 +10,8 @@ from typer import Option
 
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
-from perturbkv.cli.saving import free
+from perturbkv.cli.saving import claimed
 from perturbkv.models.aliases import DEFAULT
-from perturbkv.storage.files import clear_leftovers, written_whole
 
 _SHOWN = 10
 
@@ -35,8 +34,7 @@ def head_scores(
     model's own greedy answer, right answers only, a distractor beside the needle; but on needle's prompts, so that
     scores are not those of the released files.
     """
-    clear_leftovers(free(output, overwrite))
-    with written_whole(output) as beside:
+    with claimed(output, overwrite) as beside:
         scores, right = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
         beside.write_text(_text(scores))
     ranked = sorted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from typer import Option
@@ -10,6 +11,9 @@ from perturbkv.cli.choices import DEFAULT_COMPARE, check_choice, named, parse_co
 from perturbkv.cli.options import CompareOption, LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
+
+_LONGEST = 150
+"""Characters of a figure's name, which file systems bound."""
 
 
 @with_options
@@ -31,6 +35,6 @@ def heads(
     if study is None:
         return
     result = compare_heads(study.trace, names[0], names[1:], step=look.step, distance=distance)
-    stem = study.name if len(result) == 1 else "-".join([study.name, *names]).replace(":", "-")
+    stem = study.name if len(result) == 1 else re.sub("[:/]", "-", "-".join([study.name, *names]))[:_LONGEST]
     study.save(result.plot(study.width_mm), result.identity, stem)
     study.show(result)

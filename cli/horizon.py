@@ -11,6 +11,7 @@ from perturbkv.cli.study import open_study
 from perturbkv.errors import ConfigError
 
 _STEPS, _LEAST = 32, 3
+_STEMS = ["horizon", "horizon-heads"]
 
 
 @with_options
@@ -24,7 +25,7 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
     if look.trace is None and wanted.step_count < _LEAST:
         msg = f"horizon needs at least {_LEAST} decode steps, got --steps {wanted.step_count}"
         raise ConfigError(msg)
-    study = open_study("horizon", wanted, look, lambda: wanted.configs(names))
+    study = open_study("horizon", wanted, look, lambda: wanted.configs(names), stems=_STEMS)
     if study is None:
         return
     from perturbkv.analyses.horizon import horizon as analyse

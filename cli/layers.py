@@ -40,9 +40,9 @@ def layers(
 
     names, distance = parse_compare(compare), check_choice("distance", distance, tuple(DISTANCES))
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
-    study = open_study(
-        named("layers", distance), wanted, look, lambda: wanted.configs(names), leave_out_unfit=not run.budget
-    )
+    name = named("layers", distance)
+    stems = [name, *[f"{name}-samples"] * per_sample, *[f"{name}-budgets"] * budgets]
+    study = open_study(name, wanted, look, lambda: wanted.configs(names), leave_out_unfit=not run.budget, stems=stems)
     if study is None:
         return
 

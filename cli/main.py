@@ -24,6 +24,7 @@ from perturbkv.cli.head_scores import head_scores
 from perturbkv.cli.heads import heads
 from perturbkv.cli.horizon import horizon
 from perturbkv.cli.info import info
+from perturbkv.cli.interrupting import INTERRUPTED, Ending, sigterm_as_interrupt
 from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
@@ -76,19 +77,27 @@ def main() -> None:
     _quiet_libraries()
     console.show_log()
     asked = Asked()
+    with sigterm_as_interrupt() as ending:
+        _run(asked, ending)
+
+
+def _run(asked: Asked, ending: Ending) -> NoReturn:
     try:
-        sys.exit(app(prog_name="perturbkv", standalone_mode=False, obj=asked))
+        code = app(prog_name="perturbkv", standalone_mode=False, obj=asked)
+        if code == INTERRUPTED:  # Typer makes it of a Ctrl-C that no run explained
+            _refuse(KeyboardInterrupt(), "interrupted; what is not whole is not written", ending.code(code), asked)
+        sys.exit(code)
     except _UsageError as error:
         if said := error.format_message():  # nothing is left to say where the help was printed instead
             _refuse(error, _about_usage(said, error), error.exit_code, asked)
         sys.exit(error.exit_code)
     except PerturbkvError as error:
-        _refuse(error, " ".join(str(error).split()), error.exit_code, asked)
+        _refuse(error, " ".join(str(error).split()), ending.code(error.exit_code), asked)
     except OSError as error:
         _refuse(error, _about_file(error), 2, asked)
 
 
-def _refuse(error: Exception, said: str, code: int, asked: Asked) -> NoReturn:
+def _refuse(error: BaseException, said: str, code: int, asked: Asked) -> NoReturn:
     """Say what was wrong and leave."""
     console.note(f"error: {said}")
     if asked.as_json:

@@ -19,6 +19,7 @@ _METHODS = ",".join(
 )
 _LENGTHS, _DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
 _STEPS = 8
+_STEMS = ["needle", "needle-digits", "needle-depths", "needle-correlation"]
 
 
 @with_options
@@ -41,7 +42,9 @@ def needle(
     perturbation; what is measured over all --steps (8) nearly is the score, and stands apart.
     """
     wanted = _with_defaults(run, max_new_tokens)
-    study = open_study("needle", wanted, look, lambda: wanted.configs(_names(compare)), generate=max_new_tokens)
+    study = open_study(
+        "needle", wanted, look, lambda: wanted.configs(_names(compare)), generate=max_new_tokens, stems=_STEMS
+    )
     if study is None:
         return
     from perturbkv.analyses.needle import needle as analyse

@@ -112,6 +112,7 @@ class RunOptions(DataOptions):
              show_default="runs/<time>-<model>-<dataset>"),
     ] = None  # fmt: skip
     overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run")] = False
+    wait: Annotated[bool, _run("--wait", help="Wait while another process writes there")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Tell samples, configurations, memory; run nothing")] = False
     as_json: Annotated[bool, _run("--json", help=_JSON)] = False
 

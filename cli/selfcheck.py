@@ -14,7 +14,7 @@ from typer import Option
 
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption, RunOptions
-from perturbkv.cli.saving import free
+from perturbkv.cli.saving import claimed
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,11 +52,9 @@ def selfcheck(
     The compact cache, the Triton kernel, layers over several GPUs; beside that the table of ties in half precision,
     and the benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
     """
-    from perturbkv.storage.files import written_whole
-
-    place, path, trained = _device(device), free(output or Path("runs/gpu.json"), overwrite), _trained(model)
+    place, path, trained = _device(device), output or Path("runs/gpu.json"), _trained(model)
     start = time.monotonic()
-    with written_whole(path) as beside:
+    with claimed(path, overwrite) as beside:
         checks = [check for checks in _checks(place, entries, placed) for check in checks]
         ties = _ties(trained, samples, length, device)
         bench = _bench(place)

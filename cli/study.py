@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,14 @@ import typer
 from perturbkv.cli import console, dry_run, effects
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.planning import plan
-from perturbkv.cli.saving import save_figure
+from perturbkv.cli.saving import free_figures, reachable, save_figure
 from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import make_trace, run_folder
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, FailedRunError
 from perturbkv.storage.files import write_whole
+from perturbkv.storage.lock import Lock
+from perturbkv.storage.places import check_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +41,7 @@ class Study:
         folder: where figures and summary go.
         look: how figures come out.
         as_json: whether the numbers go to stdout instead of tables.
+        overwrite: whether files of somebody else are replaced.
         figures: paths written so far.
     """
 
@@ -46,6 +50,7 @@ class Study:
     folder: Path
     look: LookOptions
     as_json: bool
+    overwrite: bool = False
     figures: list[str] = field(default_factory=list)
 
     @property
@@ -55,8 +60,7 @@ class Study:
 
     def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
         """Write a figure in every format asked for."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats))
+        self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats, self.overwrite))
 
     def show(self, results: Result | Sequence[Result], document: dict[str, Any] | None = None) -> None:
         """Write results into summary.json and print them: what to conclude, then the run, tables, and notes once.
@@ -90,7 +94,7 @@ class Study:
             "failed": dict(self.trace.failures),
         }
         own = {"asked": asked(self.look), **numbers, "figures": self.figures}
-        _write_summary(self.folder / "summary.json", header, self.name, own)
+        _write_summary(self.folder / "summary.json", header, self.name, own, self.overwrite)
         if self.as_json:
             console.print_json({"analysis": self.name, **header, **own})
         else:
@@ -115,19 +119,24 @@ def open_study(
     configs: Callable[[], Sequence[EvictionConfig]],
     leave_out_unfit: bool = False,
     generate: int = 0,
+    stems: Sequence[str] = (),
 ) -> Study | None:
     """The study of `look.trace`, or of the trace that `run` makes of `configs`; None after a dry run.
 
     `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
-    tokens are generated from every cache and scored. Raises PerturbkvErrors.
+    tokens are generated from every cache and scored; `stems` are names of its figures, by default its own. Raises
+    PerturbkvErrors, all that can be known before a model is loaded before it is.
     """
-    from perturbkv.storage.trace_file import read_trace
-
     if look.trace is not None:
         effects.check_finished(name, run, look.trace)
-        return _of_finished(name, run, look, look.trace)
+        return _of_finished(name, run, look, look.trace, stems or [name])
     asked = tuple(configs())
     effects.check(name, run, asked)
+    folder = run_folder(run, run.output)
+    path = folder / "trace.h5"
+    if not run.dry_run:
+        reachable(path, run.wait)
+        _check_free(folder, name, look, run, path, stems or [name])
     planned = plan(run, asked, leave_out_unfit, generate)
     if look.step >= run.step_count:
         msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}; --steps {look.step + 1} records it"
@@ -135,26 +144,36 @@ def open_study(
     if run.dry_run:
         dry_run.show(planned, run.as_json)
         return None
-    folder = run_folder(run, run.output)
-    path = folder / "trace.h5"
-    _check_free(folder, name, look, run, path)
-    return Study(name, read_trace(make_trace(run, planned, path)), folder, look, run.as_json)
+    return _study(name, make_trace(run, planned, path), folder, look, run)
 
 
-def _of_finished(name: str, run: RunOptions, look: LookOptions, path: Path) -> Study:
+def _of_finished(name: str, run: RunOptions, look: LookOptions, path: Path, stems: Sequence[str]) -> Study:
+    folder = run.output or path.parent
+    study = _study(name, path, folder, look, run)
+    _check_free(folder, name, look, run, path, stems, study.trace.digest)
+    return study
+
+
+def _study(name: str, path: Path, folder: Path, look: LookOptions, run: RunOptions) -> Study:
+    """Raises FailedRunError where no sample of the trace can be looked at."""
     from perturbkv.storage.trace_file import read_trace
 
-    finished, folder = read_trace(path), run.output or path.parent
-    _check_free(folder, name, look, run, path, finished.digest)
-    return Study(name, finished, folder, look, run.as_json)
+    finished = read_trace(path)
+    if not finished.ok.any():
+        raise FailedRunError(str(path), finished.failures)
+    return Study(name, finished, folder, look, run.as_json, run.overwrite)
 
 
-def _check_free(folder: Path, name: str, look: LookOptions, run: RunOptions, trace: Path, digest: str = "") -> None:
+def _check_free(
+    folder: Path, name: str, look: LookOptions, run: RunOptions, trace: Path, stems: Sequence[str], digest: str = ""
+) -> None:
     """Raise ConfigError where the folder holds figures and numbers of another trace, or of another question to it.
 
     The same question replaces its old answer, and so does one that only adds to it.
     """
     path = folder / "summary.json"
+    check_place(path)
+    free_figures(folder, stems, look.formats, run.overwrite)
     if run.overwrite or not path.exists():
         return
     before = _read_summary(path)
@@ -177,19 +196,30 @@ def asked(look: LookOptions) -> dict[str, Any]:
     return {**look.asked, "step": look.step}
 
 
-def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[str, Any]) -> None:
-    """Put one analysis into summary.json; those of the same trace that stand there already stay."""
-    before: dict[str, Any] = _read_summary(path) if path.exists() else {"trace_digest": ""}
-    others: dict[str, Any] = before["analyses"] if before["trace_digest"] == header["trace_digest"] else {}
-    document = {**header, "analyses": {**others, name: numbers}}
-    write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
+def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[str, Any], overwrite: bool) -> None:
+    """Put one analysis into summary.json; those of the same trace that stand there already stay.
+
+    Analyses that end at the same time wait for each other. Raises ConfigError for a file that is no summary of ours,
+    unless `overwrite` allows to replace it.
+    """
+    with Lock(path, wait=True):
+        others: dict[str, Any] = {}
+        if path.exists():
+            with suppress(*[ConfigError] if overwrite else []):
+                before = _read_summary(path)
+                others = before["analyses"] if before["trace_digest"] == header["trace_digest"] else {}
+        document = {**header, "analyses": {**others, name: numbers}}
+        write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
     """A summary of ours: its trace, its digest, its analyses. Raises ConfigError for any other file."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
-        return {"trace": before["trace"], "trace_digest": before["trace_digest"], "analyses": dict(before["analyses"])}
-    except (ValueError, KeyError, TypeError):
-        msg = f"expected a summary of ours at {path}, got another file; move it away or give another --output"
-        raise ConfigError(msg) from None
+        trace, digest, analyses = before["trace"], before["trace_digest"], dict(before["analyses"])
+        if isinstance(trace, str) and all(isinstance(one.get("asked", {}), dict) for one in analyses.values()):
+            return {"trace": trace, "trace_digest": digest, "analyses": analyses}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    msg = f"expected a summary of ours at {path}, got another file; move it away or give another --output"
+    raise ConfigError(msg)

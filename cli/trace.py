@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -11,9 +13,13 @@ from typer import Option
 from perturbkv.cli import console, dry_run, effects
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
+from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.sweeping import resolve
 from perturbkv.cli.tracing import make_trace, run_folder
+
+if TYPE_CHECKING:
+    from perturbkv.pipeline.plan import Plan
 
 _HDF5 = (".h5", ".hdf5")
 
@@ -43,17 +49,17 @@ def trace(
     if config is None:
         configs = run.configs(selections)
         effects.check("trace", run, configs)
-        planned = plan(run, configs)
+        planning: Callable[[], Plan] = partial(plan, run, configs)
     else:
         sweep = resolve(config, run, selections, run.typed)
         effects.check("trace", sweep.run, sweep.configs)
-        run, planned = sweep.run, sweep.plan()
+        run, planning = sweep.run, sweep.plan
     if run.dry_run:
-        dry_run.show(planned, run.as_json)
+        dry_run.show(planning(), run.as_json)
         return
     target = run_folder(run, run.output)
-    path = make_trace(run, planned, target if target.suffix in _HDF5 else target / "trace.h5")
-    failures = report(path, run.as_json)
+    path = reachable(target if target.suffix in _HDF5 else target / "trace.h5", run.wait)
+    failures = report(make_trace(run, planning(), path), run.as_json)
     if failures:
         raise typer.Exit(1)
 

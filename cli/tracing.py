@@ -35,7 +35,7 @@ def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
 
     try:
         with console.progress("samples") as bar:
-            return run_to_file(planned, Here(), path, overwrite=options.overwrite, progress=bar.at)
+            return run_to_file(planned, Here(), path, overwrite=options.overwrite, wait=options.wait, progress=bar.at)
     except InterruptedRunError as error:
         again = path if path == options.output else path.parent
         msg = (

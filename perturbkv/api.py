@@ -129,6 +129,7 @@ def measure(
     generate: int = 0,
     head_scores: Sequence[Sequence[float]] = (),
     overwrite: bool = False,
+    wait: bool = False,
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Trace:
@@ -150,10 +151,12 @@ def measure(
         generate: tokens generated from every cache and scored.
         head_scores: one row per layer, for the policy `headkv`.
         overwrite: replace a trace of another run at `path`, which stays until the new one is whole.
+        wait: where another process writes `path`, wait until it is done, then go on from there.
         resources: memory and kernels.
         progress: whether a bar is shown.
 
-    Raises BudgetError, ConfigError, DatasetError, ModelError, TraceError; InterruptedRunError on Ctrl-C with a path.
+    Raises BudgetError, ConfigError, DatasetError, ModelError, OutputError, TraceError; InterruptedRunError on Ctrl-C
+    with a path.
     """
     save = ("outputs",) if save_outputs else ()
     settings = Settings(steps, scenario, cache, save, generate, head_scores, text)
@@ -161,7 +164,9 @@ def measure(
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         if path is None:
             return run_in_memory(planned, _engine(engine), drawn.at)
-        return read_trace(run_to_file(planned, _engine(engine), Path(path), overwrite=overwrite, progress=drawn.at))
+        chosen = _engine(engine)
+        made = run_to_file(planned, chosen, Path(path), overwrite=overwrite, wait=wait, progress=drawn.at)
+        return read_trace(made)
 
 
 def generate(

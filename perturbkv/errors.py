@@ -7,7 +7,7 @@ with its `exit_code`. Nothing here imports anything of ours.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -51,6 +51,10 @@ class TraceError(PerturbkvError):
     """A trace file that cannot be read, is of another run, or lacks what an analysis needs."""
 
 
+class OutputError(PerturbkvError):
+    """A place where no result can be written: of another kind, full, in use by another run, or somebody else's file."""
+
+
 class UnreadableError(PerturbkvError):
     """A cache that is not ours and does not show what it keeps; `reason` says why."""
 
@@ -70,6 +74,22 @@ class ActivationError(PerturbkvError):
     def __init__(self, where: str, sample: str) -> None:
         self.where, self.sample = where, sample
         super().__init__(f"{where} hold NaN or Inf in sample '{sample}'")
+
+
+class FailedRunError(PerturbkvError):
+    """Every sample of a run failed; `failures` says why each did."""
+
+    exit_code = 1
+    _TOLD = 3
+
+    def __init__(self, trace: str, failures: Mapping[str, str]) -> None:
+        self.failures = dict(failures)
+        reasons = list(dict.fromkeys(self.failures.values()))
+        more = f"; and {len(reasons) - self._TOLD} more" if len(reasons) > self._TOLD else ""
+        super().__init__(
+            f"all {len(self.failures)} samples of {trace} failed, nothing is left to look at: "
+            f"{'; '.join(reasons[: self._TOLD])}{more}"
+        )
 
 
 class InterruptedRunError(PerturbkvError):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import InterruptedRunError, TraceError
+from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.provenance import provenance
 from perturbkv.pipeline.texts import PromptTexts
+from perturbkv.storage.lock import Lock
 from perturbkv.storage.memory import in_memory
+from perturbkv.storage.places import check_place
 from perturbkv.storage.texts import Texts, with_text
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
@@ -40,52 +40,43 @@ def run_to_file(
     path: Path,
     *,
     overwrite: bool = False,
+    wait: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Path:
     """Measure what the trace at `path` lacks and finish its file; the model is loaded only where something is lacking.
 
-    Raises InterruptedRunError on Ctrl-C, and PerturbkvErrors; finished samples survive all of them.
+    One process at a time writes it: with `wait` others wait for it. Raises InterruptedRunError on Ctrl-C, and
+    PerturbkvErrors; finished samples survive all of them.
     """
-    total = len(planned.prompts)
-    _check_place(path)
-    made = provenance(planned)
+    check_place(path)
+    with Lock(path, wait) as lock:
+        return _run(planned, engine, path, lock, overwrite, progress)
+
+
+def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
+    made, total = provenance(planned), len(planned.prompts)
     writer = TraceWriter(path, planned.run, planned.prompts.ids, made, overwrite=overwrite, texts=_texts(planned))
     missing = writer.missing()
     _say_what_is_there(planned, missing)
     _say_what_is_special(planned)
     _say_whose_text_changes(planned, writer.changing_text())
-    if not missing:
-        return writer.finish()
-    progress(total - len(missing), total)
 
     def finished(sample: SampleTrace | FailedSample) -> None:
+        lock.check()
         writer.append(sample, missing[sample.sample_id])
         progress(len(writer.done()), total)
 
     try:
-        engine.measure(planned, missing, finished)
+        if missing:
+            progress(total - len(missing), total)
+            engine.measure(planned, missing, finished)
+        lock.check()
+        return writer.finish()
     except KeyboardInterrupt:
         raise InterruptedRunError(len(writer.done()), total, path) from None
-    return writer.finish()
-
-
-def _check_place(path: Path) -> None:
-    """Raise TraceError where no file can be written at `path`, before anything is measured."""
-    if path.is_dir():
-        msg = f"expected a file's path, got the folder {path}; name the file, such as {path / 'trace.h5'}"
-        raise TraceError(msg)
-    missing = [folder for folder in path.absolute().parents if not folder.exists()]
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.absolute().parent):
-            pass
-    except OSError as error:
-        msg = f"expected a place for {path}, got '{error.strerror}'; choose another path"
-        raise TraceError(msg) from None
-    finally:
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    except OutputError as error:
+        msg = f"{error}; {len(writer.done())} of {total} samples are kept, and the same command goes on with them"
+        raise OutputError(msg) from error
 
 
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:

@@ -21,6 +21,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.schema import TEXT, VARIABLES, Variable
 from perturbkv.storage.files import written_whole
+from perturbkv.storage.places import real
 from perturbkv.storage.texts import pieces_of
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -123,6 +124,13 @@ def check_suffix(path: Path) -> None:
     """Raise ConfigError unless the path ends in .csv or .parquet."""
     if path.suffix not in SUFFIXES:
         msg = f"expected a file ending in {' or '.join(SUFFIXES)}, got '{path}'"
+        raise ConfigError(msg)
+
+
+def check_other(trace: Path, path: Path) -> None:
+    """Raise ConfigError where the table would replace the trace that it is made from."""
+    if real(trace) == real(path):
+        msg = f"expected another file than the trace for its table, got {path}; name another"
         raise ConfigError(msg)
 
 

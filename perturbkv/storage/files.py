@@ -5,9 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from perturbkv.storage.places import check_kind, make_folders, real, refusals, remove_empty
 
 _TEMPORARY = ".tmp-"
 
@@ -23,29 +25,33 @@ def written_whole(path: Path) -> Iterator[Path]:
     """A new file beside `path`, which takes its place when the block has filled it without an error.
 
     It and its folders are made at once, so that a place that cannot be written is known before any work is done; an
-    error removes them again.
+    error removes them again. Through a link the file that it names is written. Raises OutputError for what the system
+    refuses.
     """
-    made = [folder for folder in path.parents if not folder.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}{_TEMPORARY}{os.getpid()}")
+    where = real(path)
+    with refusals(path):
+        check_kind(path)
+        made = make_folders(where.parent)
+    beside = where.with_name(f"{where.name}{_TEMPORARY}{os.getpid()}")
     try:
-        beside.touch()
-        yield beside
-        with beside.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        beside.replace(path)
+        with refusals(path):
+            beside.touch()
+            yield beside
+            with beside.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            beside.replace(where)
     except BaseException:
         beside.unlink(missing_ok=True)
-        for folder in made:
-            with suppress(OSError):  # another process may have put something there
-                folder.rmdir()
+        remove_empty(made)
         raise
-    _keep_rename(path.parent)
+    with refusals(path):
+        _keep_rename(where.parent)
 
 
 def clear_leftovers(path: Path) -> None:
     """Remove what killed processes left half written of `path`."""
-    for leftover in path.parent.glob(f"{glob.escape(path.name)}{_TEMPORARY}*"):
+    where = real(path)
+    for leftover in where.parent.glob(f"{glob.escape(where.name)}{_TEMPORARY}*"):
         leftover.unlink(missing_ok=True)
 
 

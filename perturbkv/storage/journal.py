@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from perturbkv.configs import former as configs_before
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import PerturbkvError, TraceError
+from perturbkv.errors import OutputError, PerturbkvError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.merge import Shapes, kept_entries
+from perturbkv.storage.places import real
 from perturbkv.trace import FailedSample, SampleTrace
 
 SUFFIX = ".journal"
@@ -37,7 +38,8 @@ _DAMAGE = (ValueError, KeyError, EOFError, zipfile.BadZipFile, PerturbkvError)
 
 def journal_path(trace: Path) -> Path:
     """The journal's folder, beside the trace file."""
-    return trace.with_name(trace.name + SUFFIX)
+    where = real(trace)
+    return where.with_name(where.name + SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,17 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def check_ours(self) -> None:
+        """Raise OutputError where the folder is somebody else's: a file, or with files that no journal has."""
+        if not self.folder.exists():
+            return
+        others = (
+            [self.folder] if not self.folder.is_dir() else [file for file in self.folder.iterdir() if not _own(file)]
+        )
+        if others:
+            msg = f"expected a run's journal at {self.folder}, got {others[0]}; move it away, or choose another place"
+            raise OutputError(msg)
 
     def run(self) -> RunConfig | None:
         """The run this journal belongs to; None where there is none or it cannot be read."""
@@ -165,6 +178,11 @@ class Journal:
         name = hashlib.sha256(sample_id.encode()).hexdigest()[:24]
         paths = (self.folder / f"{name}{f'-{number}' if number else ''}.npz" for number in itertools.count())
         return next(path for path in paths if not path.exists())
+
+
+def _own(file: Path) -> bool:
+    """Whether a journal has files of such a name, half written ones among them."""
+    return file.name == _RUN or file.suffix == ".npz" or ".tmp" in file.name
 
 
 def _relabelled(entry: Entry, older: Mapping[str, str]) -> Entry:

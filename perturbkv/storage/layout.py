@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -54,6 +55,12 @@ def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], se
                 msg = f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}"
                 raise TraceError(msg)
     return sizes, names
+
+
+def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
+    """Bytes that a trace's file takes at least: those of what is stored row by row, uncompressed."""
+    rows = [variable for name, variable in VARIABLES.items() if name in names and variable.in_rows]
+    return sum(math.prod(sizes[axis] for axis in one.axes) * np.dtype(one.dtype).itemsize for one in rows)
 
 
 def fill_of(dtype: str) -> float | str:

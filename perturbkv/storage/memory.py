@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.files import written_whole
 from perturbkv.storage.layout import fill_of, nothing_filled, place, whole_sizes
@@ -46,9 +45,6 @@ def save(trace: Trace, path: Path) -> Path:
         for name in trace.sample_ids
         for sample in [trace.sample(name)]
     }
-    if path.is_dir():
-        msg = f"expected a file's path, got the folder {path}; name the file, such as {path / 'trace.h5'}"
-        raise TraceError(msg)
     own = ("format", "format_version")
     attrs = {name: value for name, value in trace.attrs.items() if name not in own}
     with written_whole(path) as beside:

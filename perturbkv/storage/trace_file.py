@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import h5py
@@ -26,9 +29,10 @@ from perturbkv.storage.coordinates import (
     check_shapes,
 )
 from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.layout import fill_of, nothing_filled, place, whole_sizes
+from perturbkv.storage.layout import fill_of, least_bytes, nothing_filled, place, whole_sizes
 from perturbkv.storage.lazy import LazyArrays
 from perturbkv.storage.merge import Shapes
+from perturbkv.storage.stream import Stream, undisturbed
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 3
@@ -61,14 +65,31 @@ def write_trace(
     """Write a whole trace file, one sample in memory at a time.
 
     `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
-    Raises TraceError where the samples' axes do not fit together.
+    Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the file.
     """
     sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
-    with h5py.File(path, "w", track_order=True) as file:
-        _write_header(file, run, attrs, sample_ids, sizes, names)
-        filled = nothing_filled()
-        for where, name in enumerate(sample_ids):
-            _write_sample(file, where, sample(name), filled)
+    _check_room(path.parent, least_bytes(sizes, names))
+
+    def write(stop: Event) -> None:
+        with Stream(path) as stream:
+            with h5py.File(stream, "w", track_order=True) as file:
+                _write_header(file, run, attrs, sample_ids, sizes, names)
+                filled = nothing_filled()
+                for where, name in enumerate(sample_ids):
+                    stream.check()
+                    if stop.is_set():
+                        return
+                    _write_sample(file, where, sample(name), filled)
+            stream.check()
+
+    undisturbed(write)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raise OSError where a file of at least so many bytes cannot fit; one that is larger fails as it is written."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
 
 
 def _write_header(

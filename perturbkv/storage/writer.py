@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, 
 from perturbkv.storage.texts import Texts, with_text, with_text_shapes
 from perturbkv.storage.trace_file import describe_whole, read_run, write_trace
 from perturbkv.trace import FailedSample, SampleTrace
+
+_log = logging.getLogger(__name__)
 
 
 class TraceWriter:
@@ -54,6 +57,7 @@ class TraceWriter:
         self._check_ids()
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
         self._journal = Journal(journal_path(path))
+        self._journal.check_ours()
         if overwrite and not self._extends(self._journal.run()):
             self._journal.discard()
         self._old = self._finished_trace(overwrite)
@@ -91,6 +95,8 @@ class TraceWriter:
             msg = f"expected a sample of this run, got '{sample.sample_id}'"
             raise TraceError(msg)
         labels = self._labels_of(self.run.configs if configs is None else configs)
+        if self._begun and self._journal.run() is None:
+            self._forget_vanished()
         if isinstance(sample, SampleTrace):
             self._check_part(sample, labels)
         if not self._begun:
@@ -109,7 +115,10 @@ class TraceWriter:
         """
         missing = [name for name in self.sample_ids if self._missing_of(name) and self._reason(name) is None]
         if missing:
-            msg = f"expected every sample to be measured, {len(missing)} are not, such as '{missing[0]}'"
+            msg = (
+                f"expected every sample to be measured, {len(missing)} are not, such as '{missing[0]}'; "
+                "run the same command again to measure what is missing"
+            )
             raise TraceError(msg)
         if not self._is_finished():
             with written_whole(self.path) as beside:
@@ -132,6 +141,15 @@ class TraceWriter:
             msg = f"expected configurations of this run, each once, got '{strange[0]}'"
             raise TraceError(msg)
         return labels
+
+    def _forget_vanished(self) -> None:
+        """The journal's folder was removed while the run went on: what it held is missing again."""
+        self._begun, held = False, sum(map(len, self._entries.values()))
+        self._entries = {
+            name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
+        }
+        lost = held - sum(map(len, self._entries.values()))
+        _log.info("%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, lost)
 
     def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
         """Refuse what cannot be joined with what is there, before it is kept and others are measured."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from perturbkv.errors import OutputError
 from perturbkv.storage.files import clear_leftovers, write_whole, written_whole
 
 
@@ -54,7 +55,7 @@ def test_a_place_that_cannot_be_written_is_known_before_any_work(tmp_path: Path)
     (tmp_path / "file").touch()
     worked = []
     for path in (tmp_path / "file" / "a.txt", tmp_path / ("n" * 255)):
-        with pytest.raises(OSError), written_whole(path):
+        with pytest.raises(OutputError, match="expected a place for"), written_whole(path):
             worked.append(path)
     assert worked == []
 

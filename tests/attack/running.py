@@ -1,0 +1,132 @@
+"""One attack: the command line in a process of its own, which may crash, hang or eat its machine alone."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT_S = 10.0
+"""No attack may take longer."""
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["perturbkv.cli.main", "transformers", "perturbkv.pipeline.measure", __name__])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: exit code (negative: the signal that ended it), both streams, seconds, and new files."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    hung: bool
+    left: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line that somebody tries.
+
+    `folder` is where it runs; it holds what the case needs. `fine` says what is wrong with an outcome, None where it is
+    as it should be; by default one line and exit code 2, nothing left behind. `before` is what the process does first,
+    such as giving up rights.
+    """
+
+    name: str
+    folder: Path
+    argv: tuple[str, ...]
+    fine: Callable[[Outcome], str | None]
+    before: Callable[[], None] | None = None
+
+
+def flaw_of_refusal(outcome: Outcome) -> str | None:
+    """What is wrong with an outcome that should be one line and exit code 2, with nothing left behind."""
+    lines = outcome.err.strip().splitlines()
+    if outcome.hung:
+        return f"still running after {LIMIT_S:.0f} s"
+    if "Traceback" in outcome.err + outcome.out:
+        return f"traceback: {lines[-1]}"
+    if outcome.code != 2:
+        return f"exit code {outcome.code}, not 2: {lines[-1] if lines else 'silent'}"
+    if not lines or not lines[-1].startswith("error: "):
+        return f"no line that begins with 'error: ' at the end: {lines[-1:]}"
+    if outcome.left:
+        return f"left behind: {', '.join(outcome.left)}"
+    return None
+
+
+def attack(case: Case) -> str | None:
+    """Run the case; what is wrong with its outcome, None where nothing is."""
+    return case.fine(run(case.argv, case.folder, before=case.before))
+
+
+def run(
+    argv: tuple[str, ...], folder: Path, limit: float = LIMIT_S, before: Callable[[], None] | None = None
+) -> Outcome:
+    """The command's outcome, killed after `limit` seconds."""
+    return Running(argv, folder, before).outcome(limit)
+
+
+class Running:
+    """A command that has begun, in a process of its own."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, argv: tuple[str, ...], folder: Path, before: Callable[[], None] | None = None) -> None:
+        self.folder, self._there = folder, _files(folder)
+        name = f"{folder.name}-{next(self._numbers)}"
+        self._streams = folder.parent / f"{name}.out", folder.parent / f"{name}.err"
+        self._process = _SERVER.Process(target=_command, args=(argv, folder, *self._streams, before))
+        self._start = time.monotonic()
+        self._process.start()
+
+    def lives(self) -> bool:
+        return self._process.is_alive()
+
+    def send(self, number: int) -> None:
+        """A signal, where the process is there to get it."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def outcome(self, limit: float = LIMIT_S) -> Outcome:
+        """How it ended, killed after `limit` seconds."""
+        self._process.join(limit)
+        hung = self._process.is_alive()
+        if hung:
+            self._process.kill()
+            self._process.join()
+        seconds = time.monotonic() - self._start
+        out, err = (stream.read_text(errors="replace") if stream.exists() else "" for stream in self._streams)
+        for stream in self._streams:
+            stream.unlink(missing_ok=True)
+        left = tuple(sorted(_files(self.folder) - self._there))
+        return Outcome(self._process.exitcode or 0, out, err, seconds, hung, left)
+
+
+def _files(folder: Path) -> frozenset[str]:
+    """What lies under a folder."""
+    found = (os.path.join(at, name) for at, folders, files in os.walk(folder) for name in folders + files)
+    return frozenset(os.path.relpath(path, folder) for path in found)
+
+
+def _command(
+    argv: tuple[str, ...], folder: Path, out: Path, err: Path, before: Callable[[], None] | None = None
+) -> None:
+    """The command line as its users start it, in this process, which was made for it."""
+    sys.stdout, sys.stderr = out.open("w"), err.open("w")
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stderr.fileno(), 2)
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "80"
+    sys.argv = ["perturbkv", *argv]
+    if before is not None:
+        before()
+    from perturbkv.cli.main import main
+
+    main()

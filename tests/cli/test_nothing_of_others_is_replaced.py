@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perturbkv.pipeline import samples
+from perturbkv.storage.lock import Lock, lock_path
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.trace import FailedSample
+
+Run = Callable[..., Any]
+PRECIOUS = b'{"mine": 1}\n'
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> Path:
+    """A trace of two samples, made once."""
+    path = tmp_path_factory.mktemp("made") / "t.h5"
+    options = ["--model", model, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8, "-o", path]
+    command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()", "trace", *map(str, options)]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture
+def made(finished: Path, tmp_path: Path) -> str:
+    shutil.copy(finished, tmp_path / "t.h5")
+    return "t.h5"
+
+
+def refused(ran: Any, *words: str) -> None:
+    assert ran.code == 2, ran.err
+    assert ran.err.strip().splitlines()[-1].startswith("error: ")
+    for word in words:
+        assert word in ran.err, ran.err
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_figure_of_somebody_else_stays(perturbkv: Run, made: str, suffix: str) -> None:
+    figure = Path(f"heads.{suffix}")
+    figure.write_bytes(PRECIOUS)
+    refused(perturbkv("heads", made, "--format", suffix), f"expected a figure of ours at {figure}", "--overwrite")
+    assert figure.read_bytes() == PRECIOUS
+    assert not Path("summary.json").exists()
+    assert perturbkv("heads", made, "--format", suffix, "--overwrite").code == 0
+    ours = figure.read_bytes()
+    assert ours != PRECIOUS
+    assert perturbkv("heads", made, "--format", suffix).code == 0, "our own is replaced unasked"
+
+
+def test_a_figure_in_the_way_is_known_before_a_model_is_loaded(
+    perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perturbkv.pipeline.plan.load_weights", None)
+    Path("out").mkdir()
+    Path("out/layers-samples.png").write_bytes(PRECIOUS)
+    ran = perturbkv("layers", *tiny, "--per-sample", "-o", "out")
+    refused(ran, "expected a figure of ours at out/layers-samples.png")
+    assert [path.name for path in Path("out").iterdir()] == ["layers-samples.png"]
+
+
+@pytest.mark.parametrize("content", [PRECIOUS, b"notes\n", b"[1, 2]\n", bytes(range(256)), b'{"run": [], "format": 1}'])
+def test_answers_of_somebody_else_stay(perturbkv: Run, tiny: list[object], content: bytes) -> None:
+    Path("generation.jsonl").write_bytes(content)
+    command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
+    refused(perturbkv(*command), "generation.jsonl is of another run; give --overwrite or another --output")
+    assert Path("generation.jsonl").read_bytes() == content
+    assert perturbkv(*command, "--overwrite").code == 0
+
+
+def test_a_line_of_answers_that_is_not_whole_is_answered_again(perturbkv: Run, tiny: list[object]) -> None:
+    command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
+    assert perturbkv(*command).code == 0
+    header, first, second = Path("generation.jsonl").read_text().splitlines(keepends=True)
+    for broken in (second[:40], '{"sample": "p1"}\n', "[]\n"):
+        Path("generation.jsonl").write_text(header + first + broken)
+        ran = perturbkv(*command)
+        assert "1 sample of 2 there already; going on" in ran.err
+        assert Path("generation.jsonl").read_text() == header + first + second
+
+
+@pytest.mark.parametrize(
+    "content", [b"mine", b'{"trace": 3, "trace_digest": [], "analyses": {"heads": 7}}', bytes(range(256))]
+)
+def test_a_summary_of_somebody_else_is_replaced_only_when_asked(perturbkv: Run, made: str, content: bytes) -> None:
+    Path("summary.json").write_bytes(content)
+    refused(perturbkv("assumption", made), "expected a summary of ours at summary.json")
+    assert Path("summary.json").read_bytes() == content
+    assert perturbkv("assumption", made, "--overwrite").code == 0
+    assert list(json.loads(Path("summary.json").read_text())["analyses"]) == ["assumption"]
+
+
+def test_a_table_does_not_replace_its_trace(perturbkv: Run, made: str) -> None:
+    content = Path(made).read_bytes()
+    Path("t.csv").symlink_to(made)
+    refused(perturbkv("export", made, "-o", "t.csv", "--overwrite"), "expected another file than the trace")
+    assert Path(made).read_bytes() == content
+
+
+def test_of_several_tables_none_is_written_where_one_cannot_be(perturbkv: Run, made: str) -> None:
+    refused(perturbkv("export", made, "-o", "a.csv", "-o", "t.h5/b.csv"), "choose another place")
+    Path("c.csv").mkdir()
+    refused(perturbkv("export", made, "-o", "a.csv", "-o", "c.csv", "--overwrite"), "got the folder c.csv")
+    assert not Path("a.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "held"),
+    [
+        (["trace", "-o", "out"], "out/trace.h5"),
+        (["heads", "-o", "out"], "out/trace.h5"),
+        (["generate", "-o", "out"], "out/generation.jsonl"),
+    ],
+    ids=lambda one: one[0],
+)
+def test_who_holds_an_output_is_told_before_anything_is_loaded(
+    perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch, command: list[str], held: str
+) -> None:
+    monkeypatch.setattr("perturbkv.models.loading.open_model", None)
+    with Lock(Path(held)):
+        refused(perturbkv(command[0], *tiny, *command[1:]), f"expected {held} for this command alone", "--wait")
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["head-scores", "--length", 256, "--samples", 1, "-o", "out.json"],
+        ["bench", "--only", "peak-24", "-o", "out.json"],
+        ["audit", "kept.json", "-o", "."],
+    ],
+    ids=lambda one: str(one[0]),
+)
+def test_other_outputs_have_one_writer_too(perturbkv: Run, model: Path, command: list[object]) -> None:
+    name = "audit.json" if command[0] == "audit" else "out.json"
+    with Lock(Path(name)):
+        refused(
+            perturbkv(command[0], *command[1:], "--model", model),
+            f"expected {name} for this command alone",
+            "wait until",
+        )
+
+
+def test_a_command_that_waits_goes_on_from_what_the_other_left(
+    perturbkv: Run, tiny: list[object], made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perturbkv.storage.lock._POLL_S", 0.01)
+    other = Lock(Path(made))
+    other.__enter__()
+    polls = iter(range(5))
+
+    def sleep(seconds: float, before: Callable[[float], None] = time.sleep) -> None:
+        if next(polls) == 3:
+            other.__exit__(None, None, None)
+        before(seconds)
+
+    monkeypatch.setattr("perturbkv.storage.lock.time.sleep", sleep)
+    ran = perturbkv("trace", *tiny, "-o", made, "--wait")
+    assert ran.code == 0, ran.err
+    assert "waiting for process" in ran.err
+    assert "2 of 2 samples are there already" in ran.err
+    assert not lock_path(Path(made)).exists()
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = samples.trace_sample
+
+    def terminated(adapter: Any, prompt: Any, *more: Any) -> Any:
+        if prompt.sample_id == "p1":
+            signal.raise_signal(signal.SIGTERM)
+        return measure(adapter, prompt, *more)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(samples, "trace_sample", terminated)
+        ran = perturbkv("trace", *tiny, "-o", "out")
+    assert ran.code == 143
+    assert "error: interrupted: 1 of 2 samples are kept beside out/trace.h5" in ran.err
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "1 of 2 samples are there already" in perturbkv("trace", *tiny, "-o", "out").err
+
+
+def test_an_interrupted_command_that_keeps_nothing_says_so(
+    perturbkv: Run, made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*given: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("perturbkv.storage.trace_file.read_trace", interrupt)
+    ran = perturbkv("heads", made, "--json")
+    assert (ran.code, ran.json()["error"]["exit_code"]) == (130, 130)
+    assert ran.err == "error: interrupted; what is not whole is not written\n"
+
+
+def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    from perturbkv.pipeline import generation
+
+    answer = generation.answer
+
+    def interrupted(adapter: Any, prompt: Any, *more: Any, **options: Any) -> Any:
+        if prompt.sample_id == "p1":
+            raise KeyboardInterrupt
+        return answer(adapter, prompt, *more, **options)
+
+    command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "answer", interrupted)
+        ran = perturbkv(*command)
+    assert ran.code == 130
+    assert "error: interrupted: 1 of 2 samples are kept beside generation.jsonl" in ran.err
+    assert "1 sample of 2 there already; going on" in perturbkv(*command).err
+
+
+def test_where_all_samples_fail_the_reasons_are_told(
+    perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_fail(adapter: Any, prompts: Any, run: Any, resources: Any, finished: Any, wanted: Any) -> None:
+        for prompt in prompts:
+            finished(FailedSample(prompt.sample_id, f"{prompt.sample_id} broke"))
+
+    monkeypatch.setattr("perturbkv.engines.here.trace", all_fail)
+    for command in (["heads", *tiny, "-o", "out"], ["layers", "out/trace.h5"], ["assumption", "out/trace.h5"]):
+        ran = perturbkv(*command)
+        assert ran.code == 1
+        assert ran.err == (
+            "error: all 2 samples of out/trace.h5 failed, nothing is left to look at: p0 broke; p1 broke\n"
+        )
+    ran = perturbkv("trace", *tiny, "-o", "out")
+    assert (ran.code, ran.err) == (1, "failed: p0 broke\nfailed: p1 broke\n")
+    assert read_trace("out/trace.h5").failures == {"p0": "p0 broke", "p1": "p1 broke"}
+
+
+def test_a_figures_name_is_no_longer_than_a_file_may_have(perturbkv: Run, tiny: list[object]) -> None:
+    kinds = ("attention", "two-stage", "random", "value", "attention-unpooled", "two-stage-uniform")
+    names = [f"{policy}:{kind}" for policy in ("snapkv", "pyramidkv") for kind in kinds]
+    ran = perturbkv("heads", *tiny, "--compare", ",".join(names), "-o", "out", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert len("-".join(names)) > 255
+    (figure,) = Path("out").glob("heads-*.png")
+    assert figure.name.startswith("heads-snapkv-attention-snapkv-two-stage-")
