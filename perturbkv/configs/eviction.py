@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
-from perturbkv.configs.choice import Choice, as_choice
+from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.option import completed
 from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
@@ -209,8 +209,32 @@ class EvictionConfig:
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
             options = {option: _unnested(value) for option, value in options.items()}
+            _check_options(name, told.name, options)
             held[name] = _holding(told, options)
+        for name in ("budget", "window", *_PROTECTED):
+            _check_number(name, held[name])
+        if not isinstance(held.get("twin", ""), str):
+            msg = f"twin of a configuration cannot be '{held['twin']}'"
+            raise ConfigError(msg)
         return cls(**held)
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raise ConfigError unless a document's number is one: a window whole, a budget whole or a share."""
+    if isinstance(value, bool) or not isinstance(value, int if name == "window" else int | float):
+        msg = f"{name} of a configuration cannot be '{value}'"
+        raise ConfigError(msg)
+
+
+def _check_options(what: str, name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless options are plain values, and those that are known here within their range."""
+    known = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS}.get(what, {}).get(name, {})
+    for option, value in options.items():
+        if option in known:
+            known[option].checked(value, option, f"{what} '{name}'")
+        elif not isinstance(value, bool | int | float | str | Choice | None):
+            msg = f"{option} of {what} '{name}' cannot be '{value}'"
+            raise ConfigError(msg)
 
 
 def _budget(given: Budget | float | str) -> Budget:
@@ -248,12 +272,15 @@ def _nested(value: Any) -> Any:
     return {"choice": str(value), "options": {name: _nested(held) for name, held in value.options.items()}}
 
 
-def _unnested(value: Any) -> Any:
-    """What `_nested` made this of."""
+def _unnested(value: Any, depth: int = DEEPEST) -> Any:
+    """What `_nested` made this of, at most `depth` choices inside each other."""
     if not isinstance(value, dict):
         return value
-    told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
-    return _holding(told, options)
+    if not depth:
+        msg = f"expected at most {DEEPEST} choices inside each other in a configuration, got more"
+        raise ConfigError(msg)
+    told = as_choice(value["choice"])
+    return _holding(told, {name: _unnested(held, depth - 1) for name, held in value["options"].items()})
 
 
 def _holding(told: Choice, options: Mapping[str, Any]) -> Choice:

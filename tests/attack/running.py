@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 LIMIT_S = 10.0
 """No attack may take longer."""
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["perturbkv.cli.main", "transformers", "perturbkv.pipeline.measure", __name__])
+_LOADED_ONCE = ("transformers", "perturbkv.pipeline.measure", "perturbkv.storage.writer", "perturbkv.figures.heads")
+_SERVER.set_forkserver_preload(["perturbkv.cli.main", *_LOADED_ONCE, __name__])
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,14 @@ class Case:
     """A command line that somebody tries.
 
     `folder` is where it runs; it holds what the case needs. `fine` says what is wrong with an outcome, None where it is
-    as it should be; by default one line and exit code 2, nothing left behind.
+    as it should be; by default one line and exit code 2, nothing left behind. `module` has the `main` that is called.
     """
 
     name: str
     folder: Path
     argv: tuple[str, ...]
     fine: Callable[[Outcome], str | None]
+    module: str = "perturbkv.cli.main"
 
 
 def flaw_of_refusal(outcome: Outcome) -> str | None:
@@ -60,14 +63,14 @@ def flaw_of_refusal(outcome: Outcome) -> str | None:
 
 def attack(case: Case) -> str | None:
     """Run the case; what is wrong with its outcome, None where nothing is."""
-    return case.fine(run(case.argv, case.folder))
+    return case.fine(run(case.argv, case.folder, module=case.module))
 
 
-def run(argv: tuple[str, ...], folder: Path, limit: float = LIMIT_S) -> Outcome:
+def run(argv: tuple[str, ...], folder: Path, limit: float = LIMIT_S, module: str = "perturbkv.cli.main") -> Outcome:
     """The command's outcome, killed after `limit` seconds."""
     before = _files(folder)
     streams = folder.parent / f"{folder.name}.out", folder.parent / f"{folder.name}.err"
-    process = _SERVER.Process(target=_command, args=(argv, folder, *streams))
+    process = _SERVER.Process(target=_command, args=(module, argv, folder, *streams))
     start = time.monotonic()
     process.start()
     process.join(limit)
@@ -88,7 +91,7 @@ def _files(folder: Path) -> frozenset[str]:
     return frozenset(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def _command(argv: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
+def _command(module: str, argv: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
     """The command line as its users start it, in this process, which was made for it."""
     sys.stdout, sys.stderr = out.open("w"), err.open("w")
     os.dup2(sys.stdout.fileno(), 1)
@@ -96,6 +99,4 @@ def _command(argv: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
     os.chdir(folder)
     os.environ["COLUMNS"] = "80"
     sys.argv = ["perturbkv", *argv]
-    from perturbkv.cli.main import main
-
-    main()
+    importlib.import_module(module).main()
