@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
+from perturbkv.schema import ROWS
 from perturbkv.storage import checksums
 
 _FAILURES = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
@@ -76,18 +77,19 @@ class StoredFile:
         """Axes, shape, type, unit, meaning and bytes of a variable that this reader does not know; None for no such."""
         with self._reading(f"the variable {name}"):
             item = self._file[name]
-            if not isinstance(item, h5py.Dataset) or item.is_scale or not all(len(dim) for dim in item.dims):
+            scales = _scales(self._file, item) if isinstance(item, h5py.Dataset) else []
+            if not scales or None in scales or "CLASS" in item.attrs:
                 return None
-            axes = tuple(dim[0].name.lstrip("/") for dim in item.dims)
+            axes = tuple(scale.name.lstrip("/") for scale in scales)
             said = [_plain(item.attrs, key) if key in item.attrs else None for key in ("units", "long_name")]
-            if not axes or None in said:
+            if None in said:
                 return None
             return axes, item.shape, str(item.dtype), str(said[0]), str(said[1]), int(item.nbytes)
 
     def axes(self, name: str, known: list[str]) -> tuple[str, ...]:
         """Which of the `known` axes are attached to a variable, in order; 'none' and 'another' for what is not."""
         with self._reading(f"the axes of {name}"):
-            scales = [dim[0] if len(dim) else None for dim in self._dataset(name).dims]
+            scales = _scales(self._file, self._dataset(name))
         held = {axis: self._dataset(axis) for axis in known}
         return tuple(
             "none" if scale is None else next((axis for axis in known if held[axis] == scale), "another")
@@ -151,7 +153,8 @@ class StoredFile:
                 if not isinstance(item, h5py.Dataset) or item.shape is None:
                     self.refuse(f"the variable {name}", "something else of this name")
                 self._check_place(name, item)
-                self._check_size(name, item)
+                if name not in ROWS:  # those axes only count, and hold nothing
+                    self._check_size(name, item)
             self._held[name] = item
         return self._held[name]
 
@@ -172,6 +175,18 @@ class StoredFile:
         chunk = np.prod(item.chunks or (0,), dtype=float) * item.dtype.itemsize
         if chunk > max(_UNSTORED, item.nbytes):
             self.refuse(f"{name} in chunks no larger than itself", f"chunks of {item.chunks}")
+
+
+def _scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
+    """What is attached to each dimension of a variable; None where nothing is.
+
+    As the format of dimension scales has them: HDF5's own reader of it crashes on attributes of another type.
+    """
+    key = "DIMENSION_LIST"
+    kind = h5py.check_vlen_dtype(item.attrs.get_id(key).dtype) if key in item.attrs else None
+    if kind is None or h5py.check_ref_dtype(kind) is not h5py.Reference:
+        return [None] * item.ndim
+    return [file[row[0]] if len(row) else None for row in np.atleast_1d(item.attrs[key])]
 
 
 def _plain(attrs: h5py.AttributeManager, key: str) -> str | int | float | None:

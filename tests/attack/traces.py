@@ -161,9 +161,10 @@ def _flaw(outcome: Outcome, folder: Path, before: bytes, expected: dict[str, str
 
 
 def _flaw_of_line(outcome: Outcome) -> str | None:
-    """A refusal names the file and says no more than a line."""
+    """A refusal names the file; `trace` may have told what it finds there before."""
     said = outcome.err.strip().splitlines()
-    return None if len(said) == 1 and _NAME in said[0] else f"not one line that names the file: {said[:3]}"
+    notes = [line for line in said[:-1] if "going on" not in line]
+    return None if not notes and _NAME in said[-1] else f"not one line that names the file: {said[:3]}"
 
 
 def _difference(expected: str, found: str) -> str:

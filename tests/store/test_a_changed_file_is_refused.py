@@ -16,7 +16,7 @@ from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
-from perturbkv.trace import FailedSample, Trace
+from perturbkv.trace import FailedSample, SampleTrace, Trace
 from tests.store.test_a_trace_file_keeps_its_word import write
 from tests.support.changed import changing, without_sums
 from tests.support.traces import sample_trace
@@ -192,6 +192,7 @@ TURNED = ("sample", "config", "step", "head", "layer")
         (set_attribute("theta", "units", "L2"), "theta in the unit L1, got L2"),
         (lambda file: file["theta"].attrs.__delitem__("units"), "a text as 'units' of theta"),
         (lambda file: file["theta"].attrs.__setitem__("units", np.arange(3)), "a text as 'units' of theta"),
+        (lambda file: file["theta"].attrs.__setitem__("DIMENSION_LIST", 7), "got none none none none none"),
         (lambda file: file.__delitem__("complete"), "expected 'complete'"),
         (lambda file: file.__delitem__("sample"), "expected 'sample'"),
         (lambda file: file.attrs.__setitem__("format_version", "three"), "a format_version from 1 to 3"),
@@ -270,6 +271,21 @@ def test_another_file_is_not_read_as_numbers(path: Path, tmp_path: Path) -> None
             dim.attach_scale(file[axis])
         assert file["theta"][()].any(), "HDF5 itself reads it"
     assert "the numbers of theta in the file itself, got numbers that lie elsewhere" in refusal(path)
+
+
+def test_more_kept_entries_than_a_shape_may_have_unstored_are_read(tmp_path: Path) -> None:
+    whole = sample_trace("s0", configs=2, layers=200, heads=250)
+    count = 50
+    arrays = {
+        **whole.arrays,
+        "kept_count": np.full((2, 200, 250), count),
+        "kept_offset": (np.arange(2 * 200 * 250) * count).reshape(2, 200, 250),
+        "kept_position": np.tile(np.arange(count, dtype=np.int32), 2 * 200 * 250),
+    }
+    path = write(tmp_path / "t.h5", SampleTrace("s0", arrays))
+    trace = read_trace(path)
+    assert trace.arrays["kept_position"].nbytes > 16 * 2**20
+    assert trace.kept(0, 1, 199, 249).tolist() == list(range(count))
 
 
 @pytest.mark.parametrize("name", ["theta", "prompt_tokens", "sample"])
