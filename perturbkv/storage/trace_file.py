@@ -29,6 +29,7 @@ from perturbkv.storage.coordinates import (
     check_shapes,
 )
 from perturbkv.storage.hdf5 import StoredFile, opened_file
+from perturbkv.storage.heaps import check_heaps
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.layout import AXES, STORED
 from perturbkv.storage.lazy import LazyArrays
@@ -118,7 +119,8 @@ def describe(path: Path) -> Description:
     with opened(path) as file:
         run = _checked_run(file)
         ids, failures = _samples_of(file)
-        found = {name: _stored(file, name) for name in file.names() if name not in AXES}
+        names = dict.fromkeys([*variables_of(file.names()), *file.names()])
+        found = {name: _stored(file, name) for name in names if name not in AXES}
         variables = {name: one for name, one in found.items() if one is not None}
         caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
         return Description(run, ids, failures, _provenance_of(file), variables, caches, _with_text(file, ids))
@@ -164,6 +166,8 @@ def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
     """The file, open for reading; TraceError for its damages, and where it was written after `stamp` (st_mtime_ns)."""
     if not path.exists():
         raise TraceError(_missing(path))
+    if stamp is None:  # with one it was looked through before
+        check_heaps(path)
     with opened_file(path) as file:
         if stamp is not None and path.stat().st_mtime_ns != stamp:
             msg = f"expected the trace at {path} as it was, got one written since; open it again"

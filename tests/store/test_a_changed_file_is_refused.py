@@ -273,6 +273,13 @@ def test_another_file_is_not_read_as_numbers(path: Path, tmp_path: Path) -> None
     assert "the numbers of theta in the file itself, got numbers that lie elsewhere" in refusal(path)
 
 
+def test_a_heap_that_leads_nowhere_is_refused_instead_of_read_for_ever(whole: bytes, path: Path) -> None:
+    heap = whole.index(b"GCOL")
+    for begin in (heap + 16, heap + 1000, heap + 2000):
+        path.write_bytes(whole[:begin] + bytes(1500) + whole[begin + 1500 :])
+        assert "got a damaged heap at byte" in refusal(path)
+
+
 def test_more_kept_entries_than_a_shape_may_have_unstored_are_read(tmp_path: Path) -> None:
     whole = sample_trace("s0", configs=2, layers=200, heads=250)
     count = 50
