@@ -117,7 +117,9 @@ def _leave(result: AuditResult, folder: Path, asked: AuditOptions, look: FigureO
     """The document and the figure as files, where there is something to draw; the numbers on stdout."""
     figures, document = [], result.to_dict()
     if result.compared or any(one.entries is not None for one in result.trace.runs):
-        figures = save_figure(result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, asked.overwrite)
+        figures = save_figure(
+            result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, asked.overwrite
+        )
         document |= {"figures": figures}
         write_whole(folder / _FILE, lambda stream: stream.write(console.as_json(document).encode()))
     if asked.as_json:

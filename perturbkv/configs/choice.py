@@ -19,7 +19,8 @@ _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
 _PREFIX = re.compile(r".*\.py|kvpress|given")
 """What stands before a colon and belongs to the name behind it."""
-_DEEPEST = 16
+DEEPEST = 16
+"""Calls inside each other."""
 FIRST = ""
 """The name of an option that was given without one."""
 
@@ -165,8 +166,8 @@ class _Reader:
 
     def options(self) -> dict[str, Any]:
         self.depth += 1
-        if self.depth > _DEEPEST:
-            self.refuse(f"at most {_DEEPEST} calls inside each other")
+        if self.depth > DEEPEST:
+            self.refuse(f"at most {DEEPEST} calls inside each other")
         found: dict[str, Any] = {}
         while not self.taken(")"):
             if found and not self.taken(","):

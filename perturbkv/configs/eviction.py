@@ -10,7 +10,7 @@ from typing import Any, Self
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
-from perturbkv.configs.documents import holding, nested, unnested
+from perturbkv.configs.documents import check_number, check_options, holding, nested, unnested
 from perturbkv.configs.option import completed
 from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
@@ -210,7 +210,13 @@ class EvictionConfig:
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
             options = {option: unnested(value) for option, value in options.items()}
+            check_options(name, told.name, options)
             held[name] = holding(told, options)
+        for name in ("budget", "window", *_PROTECTED):
+            check_number(name, held[name])
+        if not isinstance(held.get("twin", ""), str):
+            msg = f"twin of a configuration cannot be '{held['twin']}'"
+            raise ConfigError(msg)
         return cls(**held)
 
 

@@ -28,6 +28,16 @@ CACHES = {
     "rectangular": "one length per configuration and layer, no padding",
 }
 
+_TRUTHS = ("random_weights", "chat_template")
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("model", "revision", "dataset", "dtype", "device", "scenario", "cache"), str),
+    **dict.fromkeys(("samples", "seed", "steps", "generate"), int),
+    **dict.fromkeys(("dataset_options", "plugins"), dict),
+    **dict.fromkeys(("save", "head_scores"), list),
+    "max_tokens": int | None,
+}
+"""What JSON makes of each field that is no truth."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -116,12 +126,13 @@ class RunConfig:
     def from_json(cls, text: str) -> Self:
         """The run that `to_json` wrote. Raises ConfigError where the text is not one."""
         try:
-            document = json.loads(text)
+            document = dict(json.loads(text))
             configs = _configs(document.pop("configs"))
+            _check_kinds(document)
             document["save"] = tuple(document["save"])
             document["head_scores"] = tuple(map(tuple, document.get("head_scores", ())))
             return cls(configs=configs, **document)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             msg = f"expected a run configuration as JSON, got one that cannot be read: {error}"
             raise ConfigError(msg) from None
 
@@ -133,6 +144,22 @@ class RunConfig:
         """Names of the fields in which two runs differ."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return [name for name in mine if mine[name] != theirs[name]]
+
+
+def _check_kinds(document: dict[str, Any]) -> None:
+    """Raise ConfigError unless every entry of a run's JSON is of its kind."""
+    for name, value in document.items():
+        if name in _KINDS and not isinstance(value, _KINDS[name]) or (isinstance(value, bool) != (name in _TRUTHS)):
+            msg = f"{name} of a run cannot be '{value}'"
+            raise ConfigError(msg)
+    numbers = [score for row in document.get("head_scores", ()) for score in row]
+    if not all(isinstance(score, int | float) for score in numbers):
+        msg = "head_scores of a run are rows of numbers"
+        raise ConfigError(msg)
+    texts = [*document.get("save", ()), *document.get("plugins", {}).values()]
+    if not all(isinstance(one, str) for one in texts):
+        msg = "save and plugins of a run are texts"
+        raise ConfigError(msg)
 
 
 def _configs(entries: list[dict[str, Any]]) -> tuple[EvictionConfig, ...]:

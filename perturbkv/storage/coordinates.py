@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 
@@ -36,6 +37,14 @@ def check_configs(path: Path, labels: Sequence[str], held: Sequence[str], known_
         if expected != got and (known_wording or got in labels):
             where = f"at place {place} along 'config' in {path}"
             msg = f"expected '{expected}', as the run says, {where}, got '{got}'; {_AGAIN}"
+            raise TraceError(msg)
+
+
+def check_run(path: Path, lengths: Mapping[str, int], run: RunConfig) -> None:
+    """Raise TraceError unless there are as many samples and steps as the run has."""
+    for axis, expected in (("sample", run.samples), ("step", run.steps)):
+        if lengths[axis] != expected:
+            msg = f"expected the {expected} places of the run along '{axis}' in {path}, got {lengths[axis]}; {_AGAIN}"
             raise TraceError(msg)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.schema import TEXT, VARIABLES
+from perturbkv.storage.contents import check_kept
 from perturbkv.storage.merge import Shapes, kept_entries
-from perturbkv.storage.trace_file import describe_whole, opened, values
+from perturbkv.storage.trace_file import describe_whole, opened
 from perturbkv.trace import part_of
 
 
@@ -47,13 +49,19 @@ class ExistingSample:
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
         """Those of the named variables that it holds, as in a `SampleTrace`; one sample's bytes alone are read."""
         with opened(self.path, self.stamp) as file:
-            held = [name for name in names if name in file]
-            return part_of(lambda name, where: values(file, name, where), held, self.place)
+            held = part_of(file.read, [name for name in names if name in file], self.place)
+            if "kept_position" in held:
+                self._check_kept(held, file.read("prompt_tokens", self.place))
+            return held
 
     def shapes(self) -> Shapes:
         """Variable name -> shape, that of kept_position without what no head keeps."""
         with opened(self.path, self.stamp) as file:
-            shapes = {name: tuple(file[name].shape[1:]) for name in VARIABLES if name in file and name not in TEXT}
+            shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in TEXT}
         kept = self.arrays(("kept_offset", "kept_count"))
         text = {name: array.shape for name, array in self.arrays(TEXT).items()}
         return {**shapes, **text, "kept_position": (kept_entries(kept["kept_offset"], kept["kept_count"]),)}
+
+    def _check_kept(self, held: Mapping[str, NDArray[Any]], tokens: NDArray[Any]) -> None:
+        of_one = {name: held[name][np.newaxis] for name in ("kept_offset", "kept_count")}
+        check_kept(self.path, {**of_one, "prompt_tokens": tokens[np.newaxis]}, np.array([True]), held["kept_position"])

@@ -7,12 +7,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, KEY_AXIS, ROWS, VARIABLES, axis_lengths
+from perturbkv.schema import KEPT_AXIS, KEY_AXIS, ROWS, VARIABLES, Variable, axis_lengths
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import SampleTrace
+
+FORMAT, FORMAT_VERSION = "perturbkv-trace", 3
+AXES = {
+    "sample": "sample id",
+    "config": "eviction configuration",
+    "step": "decode step",
+    "layer": "decoder layer",
+    "head": "query head",
+    "answer_token": "place in a generated answer",
+    "d_head": "component of a head's output",
+    "d_model": "component of a hidden state",
+    "key": "position of a cache entry",
+    "kept_entry": "place in kept_position",
+    "prompt_entry": "place in prompt_token",
+    "lost_entry": "place among the evicted entries that add most",
+}
+"""Axis of a file -> what its coordinate is."""
+FLAGS = {
+    "failure": Variable((), "1", "why the sample failed; empty where it is complete", "str"),
+    "complete": Variable((), "1", "1 where every number of the sample is there", "uint8"),
+}
+"""Variables that a file has beside those of a trace: the state of each sample."""
+STORED = {**VARIABLES, **FLAGS}
 
 
 class Arrays(Protocol):
@@ -82,11 +106,17 @@ def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int
         elif name in offsets:
             arrays[name][where] = np.asarray(array) + filled[offsets[name]]
         elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
-            arrays[name][where, ..., : array.shape[-1]] = array
+            arrays[name][where] = _padded(array, arrays[name].shape[-1])
         else:
             arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" else array
     for axis in ROWS:
         filled[axis] += sample.sizes().get(axis, 0)
+
+
+def _padded(array: NDArray[Any], length: int) -> NDArray[Any]:
+    """The array with nothing measured behind it, up to the length of its last axis."""
+    behind = [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])]
+    return np.pad(array, behind, constant_values=np.nan)
 
 
 def nothing_filled() -> dict[str, int]:

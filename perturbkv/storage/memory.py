@@ -12,7 +12,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.files import written_whole
 from perturbkv.storage.layout import fill_of, nothing_filled, place, whole_sizes
-from perturbkv.storage.trace_file import write_trace
+from perturbkv.storage.trace_writing import write_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 

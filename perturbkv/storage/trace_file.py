@@ -1,158 +1,43 @@
-"""The trace file: the only importer of h5py. FORMAT.md beside this file specifies what is written here."""
+"""A trace file as a `Trace`, or as a description of it. FORMAT.md beside this file specifies what is read here."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-import h5py
 import numpy as np
 
 from perturbkv.configs import former
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import ROWS, TEXT, VARIABLES
+from perturbkv.storage import checksums
+from perturbkv.storage.contents import check_kept, check_numbers, check_states, check_text
 from perturbkv.storage.coordinates import (
     check_configs,
     check_measured,
     check_places,
     check_rows,
+    check_run,
     check_samples,
     check_shapes,
 )
+from perturbkv.storage.hdf5 import StoredFile, opened_file
+from perturbkv.storage.heaps import check_heaps
 from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.layout import fill_of, least_bytes, nothing_filled, place, whole_sizes
+from perturbkv.storage.layout import AXES, STORED
 from perturbkv.storage.lazy import LazyArrays
-from perturbkv.storage.merge import Shapes
-from perturbkv.storage.stream import Stream, undisturbed
-from perturbkv.trace import FailedSample, SampleTrace, Trace
+from perturbkv.storage.structure import axes_of, check_structure, format_version, run_of, variables_of
+from perturbkv.trace import Trace
 
-FORMAT, FORMAT_VERSION = "perturbkv-trace", 3
-_COORDINATES = {
-    "sample": "sample id",
-    "config": "eviction configuration",
-    "step": "decode step",
-    "layer": "decoder layer",
-    "head": "query head",
-    "answer_token": "place in a generated answer",
-    "d_head": "component of a head's output",
-    "d_model": "component of a hidden state",
-    "key": "position of a cache entry",
-    "kept_entry": "place in kept_position",
-    "prompt_entry": "place in prompt_token",
-    "lost_entry": "place among the evicted entries that add most",
-}
-_WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
-"""How netCDF names a dimension that has no coordinate: counting kept_position's entries would take twice its bytes."""
-
-
-def write_trace(
-    path: Path,
-    run: RunConfig,
-    sample_ids: Sequence[str],
-    attrs: Mapping[str, str],
-    shapes: Callable[[str], Shapes | None],
-    sample: Callable[[str], SampleTrace | FailedSample],
-) -> None:
-    """Write a whole trace file, one sample in memory at a time.
-
-    `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
-    Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the file.
-    """
-    sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
-    _check_room(path.parent, least_bytes(sizes, names))
-
-    def write(stop: Event) -> None:
-        with Stream(path) as stream:
-            with h5py.File(stream, "w", track_order=True) as file:
-                _write_header(file, run, attrs, sample_ids, sizes, names)
-                filled = nothing_filled()
-                for where, name in enumerate(sample_ids):
-                    stream.check()
-                    if stop.is_set():
-                        return
-                    _write_sample(file, where, sample(name), filled)
-            stream.check()
-
-    undisturbed(write)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    """Raise OSError where a file of at least so many bytes cannot fit; one that is larger fails as it is written."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
-
-
-def _write_header(
-    file: h5py.File,
-    run: RunConfig,
-    attrs: Mapping[str, str],
-    sample_ids: Sequence[str],
-    sizes: Mapping[str, int],
-    names: set[str],
-) -> None:
-    file.attrs["format"], file.attrs["format_version"] = FORMAT, FORMAT_VERSION
-    file.attrs["run"] = run.to_json()
-    for name, value in attrs.items():
-        file.attrs[name] = str(value)
-    _write_coordinates(file, sizes, sample_ids, run.labels())
-    text = h5py.string_dtype()
-    for name, variable in VARIABLES.items():
-        if name in names:
-            dtype = text if variable.dtype == "str" else variable.dtype
-            _create(file, name, variable.axes, sizes, dtype, variable.units, variable.long_name)
-    _create(file, "failure", ("sample",), sizes, text, "1", "why the sample failed; empty where it is complete")
-    _create(file, "complete", ("sample",), sizes, "uint8", "1", "1 where every number of the sample is there")
-
-
-def _write_coordinates(file: h5py.File, sizes: Mapping[str, int], sample_ids: Sequence[str], labels: list[str]) -> None:
-    named = {"sample": list(sample_ids), "config": labels}
-    for axis in (one for one in _COORDINATES if one in sizes):  # in one order, whatever a sample brought first
-        length = sizes[axis]
-        if axis in named:
-            scale = file.create_dataset(axis, data=named[axis], dtype=h5py.string_dtype())
-        elif axis in ROWS:
-            scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
-        else:
-            scale = file.create_dataset(axis, data=np.arange(length, dtype=np.int64))
-        scale.make_scale(f"{_WITHOUT_VARIABLE}{length:10d}" if axis in ROWS else axis)
-        scale.attrs["units"], scale.attrs["long_name"] = "1", _COORDINATES[axis]
-
-
-def _create(
-    file: h5py.File, name: str, axes: Sequence[str], sizes: Mapping[str, int], dtype: Any, units: str, long_name: str
-) -> None:
-    """An empty variable: floats NaN, integers 0; one sample per chunk."""
-    shape = tuple(sizes[axis] for axis in axes)
-    options: dict[str, Any] = {}
-    if len(shape) > 1 and min(shape) > 0:
-        options = {"chunks": (1, *shape[1:]), "compression": "gzip", "compression_opts": 1, "shuffle": True}
-    if isinstance(dtype, str):
-        options["fillvalue"] = fill_of(dtype)
-    if axes[-1] in ROWS:
-        options["fill_time"] = "never"  # every place is written once; filling first would write them twice
-    variable = file.create_dataset(name, shape=shape, dtype=dtype, **options)
-    variable.attrs["units"], variable.attrs["long_name"] = units, long_name
-    for dimension, axis in zip(variable.dims, axes, strict=True):
-        dimension.attach_scale(file[axis])
-
-
-def _write_sample(file: h5py.File, where: int, sample: SampleTrace | FailedSample, filled: dict[str, int]) -> None:
-    """Write one sample behind what is `filled`, its `complete` flag last."""
-    if isinstance(sample, FailedSample):
-        file["failure"][where] = sample.reason
-    else:
-        place(file, where, sample, filled)
-        file["complete"][where] = 1
+_OWN = ("run", "_NCProperties", checksums.NAME)
+"""Root attributes that tell nothing of where the numbers come from."""
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -163,22 +48,15 @@ def read_trace(path: str | Path) -> Trace:
     """
     path = Path(path)
     with opened(path) as file:
-        run = _run_of(file, path)
-        _check_axes(file, run, path)
+        run = _checked_run(file)
         ids, failures = _samples_of(file)
         names = [name for name in VARIABLES if name in file]
-        arrays = {name: values(file, name) for name in names if not _is_large(name)}
+        arrays = {name: file.read(name) for name in names if not _is_large(name)}
         attrs = _provenance_of(file)
-    digest = _digest(path)
-    later = [name for name in names if _is_large(name)]
-    held = LazyArrays(arrays, later, _read_later(path))
-    return Trace(run, ids, held, failures, attrs, str(path), digest)
-
-
-def values(file: h5py.File, name: str, where: Any = ()) -> Any:
-    """A variable's numbers, or texts, at a place, by default all of them."""
-    held = file[name].asstr() if VARIABLES[name].dtype == "str" else file[name]
-    return np.asarray(held[where])
+    digest, later = _digest(path), [name for name in names if _is_large(name)]
+    trace = Trace(run, ids, LazyArrays(arrays, later, _read_later(path)), failures, attrs, str(path), digest)
+    check_numbers(path, arrays, trace.measured)
+    return trace
 
 
 def _is_large(name: str) -> bool:
@@ -191,9 +69,20 @@ def _read_later(path: Path) -> Callable[[str], Any]:
 
     def read(name: str) -> Any:
         with opened(path, stamp) as file:
-            return values(file, name)
+            return _checked_rows(file, name, file.read(name))
 
     return read
+
+
+def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
+    """What was read of a variable. Raises TraceError where it points outside a prompt or its text."""
+    if name == "kept_position":
+        told = {one: file.read(one) for one in ("kept_offset", "kept_count", "prompt_tokens")}
+        check_kept(file.path, told, file.read("complete") != 0, found)
+    elif name == "prompt_start":
+        told = {one: file.read(one) for one in ("prompt_offset", "prompt_count", "prompt_text")}
+        check_text(file.path, told, found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -228,32 +117,37 @@ def describe(path: Path) -> Description:
     """A trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
     path = Path(path)
     with opened(path) as file:
-        run = _run_of(file, path)
-        _check_axes(file, run, path)
+        run = _checked_run(file)
         ids, failures = _samples_of(file)
-        names = [name for name in file if name not in _COORDINATES and not file[name].is_scale]
-        variables = {name: _stored(file[name]) for name in names}
-        caches = {name: int(file[name][()].sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
+        names = dict.fromkeys([*variables_of(file.names()), *file.names()])
+        found = {name: _stored(file, name) for name in names if name not in AXES}
+        variables = {name: one for name, one in found.items() if one is not None}
+        caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
         return Description(run, ids, failures, _provenance_of(file), variables, caches, _with_text(file, ids))
 
 
-def _with_text(file: h5py.File, ids: Sequence[str]) -> tuple[str, ...]:
-    counts = values(file, "prompt_count") if set(TEXT) <= set(file) else np.zeros(len(ids))
+def _with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
     return tuple(name for name, count in zip(ids, counts, strict=True) if count)
 
 
-def _stored(variable: h5py.Dataset) -> StoredVariable:
-    axes = tuple(dim[0].name.lstrip("/") for dim in variable.dims)
-    units, long_name = str(variable.attrs["units"]), str(variable.attrs["long_name"])
-    texts = variable[()].tolist() if variable.dtype.kind == "O" else None  # of a text HDF5 counts its address alone
-    nbytes = variable.nbytes if texts is None else sum(map(len, texts))
-    return StoredVariable(axes, variable.shape, str(variable.dtype), units, long_name, int(nbytes))
+def _stored(file: StoredFile, name: str) -> StoredVariable | None:
+    """A variable, one of a later writer too; None for what is none."""
+    if name not in STORED:
+        held = file.stranger(name)
+        return held and StoredVariable(*held)
+    variable, shape = STORED[name], file.shape(name)
+    if variable.dtype == "str":  # of a text HDF5 counts its address alone
+        dtype, nbytes = "object", sum(len(str(text).encode()) for text in file.read(name))
+    else:
+        dtype, nbytes = variable.dtype, math.prod(shape) * np.dtype(variable.dtype).itemsize
+    return StoredVariable(variable.axes, shape, dtype, variable.units, file.text(name, "long_name"), nbytes)
 
 
 def read_run(path: Path) -> RunConfig:
     """The run of a trace file, its numbers unread. Raises TraceError as `read_trace` does."""
     with opened(path) as file:
-        return _run_of(file, path)
+        return _run_of(file)
 
 
 def describe_whole(path: Path) -> Description:
@@ -268,19 +162,17 @@ def describe_whole(path: Path) -> Description:
 
 
 @contextmanager
-def opened(path: Path, stamp: int | None = None) -> Iterator[h5py.File]:
+def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
     """The file, open for reading; TraceError for its damages, and where it was written after `stamp` (st_mtime_ns)."""
     if not path.exists():
         raise TraceError(_missing(path))
-    try:
-        with h5py.File(path, "r") as file:
-            if stamp is not None and path.stat().st_mtime_ns != stamp:
-                msg = f"expected the trace at {path} as it was, got one written since; open it again"
-                raise TraceError(msg)
-            yield file
-    except (OSError, KeyError, RuntimeError, ValueError, IndexError) as error:
-        msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
-        raise TraceError(msg) from error
+    if stamp is None:  # with one it was looked through before
+        check_heaps(path)
+    with opened_file(path) as file:
+        if stamp is not None and path.stat().st_mtime_ns != stamp:
+            msg = f"expected the trace at {path} as it was, got one written since; open it again"
+            raise TraceError(msg)
+        yield file
 
 
 def _missing(path: Path) -> str:
@@ -291,54 +183,59 @@ def _missing(path: Path) -> str:
     return f"expected a trace file at {path}, got nothing; make one with perturbkv trace -o {path}"
 
 
-def _run_of(file: h5py.File, path: Path) -> RunConfig:
-    if file.attrs.get("format") != FORMAT:
-        msg = f"expected a perturbkv trace at {path}, got another HDF5 file"
-        raise TraceError(msg)
-    version = int(file.attrs["format_version"])
-    if version > FORMAT_VERSION:
-        msg = f"expected a trace of format {FORMAT_VERSION} or older at {path}, got format {version}; update perturbkv"
-        raise TraceError(msg)
-    return RunConfig.from_json(str(file.attrs["run"]))
+def _run_of(file: StoredFile) -> RunConfig:
+    format_version(file)
+    return run_of(file)
 
 
-def _check_axes(file: h5py.File, run: RunConfig, path: Path) -> None:
-    """Raise TraceError unless the coordinates are the run's and the variables', and counts stay within their axes."""
-    axes = [axis for axis in _COORDINATES if axis in file]
-    version = int(file.attrs["format_version"])
-    labels = run.labels() if version > 2 else list(map(former.label, json.loads(file.attrs["run"])["configs"]))
-    check_configs(path, labels, _names(file, "config"), known_wording=version > 1)
+def _checked_run(file: StoredFile) -> RunConfig:
+    """The run of a file that is built as the format says, whose axes are the run's and its variables'.
+
+    Raises TraceError for any other: its counts point outside their axes, a sample is neither complete nor failed.
+    """
+    run = _run_of(file)
+    check_structure(file)
+    path, names = file.path, file.names()
+    lengths = {axis: file.shape(axis)[0] for axis in axes_of(names)}
+    check_configs(path, _labels_of(file, run), _names(file, "config"), known_wording=format_version(file) > 1)
+    check_run(path, lengths, run)
     check_samples(path, _names(file, "sample"))
-    for axis in axes:
+    check_shapes(path, lengths, {name: file.shape(name) for name in variables_of(names)})
+    for axis in lengths:
         if axis not in ("sample", "config", *ROWS):
-            check_places(path, axis, file[axis][()])
-    variables = [name for name in (*VARIABLES, "complete", "failure") if name in file]
-    check_shapes(path, {axis: len(file[axis]) for axis in axes}, {name: file[name].shape for name in variables})
+            check_places(path, axis, file.read(axis))
     if "steps_measured" in file:
-        check_measured(path, file["steps_measured"][()], file["complete"][()] != 0, len(file["step"]))
+        check_measured(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
+    check_states(path, file.read("complete"), file.read("failure"))
     for axis, rows in ROWS.items():
-        if {f"{rows}_offset", f"{rows}_count", axis} <= set(file):
-            check_rows(path, rows, file[f"{rows}_offset"][()], file[f"{rows}_count"][()], len(file[axis]))
+        if {f"{rows}_offset", f"{rows}_count", axis} <= set(names):
+            check_rows(path, rows, file.read(f"{rows}_offset"), file.read(f"{rows}_count"), lengths[axis])
+    return run
 
 
-def _names(file: h5py.File, axis: str) -> list[str]:
-    return [str(name) for name in file[axis].asstr()[()]]
+def _labels_of(file: StoredFile, run: RunConfig) -> list[str]:
+    """How the run's configurations are named in a file of its version."""
+    if format_version(file) > 2:
+        return run.labels()
+    try:
+        return list(map(former.label, json.loads(str(file.attributes()["run"]))["configs"]))
+    except (KeyError, TypeError, ValueError):
+        file.refuse("configurations as format 2 holds them", "others")
 
 
-def _samples_of(file: h5py.File) -> tuple[tuple[str, ...], dict[str, str]]:
-    ids = tuple(_names(file, "sample"))
-    reasons, complete = file["failure"].asstr()[()], file["complete"][()]
-    failures = {
-        name: str(reason) or "incomplete"
-        for name, reason, whole in zip(ids, reasons, complete, strict=True)
-        if not whole
-    }
-    return ids, failures
+def _names(file: StoredFile, axis: str) -> list[str]:
+    return [str(name) for name in file.read(axis)]
 
 
-def _provenance_of(file: h5py.File) -> dict[str, str]:
+def _samples_of(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
+    ids, complete = tuple(_names(file, "sample")), file.read("complete")
+    reasons = zip(ids, file.read("failure"), complete, strict=True)
+    return ids, {name: str(reason) for name, reason, whole in reasons if not whole}
+
+
+def _provenance_of(file: StoredFile) -> dict[str, str]:
     """Root attributes that are not the format's own."""
-    return {name: str(value) for name, value in file.attrs.items() if name not in ("run", "_NCProperties")}
+    return {name: str(value) for name, value in file.attributes().items() if name not in _OWN}
 
 
 def _digest(path: Path) -> str:

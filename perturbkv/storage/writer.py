@@ -15,7 +15,8 @@ from perturbkv.storage.files import clear_leftovers, written_whole
 from perturbkv.storage.journal import Entry, Journal, journal_path
 from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
 from perturbkv.storage.texts import Texts, with_text, with_text_shapes
-from perturbkv.storage.trace_file import describe_whole, read_run, write_trace
+from perturbkv.storage.trace_file import describe_whole, read_run
+from perturbkv.storage.trace_writing import write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tests.attack.running import Case
 
-NAMES: tuple[str, ...] = ("outputs",)
+NAMES: tuple[str, ...] = ("outputs", "traces")
 """Modules of this folder."""
 
 

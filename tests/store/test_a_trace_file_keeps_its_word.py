@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 import perturbkv
 from perturbkv.errors import TraceError
 from perturbkv.schema import TEXT, VARIABLES
-from perturbkv.storage.trace_file import FORMAT_VERSION, describe, read_trace
+from perturbkv.storage.layout import FORMAT_VERSION
+from perturbkv.storage.trace_file import describe, read_trace
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
+from tests.support.changed import changing
 from tests.support.traces import KEPT, run_config, sample_trace
 
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
@@ -158,7 +160,7 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path, spoil, word
 
 def test_a_missing_variable_is_told_by_who_needs_it(tmp_path: Path) -> None:
     path = write(tmp_path / "t.h5", sample_trace())
-    with h5py.File(path, "r+") as file:
+    with changing(path) as file:
         del file["theta"]
     trace = read_trace(path)
     with pytest.raises(TraceError, match=r"heads needs the variable 'theta', which .*t\.h5 lacks; .* perturbkv trace"):

@@ -16,6 +16,7 @@ from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.trace_file import describe, read_trace
 from tests.store.test_a_trace_file_keeps_its_word import GOLDEN, GOLDEN_2, write
+from tests.support.changed import changing
 from tests.support.measured import MEASURED
 from tests.support.traces import run_config, sample_trace
 
@@ -54,6 +55,8 @@ def cut_variable(file: h5py.File) -> None:
     del file["theta"]
     file["theta"] = kept
     file["theta"].attrs["units"], file["theta"].attrs["long_name"] = attrs["units"], attrs["long_name"]
+    for dim, axis in zip(file["theta"].dims, ("sample", "config", "step", "layer", "head"), strict=True):
+        dim.attach_scale(file[axis])
 
 
 def changed(name: str, value: int) -> Callable[[h5py.File], None]:
@@ -112,7 +115,7 @@ def test_a_file_whose_axes_are_not_its_runs_is_refused(
         tmp_path / "t.h5", *(sample_trace(name, steps=2, layers=3, optional=True) for name in ("s0", "s1")), steps=2
     )
     read(path)
-    with h5py.File(path, "r+") as file:
+    with changing(path) as file:
         spoil(file)
     words = words.replace("[", r"\[") if "snapkv" in words else words
     with pytest.raises(TraceError, match=words) as told:
@@ -124,7 +127,7 @@ def test_a_file_whose_axes_are_not_its_runs_is_refused(
 def test_labels_in_an_older_wording_are_read_and_in_another_order_are_not(tmp_path: Path, golden: Path) -> None:
     path = Path(shutil.copy(golden, tmp_path / "old.h5"))
     expected = read_trace(path)
-    with h5py.File(path, "r+") as file:
+    with changing(path) as file:
         labels = list(file["config"].asstr()[()])
         file["config"][1] = f"{labels[1]} as it was called then"
         first = int(file.attrs["format_version"]) == 1
@@ -133,7 +136,7 @@ def test_labels_in_an_older_wording_are_read_and_in_another_order_are_not(tmp_pa
     else:
         with pytest.raises(TraceError, match="as the run says, at place 1"):
             read_trace(path)
-    with h5py.File(path, "r+") as file:
+    with changing(path) as file:
         file["config"][...] = [labels[1], labels[0], *labels[2:]]
     with pytest.raises(TraceError, match="as the run says, at place 0"):
         read_trace(path)

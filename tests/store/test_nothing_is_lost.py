@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
+from tests.support.changed import changing
 from tests.support.traces import run_config, sample_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +55,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 import h5py, numpy as np
+from tests.support.changed import changing
 from tests.support.traces import run_config, sample_trace
 from perturbkv.storage import journal, trace_file
 from perturbkv.storage.writer import TraceWriter
@@ -217,7 +218,7 @@ def test_a_file_that_is_no_trace_is_replaced_only_when_asked(tmp_path: Path) -> 
 
 def test_a_trace_that_lost_a_variable_is_not_taken_for_finished(tmp_path: Path, uninterrupted: Trace) -> None:
     path = fill(opened(tmp_path / "t.h5"))
-    with h5py.File(path, "r+") as file:
+    with changing(path) as file:
         del file["theta"]
     content = path.read_bytes()
     with pytest.raises(TraceError, match="got one without theta; use another --output, or --overwrite"):

@@ -16,8 +16,9 @@ from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
+from tests.support.changed import changing
 from tests.support.growing import CONFIGS, measured, opened
-from tests.support.traces import run_config, sample_trace, text
+from tests.support.traces import TOKENS, run_config, sample_trace, text
 
 SAID = {"a": "The cat\n😀 sat.", "b": "é", "c": "third\u2400\ufffd"}
 RUN = run_config(4)
@@ -53,7 +54,7 @@ def texts_of(trace: Trace) -> dict[str, str]:
 
 
 def pieces(said: str) -> str:
-    return "|".join(said[first : first + 2] for first in range(0, len(said), 2))
+    return "|".join(said[2 * place : 2 * place + 2] for place in range(TOKENS))
 
 
 def test_text_is_read_as_it_was_written_failed_samples_beside_it(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_finished_file_is_left_as_it_is_where_its_text_is_as_asked(tmp_path: P
 
 
 def longer(file: h5py.File) -> None:
-    file["prompt_count"][2] = 99
+    file["prompt_count"][2] = 999
 
 
 def before_the_first(file: h5py.File) -> None:
@@ -156,7 +157,7 @@ def before_the_first(file: h5py.File) -> None:
 @pytest.mark.parametrize("read", [read_trace, describe, ExistingTrace])
 def test_places_outside_the_tokens_are_refused(tmp_path: Path, spoil: Any, read: Any) -> None:
     path = written(tmp_path / "t.h5")
-    with h5py.File(path, "r+") as file:
+    with changing(path) as file:
         spoil(file)
     with pytest.raises(TraceError, match="prompt_offset and prompt_count within the .* along 'prompt_entry'"):
         read(path)
@@ -164,7 +165,7 @@ def test_places_outside_the_tokens_are_refused(tmp_path: Path, spoil: Any, read:
 
 def test_a_variable_and_an_axis_of_a_later_writer_are_passed_over(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5")
-    with h5py.File(path, "r+") as file:
+    with changing(path) as file:
         scale = file.create_dataset("later_axis", data=np.arange(3))
         scale.make_scale("later_axis")
         made = file.create_dataset("later", shape=(4, 3), dtype="f8")

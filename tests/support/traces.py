@@ -13,7 +13,8 @@ from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 
-KEPT = 3
+KEPT, TOKENS = 3, 64
+"""Entries kept of how many; TOKENS of the prompt's text too."""
 
 
 def run_config(samples: int = 2, steps: int = 1, **more: Any) -> RunConfig:
@@ -47,7 +48,8 @@ def sample_trace(
         ).astype(kind)
     rows = configs * layers * heads
     if optional:
-        arrays["steps_measured"] = np.asarray(steps)
+        arrays["steps_measured"], arrays["question_tokens"] = np.asarray(steps), np.asarray(0)
+    arrays["prompt_tokens"] = np.asarray(TOKENS)
     arrays["kept_count"] = np.full((configs, layers, heads), KEPT)
     arrays["kept_offset"] = (np.arange(rows) * KEPT).reshape(configs, layers, heads)
     first = np.repeat(np.arange(configs, dtype=np.int32), KEPT * layers * heads)
@@ -56,8 +58,8 @@ def sample_trace(
 
 
 def text(said: str) -> dict[str, Any]:
-    """A prompt of two characters a token."""
-    starts = np.arange(0, len(said), 2, dtype=np.int32)
+    """A prompt of TOKENS tokens of two characters each, the last ones empty."""
+    starts = np.minimum(np.arange(TOKENS, dtype=np.int32) * 2, len(said))
     return {
         "prompt_count": np.asarray(len(starts)),
         "prompt_offset": np.asarray(0),

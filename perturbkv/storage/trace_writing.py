@@ -1,0 +1,198 @@
+"""A run's samples → the trace file. FORMAT.md beside this file specifies what is written here."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.configs.run import RunConfig
+from perturbkv.schema import ROWS, Variable
+from perturbkv.storage import checksums
+from perturbkv.storage.layout import (
+    AXES,
+    FLAGS,
+    FORMAT,
+    FORMAT_VERSION,
+    STORED,
+    fill_of,
+    least_bytes,
+    nothing_filled,
+    place,
+    whole_sizes,
+)
+from perturbkv.storage.merge import Shapes
+from perturbkv.storage.stream import Stream, undisturbed
+from perturbkv.trace import FailedSample, SampleTrace
+
+_CHUNK = 2**16
+"""Numbers in a chunk of what has one axis: few enough to stay in HDF5's cache while samples come one by one."""
+_DEFLATED = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
+_WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
+"""How netCDF names a dimension that has no coordinate: counting kept_position's entries would take twice its bytes."""
+_VERSIONS = ("v110", "v110")
+"""From HDF5 1.10 on, headers, links and indices carry sums of their own; netCDF reads them as well."""
+
+
+def write_trace(
+    path: Path,
+    run: RunConfig,
+    sample_ids: Sequence[str],
+    attrs: Mapping[str, str],
+    shapes: Callable[[str], Shapes | None],
+    sample: Callable[[str], SampleTrace | FailedSample],
+) -> None:
+    """Write a whole trace file, one sample in memory at a time.
+
+    `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
+    Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the file.
+    """
+    sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
+    told = {name: str(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
+    _check_room(path.parent, least_bytes(sizes, names))
+
+    def write(stop: Event) -> None:
+        with Stream(path) as stream:
+            with h5py.File(stream, "w", libver=_VERSIONS, track_order=True) as file:
+                variables = _begun(file, told, sizes, names, sample_ids, run.labels())
+                filled = nothing_filled()
+                for where, name in enumerate(sample_ids):
+                    stream.check()
+                    if stop.is_set():
+                        return
+                    _write_sample(variables, where, sample(name), filled)
+                variables.write_sums()
+                file.attrs[checksums.NAME] = checksums.document(told, {name: _said(file[name]) for name in file})
+            stream.check()
+
+    undisturbed(write)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raise OSError where a file of at least so many bytes cannot fit; one that is larger fails as it is written."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
+
+
+def _begun(
+    file: h5py.File,
+    told: Mapping[str, str],
+    sizes: Mapping[str, int],
+    names: set[str],
+    sample_ids: Sequence[str],
+    labels: list[str],
+) -> _Variables:
+    """The file's attributes and coordinates, and its variables, which are empty."""
+    file.attrs["format_version"] = FORMAT_VERSION
+    for name, text in told.items():
+        file.attrs[name] = text
+    _write_coordinates(file, sizes, sample_ids, labels)
+    return _Variables(file, {name: one for name, one in STORED.items() if name in names | FLAGS.keys()}, sizes)
+
+
+def _said(held: h5py.Dataset) -> str:
+    """What a variable says of itself, as it is summed."""
+    return checksums.words(held.attrs["units"], held.attrs["long_name"])
+
+
+def _write_coordinates(file: h5py.File, sizes: Mapping[str, int], sample_ids: Sequence[str], labels: list[str]) -> None:
+    named = {"sample": list(sample_ids), "config": labels}
+    for axis in (one for one in AXES if one in sizes):  # in one order, whatever a sample brought first
+        length = sizes[axis]
+        if axis in ROWS:
+            scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
+        else:
+            held = np.array(named.get(axis, np.arange(length)), dtype=object if axis in named else "<i8")
+            scale = file.create_dataset(axis, data=held, **_storage("str" if axis in named else "int64", held.shape))
+            scale.attrs[checksums.NAME] = np.array([checksums.of(held)], dtype=np.uint32)
+        scale.make_scale(f"{_WITHOUT_VARIABLE}{length:10d}" if axis in ROWS else axis)
+        scale.attrs["units"], scale.attrs["long_name"] = "1", AXES[axis]
+
+
+def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """How numbers lie in the file: in chunks with sums; of several axes compressed, one sample a chunk.
+
+    Texts take no filter (HDF5 2.0): a chunk holds their addresses alone.
+    """
+    if dtype == "str":
+        return {"dtype": h5py.string_dtype()}
+    kind: dict[str, Any] = {"dtype": np.dtype(dtype).newbyteorder("<"), "fillvalue": fill_of(dtype)}
+    if 0 in shape:
+        return kind
+    if len(shape) == 1:
+        return {**kind, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True}
+    return {**kind, "chunks": (1, *shape[1:]), "fletcher32": True, **_DEFLATED}
+
+
+class _Variables:
+    """The variables of a file that is being written; what is put into them is summed."""
+
+    def __init__(self, file: h5py.File, chosen: Mapping[str, Variable], sizes: Mapping[str, int]) -> None:
+        self._held = {name: _SummedVariable(_created(file, name, one, sizes), one) for name, one in chosen.items()}
+
+    def __contains__(self, name: str, /) -> bool:
+        return name in self._held
+
+    def __getitem__(self, name: str, /) -> _SummedVariable:
+        return self._held[name]
+
+    def write_sums(self) -> None:
+        for variable in self._held.values():
+            variable.write_sums()
+
+
+def _created(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
+    """An empty variable: floats NaN, integers 0."""
+    shape = tuple(sizes[axis] for axis in variable.axes)
+    made = file.create_dataset(name, shape=shape, **_storage(variable.dtype, shape))
+    made.attrs["units"], made.attrs["long_name"] = variable.units, variable.long_name
+    for dimension, axis in zip(made.dims, variable.axes, strict=True):
+        dimension.attach_scale(file[axis])
+    return made
+
+
+class _SummedVariable:
+    """One of them: takes whole samples, or rows one behind the other."""
+
+    def __init__(self, held: h5py.Dataset, variable: Variable) -> None:
+        self._held, self._variable = held, variable
+        self._shape = () if variable.in_rows else held.shape[1:]
+        self._dtype = np.dtype(object) if variable.dtype == "str" else held.dtype
+        self._sums = [0] if variable.in_rows else [checksums.of(self._empty())] * held.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._held.shape)
+
+    def _empty(self) -> NDArray[Any]:
+        return np.full(self._shape, fill_of(self._variable.dtype), dtype=self._dtype)
+
+    def __setitem__(self, where: int | slice, value: Any) -> None:
+        block = np.asarray(value, dtype=self._dtype)
+        self._held[where] = block.item() if self._dtype.kind == "O" else block
+        if isinstance(where, slice):
+            self._sums[0] = checksums.of(block, self._sums[0])
+        else:
+            self._sums[where] = checksums.of(np.broadcast_to(block, self._shape))
+
+    def write_sums(self) -> None:
+        self._held.attrs[checksums.NAME] = np.array(self._sums, dtype=np.uint32)
+
+
+def _write_sample(
+    variables: _Variables, where: int, sample: SampleTrace | FailedSample, filled: dict[str, int]
+) -> None:
+    """Write one sample behind what is `filled`, its `complete` flag last."""
+    if isinstance(sample, FailedSample):
+        variables["failure"][where] = sample.reason
+    else:
+        place(variables, where, sample, filled)
+        variables["complete"][where] = 1

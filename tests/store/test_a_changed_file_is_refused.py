@@ -1,0 +1,390 @@
+"""A trace file in which anything was changed is refused, in a line that names what; the rest of a disk is not read."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from perturbkv.errors import TraceError
+from perturbkv.schema import VARIABLES
+from perturbkv.storage.existing import ExistingTrace
+from perturbkv.storage.trace_file import describe, read_trace
+from perturbkv.trace import FailedSample, SampleTrace, Trace
+from tests.store.test_a_trace_file_keeps_its_word import write
+from tests.support.changed import changing, without_sums
+from tests.support.traces import sample_trace
+
+Change = Callable[[h5py.File], object]
+AXES = ("sample", "config", "step", "layer", "head")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    samples = [sample_trace(name, steps=2, layers=3, heads=2, seed=place, optional=True, keys=4 + place)
+               for place, name in enumerate(("a", "b"))]  # fmt: skip
+    path = write(tmp_path_factory.mktemp("whole") / "t.h5", *samples, FailedSample("c", "it broke"), steps=2)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def path(whole: bytes, tmp_path: Path) -> Path:
+    made = tmp_path / "t.h5"
+    made.write_bytes(whole)
+    return made
+
+
+def everything(trace: Trace) -> dict[str, Any]:
+    """Every array, those that are read when they are asked for too."""
+    return {name: np.asarray(trace.arrays[name]).tolist() for name in trace.arrays}
+
+
+def refusal(path: Path) -> str:
+    """What is said of a file that reading the whole of it refuses."""
+    with pytest.raises(TraceError) as told:
+        everything(read_trace(path))
+    said = str(told.value)
+    assert str(path) in said
+    assert "\n" not in said
+    return said.replace(f" in {path}", "")
+
+
+def test_numbers_lie_in_chunks_with_sums_and_headers_have_their_own(path: Path) -> None:
+    assert path.read_bytes()[8] == 3, "superblock of HDF5 1.10"
+    with h5py.File(path) as file:
+        unsummed = {name for name in file if not file[name].fletcher32}
+    assert unsummed == {"kept_entry", "prompt_entry", "sample", "config", "failure", "prompt_text"}, (
+        "no numbers of ours"
+    )
+
+
+def test_sums_are_those_of_the_format(path: Path) -> None:
+    with h5py.File(path) as file:
+        for name, variable in file.items():
+            if name in ("kept_entry", "prompt_entry"):
+                assert "crc32" not in variable.attrs
+                continue
+            held = variable.asstr()[()] if variable.dtype == object else variable[()]
+            by_sample = name in ("failure", "complete") or (name in VARIABLES and VARIABLES[name].axes[0] == "sample")
+            blocks = [held[place : place + 1] for place in range(len(held))] if by_sample else [held]
+            raw = [b"".join(f"{text}\0".encode() for text in one) if held.dtype == object else one.tobytes()
+                   for one in blocks]  # fmt: skip
+            assert variable.attrs["crc32"].tolist() == [zlib.crc32(one) for one in raw], name
+        told = json.loads(file.attrs["crc32"])
+        assert told["attributes"]["run"] == zlib.crc32(file.attrs["run"].encode())
+        assert told["variables"]["theta"] == zlib.crc32(b"L1\0bound of Theorem 2")
+        assert told["variables"].keys() == set(file)
+
+
+def test_a_file_without_sums_is_read_as_one_with_them(path: Path) -> None:
+    expected = everything(read_trace(path))
+    with changing(path):
+        pass
+    assert str(everything(read_trace(path))) == str(expected)  # NaN is not itself
+    assert describe(path).with_text == ("a", "b")
+
+
+def test_no_byte_can_change_what_is_read(whole: bytes, path: Path) -> None:
+    expected = str((everything(read_trace(path)), describe(path).variables))
+    draw = np.random.default_rng(0)
+    refused = 0
+    for place in draw.integers(len(whole), size=150).tolist():
+        changed = bytearray(whole)
+        changed[place] ^= 1 << int(draw.integers(8))
+        path.write_bytes(changed)
+        try:
+            assert str((everything(read_trace(path)), describe(path).variables)) == expected, place
+        except TraceError:
+            refused += 1
+    assert refused > 50
+
+
+def test_two_chunks_in_each_others_place_are_found(whole: bytes, path: Path) -> None:
+    with h5py.File(path) as file:
+        held = file["steps_measured"]
+        first, second = (file[name].id.get_chunk_info(0) for name in ("prompt_tokens", "steps_measured"))
+    assert first.size == second.size
+    changed = bytearray(whole)
+    one, two = (slice(chunk.byte_offset, chunk.byte_offset + chunk.size) for chunk in (first, second))
+    changed[one], changed[two] = whole[two], whole[one]
+    path.write_bytes(changed)
+    assert held is not None
+    assert "expected the numbers of steps_measured as they were written" in refusal(path)
+
+
+def set_number(name: str, value: float) -> Change:
+    """The last number of the second sample."""
+
+    def change(file: h5py.File) -> None:
+        held = file[name][()]
+        held[1:2].flat[-1] = value
+        file[name][...] = held
+
+    return change
+
+
+def set_attribute(name: str, key: str, value: str) -> Change:
+    return lambda file: (file[name] if name else file).attrs.__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_number("theta", 3.5), "the numbers of theta as they were written"),
+        (set_number("prompt_tokens", 65), "the numbers of prompt_tokens as they were written"),
+        (lambda file: file["kept_position"].write_direct(np.array([9]), dest_sel=np.s_[2:3]), "of kept_position as"),
+        (lambda file: file["prompt_text"].__setitem__(0, "another"), "the numbers of prompt_text as"),
+        (lambda file: file["failure"].__setitem__(2, "for another reason"), "the numbers of failure as"),
+        (lambda file: file["sample"].__setitem__(0, "z"), "the numbers of sample as"),
+        (set_attribute("", "model", "another"), "'model' as it was written"),
+        (set_attribute("theta", "long_name", "something else"), "'theta' as it was written"),
+        (set_attribute("", "crc32", "{}"), "'crc32' as it was written"),
+        (lambda file: file.__delitem__("theta"), "'theta' as it was written, got another or none|expected 'theta'"),
+        (lambda file: file["theta"].attrs.__delitem__("crc32"), "the sums of theta"),
+        (lambda file: file.move("theta", "other"), "'theta' as it was written"),
+    ],
+)
+def test_what_differs_from_its_sum_is_refused_by_name(path: Path, change: Change, words: str) -> None:
+    with h5py.File(path, "r+") as file:
+        change(file)
+    said = refusal(path)
+    assert any(one in said for one in words.split("|")), said
+
+
+def remade(name: str, data: Any, axes: tuple[str, ...] | None = None, **options: Any) -> Change:
+    """The variable with other data, units and axes as they were."""
+
+    def change(file: h5py.File) -> None:
+        attrs = dict(file[name].attrs)
+        held = data(file[name][()]) if callable(data) else data
+        along = axes if axes is not None else tuple(dim[0].name for dim in file[name].dims)
+        del file[name]
+        made = file.create_dataset(name, data=held, **options)
+        made.attrs["units"], made.attrs["long_name"] = attrs["units"], attrs["long_name"]
+        for dim, axis in zip(made.dims, along, strict=False):
+            dim.attach_scale(file[axis])
+
+    return change
+
+
+TURNED = ("sample", "config", "step", "head", "layer")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (remade("theta", lambda held: held.astype("f4")), "theta of the type float64, got another"),
+        (remade("theta", lambda held: held.astype(">f8")), "theta of the type float64, got another"),
+        (remade("theta", lambda held: held.astype("c16")), "theta of the type float64"),
+        (remade("token_id", lambda held: held.astype("u8")), "token_id of the type int64"),
+        (remade("complete", lambda held: held.astype(bool)), "complete of the type uint8"),
+        (remade("prompt_text", lambda held: held.astype("S8")), "prompt_text of the type str"),
+        (remade("theta", lambda held: np.swapaxes(held, 3, 4), TURNED), "theta along sample config step layer head"),
+        (remade("theta", lambda held: held, ()), "got none none none none none"),
+        (remade("theta", lambda held: held[0, 0, 0, 0, 0]), "theta along sample config step layer head"),
+        (remade("theta", h5py.Empty("f8")), "the variable theta, got something else of this name"),
+        (set_attribute("theta", "units", "L2"), "theta in the unit L1, got L2"),
+        (lambda file: file["theta"].attrs.__delitem__("units"), "a text as 'units' of theta"),
+        (lambda file: file["theta"].attrs.__setitem__("units", np.arange(3)), "a text as 'units' of theta"),
+        (lambda file: file["theta"].attrs.__setitem__("DIMENSION_LIST", 7), "got none none none none none"),
+        (lambda file: file.__delitem__("complete"), "expected 'complete'"),
+        (lambda file: file.__delitem__("sample"), "expected 'sample'"),
+        (lambda file: file.attrs.__setitem__("format_version", "three"), "a format_version from 1 to 3"),
+        (lambda file: file.attrs.__setitem__("format_version", 0), "a format_version from 1 to 3"),
+        (lambda file: file.attrs.__setitem__("run", "[" * 100_000), "expected the run as JSON"),
+        (lambda file: file.attrs.__setitem__("run", 7), "the run as JSON, got none"),
+        (lambda file: file.attrs.__setitem__("format_version", 1), "expected configurations as format 2 holds them"),
+    ],
+)
+def test_what_is_not_built_as_the_format_says_is_refused(path: Path, change: Change, words: str) -> None:
+    with changing(path) as file:
+        change(file)
+    assert words in refusal(path)
+
+
+def linked(link: Any) -> Change:
+    def change(file: h5py.File) -> None:
+        del file["theta"]
+        file["theta"] = link
+
+    return change
+
+
+def virtual(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout(file["theta"].shape, "f8")
+    layout[...] = h5py.VirtualSource(".", "theta_hat", file["theta"].shape)
+    del file["theta"]
+    file.create_virtual_dataset("theta", layout)
+
+
+def unpacked_by_others(file: h5py.File) -> None:
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plan.set_chunk((1, 2, 2, 3, 2))
+    plan.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, (3,))
+    space = h5py.h5s.create_simple(file["theta"].shape)
+    del file["theta"]
+    h5py.h5d.create(file.id, b"theta", h5py.h5t.IEEE_F64LE, space, plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (linked(h5py.SoftLink("/theta_hat")), "'theta' in the file itself, got a link that leads elsewhere"),
+        (linked(h5py.SoftLink("/theta")), "'theta' in the file itself, got a link that leads elsewhere"),
+        (
+            linked(h5py.ExternalLink("other.h5", "/theta")),
+            "'theta' in the file itself, got a link that leads elsewhere",
+        ),
+        (lambda file: file.__setitem__("mine", h5py.ExternalLink("other.h5", "/")), "'mine' in the file itself"),
+        (virtual, "the numbers of theta in the file itself, got numbers that lie elsewhere"),
+        (unpacked_by_others, "theta under deflate, shuffle and Fletcher32 alone, got the filters [32015]"),
+        (
+            lambda file: (file.__delitem__("theta"), file.create_group("theta")),
+            "the variable theta, got something else",
+        ),
+    ],
+)
+def test_what_does_not_lie_in_the_file_is_refused(path: Path, change: Change, words: str) -> None:
+    with changing(path) as file:
+        change(file)
+    assert words in refusal(path)
+    for read in (describe, ExistingTrace):
+        with pytest.raises(TraceError):
+            read(path)
+
+
+def test_another_file_is_not_read_as_numbers(path: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(256)) * 8)
+    with changing(path) as file:
+        shape = file["theta"].shape
+        del file["theta"]
+        made = file.create_dataset("theta", shape, "f8", external=[(str(secret), 0, h5py.h5f.UNLIMITED)])
+        made.attrs["units"], made.attrs["long_name"] = "L1", "bound"
+        for dim, axis in zip(made.dims, AXES, strict=True):
+            dim.attach_scale(file[axis])
+        assert file["theta"][()].any(), "HDF5 itself reads it"
+    assert "the numbers of theta in the file itself, got numbers that lie elsewhere" in refusal(path)
+
+
+def test_a_heap_that_leads_nowhere_is_refused_instead_of_read_for_ever(whole: bytes, path: Path) -> None:
+    heap = whole.index(b"GCOL")
+    for begin in (heap + 16, heap + 1000, heap + 2000):
+        path.write_bytes(whole[:begin] + bytes(1500) + whole[begin + 1500 :])
+        assert "got a damaged heap at byte" in refusal(path)
+
+
+def test_more_kept_entries_than_a_shape_may_have_unstored_are_read(tmp_path: Path) -> None:
+    whole = sample_trace("s0", configs=2, layers=200, heads=250)
+    count = 50
+    arrays = {
+        **whole.arrays,
+        "kept_count": np.full((2, 200, 250), count),
+        "kept_offset": (np.arange(2 * 200 * 250) * count).reshape(2, 200, 250),
+        "kept_position": np.tile(np.arange(count, dtype=np.int32), 2 * 200 * 250),
+    }
+    path = write(tmp_path / "t.h5", SampleTrace("s0", arrays))
+    trace = read_trace(path)
+    assert trace.arrays["kept_position"].nbytes > 16 * 2**20
+    assert trace.kept(0, 1, 199, 249).tolist() == list(range(count))
+
+
+@pytest.mark.parametrize("name", ["theta", "prompt_tokens", "sample"])
+def test_a_shape_that_nothing_stands_for_is_refused_before_memory_is_asked_for(path: Path, name: str) -> None:
+    with changing(path) as file:
+        kind = file[name].dtype
+        shape = (10**12, *file[name].shape[1:])
+        del file[name]
+        file.create_dataset(name, shape, h5py.string_dtype() if name == "sample" else kind, chunks=(1, *shape[1:]))
+    assert f"expected the numbers of {name}" in refusal(path)
+
+
+def test_a_chunk_that_is_larger_than_its_variable_is_refused(path: Path) -> None:
+    with changing(path) as file:
+        del file["prompt_tokens"]
+        file.create_dataset("prompt_tokens", (3,), "i8", chunks=(2**28,), maxshape=(None,), compression="gzip")
+    assert "prompt_tokens in chunks no larger than itself" in refusal(path)
+
+
+def turned_positions(file: h5py.File) -> None:
+    begin, count = int(file["kept_offset"][1, 0, 0, 0]), int(file["kept_count"][1, 0, 0, 0])
+    file["kept_position"][begin : begin + count] = file["kept_position"][begin : begin + count][::-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_number("prompt_tokens", 0), "prompt_tokens from 1 to 2147483647"),
+        (set_number("prompt_tokens", 2), "kept_count from 0 to 2"),
+        (lambda file: file["kept_count"].__setitem__((0, 0, 0, 0), 70), "kept_count from 0 to 64"),
+        (set_number("stage1_count", 4), "stage1_count from 0 to 3"),
+        (set_number("stage1_count", -1), "stage1_count from 0 to 3"),
+        (set_number("lost_position", 64), "lost_position from -1 to 63"),
+        (set_number("prompt_count", 63), "prompt_count of the prompt's tokens and its question's"),
+        (set_number("theta", np.nan), "a number everywhere in theta where a step was measured"),
+        (set_number("final_norm", np.nan), "a number everywhere in final_norm"),
+        (set_number("evicted", 2), "evicted of 0 or 1"),
+        (turned_positions, "kept_position ascending within each head"),
+        (lambda file: file["kept_position"].__setitem__(2, 64), "kept_position within the prompt"),
+        (lambda file: file["kept_position"].__setitem__(0, -1), "kept_position within the prompt"),
+        (lambda file: file["prompt_start"].__setitem__(3, -1), "prompt_start ascending from 0"),
+        (lambda file: file["prompt_start"].__setitem__(63, 10**6), "prompt_start ascending from 0"),
+        (lambda file: file["complete"].__setitem__(0, 7), "sample 0 complete, or failed for a reason"),
+        (lambda file: file["failure"].__setitem__(2, ""), "sample 2 complete, or failed for a reason"),
+        (lambda file: file["failure"].__setitem__(0, "but why"), "sample 0 complete, or failed for a reason"),
+        (lambda file: file["failure"].__setitem__(0, b"\xff"), "the numbers of failure, got what HDF5 cannot read"),
+    ],
+)
+def test_numbers_that_no_run_measures_are_refused_without_any_sum(path: Path, change: Change, words: str) -> None:
+    with changing(path) as file:
+        change(file)
+    assert words in refusal(path)
+
+
+def test_what_a_failed_sample_holds_need_make_no_sense(path: Path) -> None:
+    with changing(path) as file:
+        file["prompt_tokens"][2], file["theta"][2] = 0, np.nan
+    assert read_trace(path).failures == {"c": "it broke"}
+
+
+def test_a_sample_that_is_read_alone_has_its_own_sum(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["theta"][1, 0, 0, 0, 0] = 3.5
+    old = ExistingTrace(path)
+    assert old.part("a").arrays(["theta"])["theta"].shape == (2, 2, 3, 2)  # type: ignore[union-attr]
+    with pytest.raises(TraceError, match="the numbers of theta as they were written"):
+        old.part("b").arrays(["theta"])  # type: ignore[union-attr]
+
+
+def test_kept_positions_of_a_sample_that_is_carried_over_are_held_against_its_prompt(path: Path) -> None:
+    with changing(path) as file:
+        turned_positions(file)
+    old = ExistingTrace(path)
+    assert old.part("a").arrays()["kept_count"].max() == 3  # type: ignore[union-attr]
+    with pytest.raises(TraceError, match="kept_position ascending within each head"):
+        old.part("b").arrays()  # type: ignore[union-attr]
+
+
+def test_what_a_reader_does_not_know_is_passed_over(path: Path) -> None:
+    expected = str(everything(read_trace(path)))
+    told = describe(path)
+    with h5py.File(path, "r+") as file:
+        group = file.create_group("mine")
+        group["loop"] = group
+        file["its_type"] = np.dtype("f8")
+        file.create_dataset("numbers", data=np.arange(3))
+        file["theta"].attrs["note"], file.attrs["also"] = "mine", np.arange(3)
+    assert str(everything(read_trace(path))) == expected
+    assert describe(path) == told
+
+
+def test_sums_are_taken_away_by_the_helper_of_these_tests(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        without_sums(file)
+        assert not [name for name in file if "crc32" in file[name].attrs]
