@@ -15,6 +15,7 @@ from perturbkv.cli.once import OnceCommand, OnceGroup
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import free
 from perturbkv.cli.spreading import typed
+from perturbkv.configs import numbers
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 
@@ -86,6 +87,7 @@ def compare(
     from perturbkv.benchmark.comparison import compare, other_settings
     from perturbkv.benchmark.rows import read
 
+    numbers.check("--tolerance", tolerance)
     before, after = read(old), read(new)
     changes, others = compare(before, after, tolerance), other_settings(before, after)
     if as_json:

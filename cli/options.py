@@ -14,6 +14,7 @@ from perturbkv.cli import completion
 from perturbkv.cli.choices import apart, check_choice, numbers
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import PRESETS, EvictionConfig
+from perturbkv.configs.numbers import check
 from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.configs.run import CACHES, SCENARIOS
 from perturbkv.errors import ConfigError
@@ -24,6 +25,7 @@ FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
 FORMATS = ("png", "svg", "pdf")
 COLUMNS = (1, 2)
+_MOST_MIB = 2**20
 _LOOK = "Analysis and figures"
 _DATA, _EVICT, _RUN = "Model and data", "Eviction", "Running and output"
 
@@ -168,6 +170,7 @@ class RunOptions:
     typed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        check("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
             raise ConfigError(msg)
