@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """What a container may take, in both versions of Linux' control groups."""
 _TOLD = re.compile(
-    r"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ?([KMGTPE]?i?B|bytes)"
+    r"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]?i?B)"
     r"|(Storage size calculation overflowed)|(Cannot allocate memory)",
     re.IGNORECASE,
 )
@@ -46,7 +46,7 @@ def free(device: torch.device) -> int:
     machine = psutil.virtual_memory().available + psutil.swap_memory().free
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     own = [limit - held.rss for limit in soft if limit != resource.RLIM_INFINITY]
-    return max(0, min(machine, *own, *(limit - held.rss for limit in _container())))
+    return max(0, int(min(machine, *own, *(limit - held.rss for limit in _container()))))
 
 
 def _container() -> Iterator[int]:

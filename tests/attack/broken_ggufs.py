@@ -33,7 +33,7 @@ def kinds(seed: int) -> Mapping[str, Sequence[Spoiled]]:
 
 
 def _spoiled(name: str, spoil: Callable[[Path], object], never: bool = True) -> Spoiled:
-    return Spoiled(name, spoil, never, gguf=True, words=(_SUFFIX, "sample 'p'"))
+    return Spoiled(name, spoil, never, gguf=True, words=(_SUFFIX, "sample 'p'", "chat template"))
 
 
 CUTS = (0, 1, 3, 4, 6, 8, 12, 16, 20, 24, 30, 40, 100, 1000, 3000, 0.3, 0.5, 0.8, 0.99, -1, -100, -5000)
@@ -137,6 +137,7 @@ _KEYS = {
     "token_types": "ggml.token_type",
     "head_count": ".head_count",
     "custom_alignment": "alignment",
+    "layer_norm_rms_eps": "layer_norm_rms_epsilon",
 }
 """How the keys of these end; those of the others as they are called here."""
 

@@ -21,7 +21,7 @@ class Range:
     share: bool = False
 
     def holds(self, text: str) -> bool:
-        """Whether a text is such a number, as Python reads numbers: `1_000` and ` 5` are, `0x10` is not."""
+        """Whether a text is such a number, as Python reads numbers: `1_6` and ` 5` are, `0x10` is not."""
         number, was_whole = _read(text)
         if number is None or (self.whole and not was_whole and not self.share):
             return False

@@ -24,7 +24,7 @@ from tests.attack.tiny_runs import MODEL, answered_or_refused
 from tests.support.folders import model_folder
 
 COUNT = 320
-NUMBERS = ("nan", "inf", "-inf", "1e999", str(10**20), "-1", "0", "1e-320", "", "1_000", " 5", "٣", "0x10")
+NUMBERS = ("nan", "inf", "-inf", "1e999", str(10**20), "-1", "0", "1e-320", "", "1_6", " 5", "٣", "0x10")
 NAMES = ("nonsense", "", "x" * 100_000, "a\x1b[31mb\x07", "a\nb", "None", "../../x", "💥" * 50)
 ENORMOUS = {
     "--length": ("9999999", str(10**9), str(10**20), ",".join(map(str, range(200, 20_200)))),
