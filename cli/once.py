@@ -40,7 +40,7 @@ class _Once:
         if not any(getattr(given, "is_eager", False) for given in order):
             _check_once(order)
         left: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
-        for parameter in order:
+        for parameter in dict.fromkeys(order):
             _check_apart(parameter, ctx.params)
             _check_numbers(parameter, ctx.params)
         return left

@@ -130,6 +130,8 @@ def _grids(place: Place, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, .
         got = "an empty list" if node.id == "sequence" else _said(node)
         msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
         raise place.refusal(msg)
+    with place.named():
+        check_configurations(len(node.value))
     choices = {name: key for name, key in keys.items() if key.sweeps}
     found = [_pairs(one, Place(place.path, _line(one), place.key), choices) for one in node.value]
     return tuple(_entries(pairs, in_grid=True) for pairs in found)

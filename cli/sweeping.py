@@ -68,6 +68,7 @@ def resolve(path: Path, run: RunOptions, selections: list[str], typed: frozenset
     each replaces the file's key as a whole, in every grid too.
     """
     file = read(path).without(typed)
+    check_configurations(_count(file))
     for entry in file.entries():
         _check_alone(entry)
     options = {name: _option(entry) for name, entry in file.options.items() if entry.key.of_run}
@@ -83,7 +84,6 @@ def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[E
     """Every grid's combinations, one grid after the other."""
     given = {**run.choices(), "selection": selections}
     made: list[EvictionConfig] = []
-    check_configurations(_count(file))
     for own in file.grids:
         entries = {**file.options, **own}
         choices = {**given, **{name: entry.values for name, entry in entries.items() if entry.key.sweeps}}

@@ -88,7 +88,7 @@ def test_samples_that_are_finished_survive_and_the_rest_follows(
         return measure(adapter, prompt, *more) if len(calls) < 3 else torch.empty(2**58)
 
     monkeypatch.setattr(samples, "trace_sample", short)
-    with pytest.raises(NoMemoryError, match="PiB wanted; shorter prompts"):
+    with pytest.raises(NoMemoryError, match="EiB wanted; shorter prompts"):
         pk.measure(adapter, prompts, configs, path=tmp_path / "t.h5", progress=False)
     monkeypatch.setattr(samples, "trace_sample", lambda *asked: calls.append("again") or measure(*asked))
     found = pk.measure(adapter, prompts, configs, path=tmp_path / "t.h5", progress=False)

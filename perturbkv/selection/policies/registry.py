@@ -101,7 +101,9 @@ def _is_score(name: str) -> bool:
 def _by_score(score: type[Score], name: str) -> type[Policy]:
     from perturbkv.selection.policies.base import ByScore
 
-    return _MADE.setdefault((name, score), ByScore.of(score, name))
+    if (name, score) not in _MADE:  # a class takes milliseconds to make, and a sweep asks thousands of times
+        _MADE.setdefault((name, score), ByScore.of(score, name))
+    return _MADE[name, score]
 
 
 def plugins(config: EvictionConfig) -> dict[str, str]:
