@@ -15,6 +15,7 @@ from perturbkv.cli.once import OnceCommand, OnceGroup
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import claimed
 from perturbkv.cli.spreading import typed
+from perturbkv.configs import numbers
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 
@@ -85,6 +86,7 @@ def compare(
     from perturbkv.benchmark.comparison import compare, other_settings
     from perturbkv.benchmark.rows import read
 
+    numbers.check("--tolerance", tolerance)
     before, after = read(old), read(new)
     changes, others = compare(before, after, tolerance), other_settings(before, after)
     if as_json:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from perturbkv.configs.choice import split
+from perturbkv.configs.numbers import check
 from perturbkv.errors import ConfigError, UnknownNameError
 
 DEFAULT_COMPARE = "attention,two-stage"
@@ -13,23 +14,27 @@ _Value = TypeVar("_Value")
 
 
 def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
-    """Numbers that were given one by one or with commas."""
+    """Finite numbers that were given one by one or with commas. Raises ConfigError for anything else."""
     pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
     try:
         found = tuple(float(piece) for piece in pieces)
     except ValueError:
         msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
         raise ConfigError(msg) from None
+    for number in found:
+        check(option, number)
     return tuple(apart(option, found))
 
 
 def apart(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
     """The values. Raises ConfigError where one is there twice."""
-    for place, value in enumerate(values):
-        if value in values[:place]:
+    seen = set()
+    for value in values:
+        if value in seen:
             said = f"{value:g}" if isinstance(value, float) else value
             msg = f"expected different values for {option}, got {said} twice; leave one out"
             raise ConfigError(msg)
+        seen.add(value)
     return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +59,7 @@ def _measure(
 ) -> tuple[list[list[float]], int]:
     from perturbkv.datasets import registry as datasets
     from perturbkv.datasets.distraction import distracted
-    from perturbkv.datasets.encode import check_length, encode
+    from perturbkv.datasets.encode import check_length, check_vocabulary, encode
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
     from perturbkv.pipeline.retrieval import Evidence
     from perturbkv.pipeline.retrieval import head_scores as measured
@@ -72,8 +73,11 @@ def _measure(
         for plain in datasets.load("needle", asked, files.tokenizer).samples
         for sample, sentence in [distracted(plain, seed)]
     ]
-    for one in prompts:
-        check_length(one.prompt, int(files.config.max_position_embeddings), len(one.prompt.answers[0]) + 1)
+    positions = int(files.config.max_position_embeddings)
+    asked_for = itertools.cycle([length for length in lengths for _ in asked.depths])
+    for one, length in zip(prompts, asked_for, strict=False):
+        check_vocabulary(one.prompt, int(files.config.vocab_size), files.name)
+        check_length(one.prompt, positions, len(one.prompt.answers[0]) + 1, length)
     adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
     with console.progress("prompts", len(prompts)) as bar:
         found = measured(adapter, prompts, bar.one_more)

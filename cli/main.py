@@ -35,6 +35,8 @@ from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
+_LONGEST = 2000
+"""Characters of an error's line; what is named in it may be longer than anybody reads."""
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -99,6 +101,7 @@ def _run(asked: Asked, ending: Ending) -> NoReturn:
 
 def _refuse(error: BaseException, said: str, code: int, asked: Asked) -> NoReturn:
     """Say what was wrong and leave."""
+    said = said if len(said) <= _LONGEST else f"{said[: _LONGEST // 2]} … {said[-_LONGEST // 2 :]}"
     console.note(f"error: {said}")
     if asked.as_json:
         console.print_json({"error": {"type": type(error).__name__, "message": said, "exit_code": code}})

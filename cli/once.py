@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from perturbkv.cli.choices import apart
 from perturbkv.cli.help import Compact
+from perturbkv.configs import numbers
 from perturbkv.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ class _Once:
     """Reads the command line once more, as far as it can be, for the order in which its options stand there.
 
     Raises ConfigError for an option that takes one value and is given twice, in whichever spelling, and for one that
-    takes several and is given the same value twice.
+    takes several and is given the same value twice; and for a whole number that is none to count with.
     """
 
     def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
@@ -39,8 +40,9 @@ class _Once:
         if not any(getattr(given, "is_eager", False) for given in order):
             _check_once(order)
         left: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
-        for parameter in order:
+        for parameter in dict.fromkeys(order):
             _check_apart(parameter, ctx.params)
+            _check_numbers(parameter, ctx.params)
         return left
 
 
@@ -67,6 +69,14 @@ def _check_once(order: list[Any]) -> None:
             names = "/".join([*parameter.opts, *parameter.secondary_opts])
             msg = f"expected {names} once, got it {times} times; leave all but one out"
             raise ConfigError(msg)
+
+
+def _check_numbers(parameter: Any, values: dict[str, Any]) -> None:
+    """No command takes a whole number beyond all that can be counted; what else it may be, its own check says."""
+    given = values.get(parameter.name)
+    for value in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(value, int):
+            numbers.check(parameter.opts[0], value)
 
 
 def _check_apart(parameter: Any, values: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.figure_options import LOOK, FigureOptions
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.numbers import check
 from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.configs.run import CACHES, SCENARIOS
@@ -24,6 +25,7 @@ from perturbkv.selection.grid import FIELDS, every, names_policy
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
+_MOST_MIB = 2**20
 _EVICT, _RUN = "Eviction", "Running and output"
 
 _BY_PRESET = "by preset"
@@ -118,6 +120,7 @@ class RunOptions(DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
             raise ConfigError(msg)

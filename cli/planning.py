@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
 
-def encode_prompts(options: DataOptions, tokenizer: Any) -> Prompts:
-    """Load the dataset and encode it. Raises DatasetError and ConfigError for all that is wrong with the data."""
+def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None = None) -> Prompts:
+    """Load the dataset and encode it for a model of so many positions, None where that does not matter.
+
+    Raises DatasetError and ConfigError for all that is wrong with the data.
+    """
     from perturbkv.datasets.prompts import load
 
     return load(
         options.dataset, tokenizer, samples=options.samples, seed=options.seed, data_dir=options.data_dir,
         lengths=options.lengths, depths=options.depths, haystack=options.haystack, max_tokens=options.max_tokens,
-        chat_template=options.chat_template,
+        chat_template=options.chat_template, positions=positions,
     )  # fmt: skip
 
 
@@ -60,4 +63,5 @@ def plan(
         text=options.text,
         leave_out_unfit=leave_out_unfit,
     )
-    return plan_run(files, placement, encode_prompts(options, files.tokenizer), configs, settings, resources)
+    prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings))
+    return plan_run(files, placement, prompts, configs, settings, resources)

@@ -15,6 +15,7 @@ from typer import Option
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption, RunOptions
 from perturbkv.cli.saving import claimed
+from perturbkv.configs import numbers
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from perturbkv.selfcheck.checks import Check
 
 FORMAT = 1
+_MOST_ENTRIES = 2**20
 GPU_ROWS = ("triton-time", "triton-rate", "cuda-24", "cuda-decode")
 _HALVES = ("bfloat16", "float16")
 
@@ -53,6 +55,7 @@ def selfcheck(
     and the benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
     """
     place, path, trained = _device(device), output or Path("runs/gpu.json"), _trained(model)
+    _check_sizes(samples, length, entries)
     start = time.monotonic()
     with claimed(path, overwrite) as beside:
         checks = [check for checks in _checks(place, entries, placed) for check in checks]
@@ -79,6 +82,17 @@ def _device(name: str) -> torch.device:
         msg = "selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
         raise ConfigError(msg)
     return pick_device(name)
+
+
+def _check_sizes(samples: int, length: int, entries: int) -> None:
+    """Raise ConfigError for what the checks would stumble over minutes later."""
+    from perturbkv.datasets.registry import DatasetOptions
+
+    DatasetOptions(samples, lengths=(length,))
+    numbers.check("--entries", entries, _MOST_ENTRIES)
+    if entries < 1:
+        msg = f"--entries must be at least 1, got {entries}"
+        raise ConfigError(msg)
 
 
 def _trained(model: str | None) -> str:

@@ -139,7 +139,10 @@ def open_study(
         _check_free(folder, name, look, run, path, stems or [name])
     planned = plan(run, asked, leave_out_unfit, generate)
     if look.step >= run.step_count:
-        msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}; --steps {look.step + 1} records it"
+        tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
+        fits = tokens + look.step < int(planned.files.config.max_position_embeddings)
+        more = f"; --steps {look.step + 1} records it" if fits else ""
+        msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}{more}"
         raise ConfigError(msg)
     if run.dry_run:
         dry_run.show(planned, run.as_json)

@@ -14,6 +14,7 @@ from typing import Any
 
 from perturbkv.cli import sweep_keys
 from perturbkv.cli.sweep_keys import Key
+from perturbkv.configs.numbers import check_configurations
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
 
 _GRIDS = Key("grids", None)
@@ -129,6 +130,8 @@ def _grids(place: Place, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, .
         got = "an empty list" if node.id == "sequence" else _said(node)
         msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
         raise place.refusal(msg)
+    with place.named():
+        check_configurations(len(node.value))
     choices = {name: key for name, key in keys.items() if key.sweeps}
     found = [_pairs(one, Place(place.path, _line(one), place.key), choices) for one in node.value]
     return tuple(_entries(pairs, in_grid=True) for pairs in found)
@@ -172,12 +175,16 @@ def _entry(key: Key, place: Place, node: Any, lists: bool) -> Entry:
     if node.id == "sequence" and not lists:
         msg = f"expected {key.expected}, got a list; {key.instead_of_list}"
         raise place.refusal(msg)
+    with place.named():
+        check_configurations(len(nodes))
     places = tuple(Place(place.path, _line(one), place.key) for one in nodes)
     values = tuple(_value(key, one, here) for one, here in zip(nodes, places, strict=True))
-    for index, value in enumerate(values):
-        if value in values[:index]:
-            msg = f"expected every value once, got {value} in line {places[values.index(value)].line} already"
-            raise places[index].refusal(msg)
+    first: dict[Any, Place] = {}
+    for value, here in zip(values, places, strict=True):
+        if value in first:
+            msg = f"expected every value once, got {value} in line {first[value].line} already"
+            raise here.refusal(msg)
+        first[value] = here
     return Entry(key, place, values, places)
 
 

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.spreading import options
+from perturbkv.configs import numbers
 from perturbkv.configs.budget import Budget
 from perturbkv.errors import ConfigError
 from perturbkv.selection import spread
@@ -78,10 +79,13 @@ class Key:
         if self.field == "budget":
             return Budget.parse(text)
         try:
-            return _READERS[self.kind][1](text)
-        except (ValueError, KeyError):
+            found = _READERS[self.kind][1](text)
+        except (ValueError, KeyError, RuntimeError):  # the last for the home of a user that is not there
             msg = f"expected {self.expected}, got '{text}'"
             raise ConfigError(msg) from None
+        if self.kind in (int, float):
+            numbers.check("the number", found)
+        return found
 
 
 def known() -> dict[str, Key]:

@@ -7,6 +7,7 @@ which the command runs, as on the command line.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from perturbkv.cli.sweep_keys import Key
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import as_choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
 from perturbkv.selection import compatibility, spread
@@ -66,6 +68,7 @@ def resolve(path: Path, run: RunOptions, selections: list[str], typed: frozenset
     each replaces the file's key as a whole, in every grid too.
     """
     file = read(path).without(typed)
+    check_configurations(_count(file))
     for entry in file.entries():
         _check_alone(entry)
     options = {name: _option(entry) for name, entry in file.options.items() if entry.key.of_run}
@@ -80,7 +83,7 @@ def _option(entry: Entry) -> Any:
 def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
     """Every grid's combinations, one grid after the other."""
     given = {**run.choices(), "selection": selections}
-    made = []
+    made: list[EvictionConfig] = []
     for own in file.grids:
         entries = {**file.options, **own}
         choices = {**given, **{name: entry.values for name, entry in entries.items() if entry.key.sweeps}}
@@ -91,6 +94,12 @@ def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[E
         made += grid
     _check_used(file.options, run, made)
     return unique(made)
+
+
+def _count(file: SweepFile) -> int:
+    """Combinations of all grids, as far as the file alone makes them."""
+    grids = ({**file.options, **own} for own in file.grids)
+    return sum(math.prod(len(one.values) for one in grid.values() if one.key.sweeps) for grid in grids)
 
 
 def _check_used(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:

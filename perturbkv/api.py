@@ -111,6 +111,7 @@ def load_prompts(
     return load(
         dataset, model.tokenizer, samples=samples, seed=seed, data_dir=None if data_dir is None else Path(data_dir),
         lengths=lengths, depths=depths, haystack=haystack, max_tokens=max_tokens, chat_template=chat_template,
+        positions=model.positions,
     )  # fmt: skip
 
 

@@ -47,6 +47,10 @@ class DatasetError(PerturbkvError):
     """Samples that cannot be read, are empty, or do not fit the model."""
 
 
+class NoMemoryError(PerturbkvError):
+    """Less memory than a run takes; the message says how much was wanted and what to lower."""
+
+
 class TraceError(PerturbkvError):
     """A trace file that cannot be read, is of another run, or lacks what an analysis needs."""
 

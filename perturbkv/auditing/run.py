@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import perturbkv
+from perturbkv import room
 from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction
@@ -19,7 +20,7 @@ from perturbkv.auditing.given_positions import prompt_of
 from perturbkv.auditing.plain_use import plain_use
 from perturbkv.auditing.positions_file import KeptFile
 from perturbkv.configs.resources import Resources
-from perturbkv.datasets.encode import Prompt, check_length
+from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableError
 from perturbkv.models.adapter import Adapter, check_sliding_window
 
@@ -56,6 +57,7 @@ class Settings:
 
 
 @torch.inference_mode()
+@room.told()
 def audit(
     adapter: Adapter,
     prompts: Sequence[Prompt],
@@ -89,8 +91,9 @@ def audit(
 
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
+    check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     check_length(prompt, adapter.positions, steps)
-    check_sliding_window(adapter.config, len(prompt.token_ids) + steps, prompt.sample_id, adapter.name)
+    check_sliding_window(adapter.config, len(prompt.token_ids) + steps, prompt.sample_id, adapter.name, steps)
     if len(prompt.token_ids) <= situations.BLOCK:
         msg = f"expected prompts of more than {situations.BLOCK} tokens, sample '{prompt.sample_id}' is shorter"
         raise ConfigError(msg)

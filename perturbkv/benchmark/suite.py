@@ -15,6 +15,7 @@ from perturbkv.benchmark.rows import NO_GPU, NO_KVPRESS, Report, Row, Target
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.aliases import DEFAULT
 
+_MOST_REPEATS = 1000
 _SEVEN_B = {"d_model": 4096, "heads": 32, "kv_heads": 8}
 
 
@@ -29,8 +30,8 @@ class Settings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            msg = f"--repeats must be at least 1, got {self.repeats}"
+        if not 1 <= self.repeats <= _MOST_REPEATS:
+            msg = f"--repeats must lie between 1 and {_MOST_REPEATS:,}, got {self.repeats}"
             raise ConfigError(msg)
         if self.tokens <= 1024:
             msg = f"--tokens must exceed the largest budget, 1024, got {self.tokens}"

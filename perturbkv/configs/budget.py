@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
+from perturbkv.configs.numbers import LARGEST
 from perturbkv.errors import BudgetError
 
 
@@ -26,7 +27,11 @@ class Budget:
             msg = f"a budget must be finite, got {self.value}; give tokens (128) or a fraction (0.05)"
             raise BudgetError(msg)
         if isinstance(self.value, float) and self.value > 1:
-            msg = f"a fractional budget must be at most 1, got {self.value}; for tokens write {self.value:.0f}"
+            tokens = f"; for tokens write {self.value:.0f}" if self.value <= LARGEST else ""
+            msg = f"a fractional budget must be at most 1, got {self.value}{tokens}"
+            raise BudgetError(msg)
+        if self.value > LARGEST:
+            msg = f"a budget must be at most {LARGEST:,} entries, got {self.value:.3g}; 1.0 keeps everything"
             raise BudgetError(msg)
 
     @classmethod

@@ -34,7 +34,7 @@ def holding(told: Choice, options: Mapping[str, Any]) -> Choice:
     return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
 
 
-def check_number(name: str, value: Any) -> None:
+def check_kind(name: str, value: Any) -> None:
     """Raise ConfigError unless a document's number is one: a window whole, a budget whole or a share."""
     if isinstance(value, bool) or not isinstance(value, int if name == "window" else int | float):
         msg = f"{name} of a configuration cannot be '{value}'"

@@ -10,7 +10,9 @@ from typing import Any, Self
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
-from perturbkv.configs.documents import check_number, check_options, holding, nested, unnested
+from perturbkv.configs.documents import check_kind, check_options, holding, nested, unnested
+from perturbkv.configs.numbers import LARGEST
+from perturbkv.configs.numbers import check as check_number
 from perturbkv.configs.option import completed
 from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
@@ -79,6 +81,7 @@ class EvictionConfig:
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
+        check_number("window (--window)", self.window)
         if self.window < (not self.given):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
@@ -213,7 +216,7 @@ class EvictionConfig:
             check_options(name, told.name, options)
             held[name] = holding(told, options)
         for name in ("budget", "window", *_PROTECTED):
-            check_number(name, held[name])
+            check_kind(name, held[name])
         if not isinstance(held.get("twin", ""), str):
             msg = f"twin of a configuration cannot be '{held['twin']}'"
             raise ConfigError(msg)
@@ -237,7 +240,7 @@ def _chosen(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
 def _protected(name: str, given: float | str) -> int | float:
     """Entries or a share of b. Raises BudgetError."""
     value = parse_entries(name, given) if isinstance(given, str) else given
-    if not (0 <= value and (isinstance(value, int) or value < 1)):
+    if not (0 <= value <= LARGEST and (isinstance(value, int) or value < 1)):
         msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"
         raise BudgetError(msg)
     return value

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.configs.choice import FIRST, Choice, as_choice
+from perturbkv.configs.numbers import LARGEST
 from perturbkv.errors import ConfigError, UnknownNameError
 
 KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
@@ -69,16 +70,16 @@ class Option:
         return kinds[-1](value)
 
     def _check_number(self, value: Any, what: str) -> None:
-        if not (self.low <= value <= self.high and value < math.inf):
+        if not (self.low <= value <= self.high and value <= LARGEST):
             msg = f"{what} must {self._range()}, got {value}"
             raise ConfigError(msg)
         if self.odd and value % 2 == 0:
-            msg = f"{what} must be odd, got {value}; try {value + 1}"
+            msg = f"{what} must be odd, got {value}; try {value + 1 if value < self.high else value - 1}"
             raise ConfigError(msg)
 
     def _range(self) -> str:
         if self.high < math.inf:
-            return f"lie in [{self.low:g}, {self.high:g}]"
+            return f"lie in [{self.low:.9g}, {self.high:.9g}]"
         return f"be at least {self.low:g}" + (" and finite" if isinstance(self.default, float) else "")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from perturbkv.configs import numbers
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 
@@ -38,7 +39,9 @@ def parse_size(option: str, text: str) -> int:
     if found is None or found[2].lower() not in _UNITS or not float(found[1]) > 0:
         msg = f"{option} takes a size such as 512MiB or 2GiB, got '{text}'"
         raise ConfigError(msg)
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    size = float(found[1]) * _UNITS[found[2].lower()]
+    numbers.check(f"{option} in bytes", size)
+    return int(size)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs import former
+from perturbkv.configs import former, numbers
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
@@ -85,6 +85,8 @@ class RunConfig:
     plugins: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for field in ("samples", "seed", "steps", "max_tokens", "generate"):
+            numbers.check(field, getattr(self, field) or 0)
         if self.samples < 1:
             msg = f"a run needs at least 1 sample, got {self.samples}"
             raise ConfigError(msg)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from perturbkv.datasets.sample import Sample
 from perturbkv.display import ends
-from perturbkv.errors import ConfigError, DatasetError
+from perturbkv.errors import ConfigError, DatasetError, ModelError
 
 _MARK = "\ue000prompt\ue000"
 """A turn that stands in no chat template, and shows where a template puts turns."""
@@ -205,24 +205,44 @@ def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
     return ids[:first] + ids[len(ids) - (max_tokens - first) :]
 
 
-def check_length(prompt: Prompt, positions: int, steps: int) -> None:
-    """Raise DatasetError where prompt and decode steps need more positions than the model has."""
+def check_length(prompt: Prompt, positions: int, steps: int, length: int | None = None) -> None:
+    """Raise DatasetError where prompt and decode steps need more positions than the model has.
+
+    `length` is what was asked for, where that and no cut decides how long a prompt is.
+    """
     tokens = len(prompt.token_ids)
     if tokens + steps > positions:
+        option, beside = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
         msg = (
             f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
-            f"model's {positions} positions; {_fitting(tokens, positions, steps)}"
+            f"model's {positions} positions; {_fitting(tokens, positions, steps, option, beside)}"
         )
         raise DatasetError(msg)
 
 
-def _fitting(tokens: int, positions: int, steps: int) -> str:
-    """What makes prompt and decode steps fit; never a length that no prompt can have."""
-    if positions - steps >= 2:
-        return f"use --max-tokens {positions - steps} or less"
+def _fitting(tokens: int, positions: int, steps: int, option: str, beside: int) -> str:
+    """What makes prompt and decode steps fit; never a length that no prompt can have.
+
+    `beside` are tokens of the prompt that the option does not count.
+    """
+    if positions - steps - beside >= 2:
+        return f"use {option} {positions - steps - beside} or less"
     if tokens < positions:
         return f"decode at most {positions - tokens}"
-    return f"decode at most {positions - 2}, and use --max-tokens for what they leave"
+    if positions > 2 + beside:
+        return f"decode at most {positions - 2 - beside}, and use {option} for what they leave"
+    return "use a model of more positions"
+
+
+def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
+    """Raise ModelError for a token that the model has no embedding of: its tokenizer is another model's."""
+    token = max(prompt.token_ids)
+    if not (0 <= min(prompt.token_ids) and token < vocabulary):
+        msg = (
+            f"expected token ids below {vocabulary:,}, which model '{model}' has embeddings of, got {token:,} in "
+            f"sample '{prompt.sample_id}'; bring the tokenizer that belongs to the model"
+        )
+        raise ModelError(msg)
 
 
 def _chat_text(sample: Sample, tokenizer: Any) -> tuple[str, int]:
@@ -234,8 +254,14 @@ def _chat_text(sample: Sample, tokenizer: Any) -> tuple[str, int]:
 
 
 def _turn(prompt: str, tokenizer: Any) -> str:
+    """Raises ModelError where the template, a program of the model's maker, cannot be run."""
     turn = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        msg = f"the tokenizer's chat template cannot be used: {said}; --no-chat-template does without"
+        raise ModelError(msg) from error
 
 
 def after_turn(tokenizer: Any) -> str:

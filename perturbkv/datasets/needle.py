@@ -29,6 +29,10 @@ NOISE = (
 )
 
 
+_ROOM = 50
+"""Tokens of a sentence or two, by which samples of other cities and numbers differ at most."""
+
+
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
     """Samples that go through lengths × depths in turn; sample i is the same however many are asked for.
 
@@ -62,7 +66,8 @@ def _sample(place: int, length: int, depth: float, options: DatasetOptions, toke
     context = INSTRUCTION + " ".join(_insert(hay, needle, depth, tokenizer))
     while _count(tokenizer, context + question) > length:
         if not hay:
-            msg = f"a needle prompt of {length} tokens leaves no room for a haystack; use --length 200"
+            needed = -(-(_count(tokenizer, context + question) + _ROOM) // 100) * 100
+            msg = f"a needle prompt of {length} tokens leaves no room for a haystack; use --length {needed} or more"
             raise DatasetError(msg)
         hay.pop()
         context = INSTRUCTION + " ".join(_insert(hay, needle, depth, tokenizer))

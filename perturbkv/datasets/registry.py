@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from perturbkv.configs import numbers
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.sample import Sample
 from perturbkv.datasets.wording import WITHOUT_CHAT, Wording
@@ -52,6 +53,10 @@ class DatasetOptions:
         if self.samples < 1:
             msg = f"a run needs at least 1 sample, got {self.samples}"
             raise ConfigError(msg)
+        numbers.check("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
+        numbers.check("seed (--seed)", self.seed)
+        for length in self.lengths:
+            numbers.check("length (--length) of needle", length, numbers.LONGEST)
         if not self.lengths or min(self.lengths) < SHORTEST:
             msg = f"needle prompts need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
             raise ConfigError(msg)

@@ -160,13 +160,14 @@ def check_projections(model: Adapter) -> None:
             raise ModelError(msg)
 
 
-def check_sliding_window(config: Any, tokens: int, sample: str, name: str) -> None:
-    """Raise ModelError where a sliding window already hides entries of a prompt of `tokens` entries."""
+def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:
+    """Raise ModelError where a sliding window hides some of `tokens` entries, the last `after` of them no prompt's."""
     window = sliding_window(config)
     if window is not None and tokens > window:
+        instead = f"--max-tokens {window - after} or less" if window - after >= 2 else "a model without one"
         msg = (
             f"model '{name}' attends to a sliding window of {window} entries, fewer than the {tokens} of sample "
-            f"'{sample}'; use --max-tokens {window - 1} or less"
+            f"'{sample}'; use {instead}"
         )
         raise ModelError(msg)
 

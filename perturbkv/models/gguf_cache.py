@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from perturbkv.models import user_cache
+from perturbkv.models import sanity, user_cache
 from perturbkv.models.adapter import check_family
 from perturbkv.models.gguf_header import StoredTensor, check_complete
+from perturbkv.models.sources import Source, explained
 from perturbkv.models.wholeness import whole_model
 
 CONVERTER = 1
@@ -48,18 +49,19 @@ _KEPT_SETTINGS = (
 _log = logging.getLogger(__name__)
 
 
-def converted(gguf: Path, tensors: Sequence[StoredTensor], digest: bytes, name: str) -> Path:
+def converted(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
     """The folder that holds a GGUF file as safetensors, made now where the cache has none.
 
     `tensors` are what the file's header tells of, `digest` is the file's SHA-256.
 
     Raises NotKeptError where it cannot be kept, ModelError for a family that is not supported and for a file that is
-    not whole, and what transformers raises for one that it cannot read.
+    not whole or cannot be read.
     """
 
     def fill(folder: Path) -> None:
-        _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", gguf.name, user_cache.place())
-        _convert(gguf, tensors, folder, name)
+        place = user_cache.place()
+        _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", gguf.gguf_file, place)
+        _convert(gguf, tensors, folder)
 
     return user_cache.kept(entry_name(digest), fill)
 
@@ -77,13 +79,15 @@ def read_tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(folder / _TOKENIZER)), **settings)
 
 
-def _convert(gguf: Path, tensors: Sequence[StoredTensor], folder: Path, name: str) -> None:
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    config = AutoConfig.from_pretrained(**where)
-    check_family(config, name)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = whole_model(name, **where, config=config, dtype=torch.float32)
-    check_used(tensors, model, name)
+def _convert(gguf: Source, tensors: Sequence[StoredTensor], folder: Path) -> None:
+    with explained(gguf, "the GGUF file"):
+        config = AutoConfig.from_pretrained(gguf.location, **gguf.arguments)
+    check_family(config, gguf.name)
+    sanity.check(config, gguf.name)
+    with explained(gguf, "the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.location, **gguf.arguments)
+    model = whole_model(gguf, config=config, dtype=torch.float32)
+    check_used(tensors, model, gguf.name)
     with user_cache.writing():
         _write_tokenizer(tokenizer, folder)
         config.save_pretrained(folder)

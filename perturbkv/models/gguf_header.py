@@ -19,7 +19,8 @@ from perturbkv.errors import ModelError
 _MAGIC = b"GGUF"
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Type of a metadata value -> its bytes; strings and arrays have none of their own."""
-_STRING, _ARRAY, _ALIGNMENT = 8, 9, "general.alignment"
+_UINT32, _STRING, _ARRAY, _ALIGNMENT = 4, 8, 9, "general.alignment"
+_VERSIONS = (2, 3)
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -55,41 +56,55 @@ class StoredTensor:
         return "norms" if "norm" in self.name or self.name.endswith("bias") else "matrices"
 
 
+class _CutError(Exception):
+    """A header that goes on where its file has ended."""
+
+
 class _Reader:
-    """Walks through a file's header."""
+    """Walks through a file's header. Raises _CutError where it leads out of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.alignment = data, 0, 32
 
+    def skip(self, size: int) -> None:
+        self.at += size
+        if self.at > len(self.data):
+            raise _CutError
+
     def number(self, kind: str) -> int:
-        (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)
-        self.at += struct.calcsize(kind)
+        self.skip(struct.calcsize(kind))
+        (value,) = struct.unpack_from(f"<{kind}", self.data, self.at - struct.calcsize(kind))
         return int(value)
 
     def text(self) -> str:
         size = self.number("Q")
-        self.at += size
+        self.skip(size)
         return self.data[self.at - size : self.at].decode(errors="replace")
 
     def skip_value(self, kind: int) -> None:
         if kind == _STRING:
-            length = self.number("Q")
-            self.at += length
+            self.skip(self.number("Q"))
         elif kind == _ARRAY:
             inside, count = self.number("I"), self.number("Q")
             if inside in _SIZES:
-                self.at += _SIZES[inside] * count
-            else:
+                self.skip(_SIZES[inside] * count)
+            elif inside == _STRING:
                 for _ in range(count):
                     self.skip_value(inside)
+            else:
+                raise _CutError  # arrays in arrays: no file has them, and a damaged one would nest them without end
+        elif kind in _SIZES:
+            self.skip(_SIZES[kind])
         else:
-            self.at += _SIZES[kind]
+            raise _CutError
 
     def skip_pair(self) -> None:
         name, kind = self.text(), self.number("I")
-        if name == _ALIGNMENT:
-            (self.alignment,) = struct.unpack_from("<I", self.data, self.at)
         self.skip_value(kind)
+        if name == _ALIGNMENT and kind == _UINT32:
+            (self.alignment,) = struct.unpack_from("<I", self.data, self.at - 4)
+            if self.alignment == 0:
+                raise _CutError
 
     def tensor(self) -> StoredTensor:
         name = self.text()
@@ -105,12 +120,13 @@ def read_header(path: Path) -> list[StoredTensor]:
             msg = f"expected a GGUF file, got {path}, which does not begin with 'GGUF'"
             raise ModelError(msg)
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _check_version(path, data)
             try:
                 tensors, start = _walk(_Reader(data))
-            except (struct.error, KeyError, IndexError) as error:
+            except _CutError:
                 msg = f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
-                raise ModelError(msg) from error
-    _check_end(path, tensors, start, size)
+                raise ModelError(msg) from None
+    _check_tensors(path, tensors, start, size)
     return tensors
 
 
@@ -124,8 +140,23 @@ def _walk(reader: _Reader) -> tuple[list[StoredTensor], int]:
     return tensors, -(-reader.at // reader.alignment) * reader.alignment
 
 
-def _check_end(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
+def _check_version(path: Path, data: mmap.mmap) -> None:
+    """Raise ModelError for a version that the header's layout is not known of, and for the other byte order."""
+    version = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
+    if version not in _VERSIONS:
+        msg = f"expected a GGUF file of version {' or '.join(map(str, _VERSIONS))}, got {path} of version {version}"
+        raise ModelError(msg)
+
+
+def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
+    """Raise ModelError for a tensor of no known type, and one that is not all there."""
+    from gguf import GGMLQuantizationType
+
+    known = {int(kind) for kind in GGMLQuantizationType}
     for tensor in tensors:
+        if tensor.kind not in known:
+            msg = f"{path} is damaged, or too new: tensor '{tensor.name}' is of type {tensor.kind}, which is not known"
+            raise ModelError(msg)
         if start + tensor.end > size:
             msg = f"{path} is cut: tensor '{tensor.name}' ends at byte {start + tensor.end:,} of {size:,}"
             raise ModelError(msg)

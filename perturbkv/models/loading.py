@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from perturbkv import room
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.models import gguf_cache, gguf_header, stored_weights, user_cache
+from perturbkv.models import gguf_cache, gguf_header, sanity, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, check_family, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.quiet import quiet
@@ -27,7 +28,14 @@ from perturbkv.models.tokenization import ByteTokenizer
 from perturbkv.models.wholeness import whole_model
 
 DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
+_DEVICES: Mapping[str, Callable[[], int]] = {
+    "cpu": lambda: 1,
+    "cuda": torch.cuda.device_count,
+    "mps": lambda: int(torch.backends.mps.is_available()),
+}
+"""Kinds of devices that compute -> how many of them there are."""
 _RANDOM = "random:"
+_CONFIG = "the configuration (config.json)"
 _log = logging.getLogger(__name__)
 
 
@@ -38,11 +46,13 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
+        device = torch.device("meta")  # which holds no numbers
+    if device.type not in _DEVICES:
         msg = f"expected a device such as cpu, cuda or cuda:1, got '{name}'"
-        raise ConfigError(msg) from None
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        msg = f"device '{name}' is not there: this machine has {count} CUDA devices; use --device cpu"
+        raise ConfigError(msg)
+    count = _DEVICES[device.type]()
+    if (device.index or 0) >= count:
+        msg = f"device '{name}' is not there: this machine has {count} {device.type.upper()} devices; use --device cpu"
         raise ConfigError(msg)
     return device
 
@@ -77,8 +87,8 @@ class ModelFiles:
         return cls(model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights)
 
     def parameters(self) -> int:
-        """How many weights the model has."""
-        with torch.device("meta"):
+        """How many weights the model has. Raises ModelError where no model can be made of its configuration."""
+        with explained(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
         return sum(parameter.numel() for parameter in model.parameters())
 
@@ -98,11 +108,8 @@ def open_model(name: str, seed: int = 0) -> ModelFiles:
     if source.gguf_file is not None:
         return _open_gguf(source)
     config, tokenizer = _read(source)
-    folder = None if source.hub_id else source.path
-    with explained(source, "the weights"):
-        return ModelFiles(
-            name, source, config, tokenizer, _revision(source, config), stored_weights.of_safetensors(folder, config)
-        )
+    stored = stored_weights.of_safetensors(source, config)
+    return ModelFiles(name, source, config, tokenizer, _revision(source, config), stored)
 
 
 def _open_gguf(source: Source) -> ModelFiles:
@@ -112,8 +119,7 @@ def _open_gguf(source: Source) -> ModelFiles:
     place, tokenizer = source, None
     if source.path.stat().st_size <= gguf_cache.LARGEST:
         try:
-            with explained(source, "the GGUF file"):
-                folder = gguf_cache.converted(source.path, tensors, digest, source.name)
+            folder = gguf_cache.converted(source, tensors, digest)
             place, tokenizer = Source(source.name, str(folder)), gguf_cache.read_tokenizer(folder)
         except user_cache.NotKeptError as error:
             _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
@@ -123,23 +129,27 @@ def _open_gguf(source: Source) -> ModelFiles:
 
 def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
     """Configuration and tokenizer, that of a GGUF file from itself: saved and loaded again it would be another."""
-    with explained(source, "the configuration (config.json)"):
+    with explained(source, _CONFIG):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_family(config, source.name)
+    sanity.check(config, source.name)
     with explained(source, "the tokenizer (tokenizer.json)"):
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
 
 @quiet()
+@room.told("a smaller model or --dtype takes less")
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
 ) -> Adapter:
     """The model itself, ready to measure; `device_map` is a key of `DEVICE_MAPS`.
 
     Raises ModelError where its weights cannot be read, are not whole, or do not fit the GPUs that `auto` spreads them
-    over.
+    over, and NoMemoryError where they do not fit `device`, before anything is read.
     """
     spread = device_map == "auto"
+    if not spread:
+        check_room(files, dtype, device)
     if files.source is None:
         model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
@@ -150,16 +160,22 @@ def load_weights(
     return found
 
 
+def check_room(files: ModelFiles, dtype: torch.dtype, device: torch.device, beside: int = 0) -> None:
+    """Raise NoMemoryError where a device does not hold the weights and `beside` bytes; nothing is known of quantised
+    ones.
+    """
+    if getattr(files.config, "quantization_config", None) is None:
+        what = f"model '{files.name}' and its caches need" if beside else f"the weights of model '{files.name}' need"
+        room.check(files.parameters() * dtype.itemsize + beside, device, what, "a smaller model or --dtype takes less")
+
+
 def _read_weights(source: Source, dtype: torch.dtype) -> Any:
-    with explained(source, "the weights"):
-        model = whole_model(
-            source.name,
-            pretrained_model_name_or_path=source.location,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True if source.gguf_file is None else None,
-            **source.arguments,
-        )
+    model = whole_model(
+        source,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        use_safetensors=True if source.gguf_file is None else None,
+    )
     if source.gguf_file is not None:
         gguf_cache.check_used(gguf_header.read_header(source.path), model, source.name)
     return model

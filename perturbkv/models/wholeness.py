@@ -10,21 +10,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from perturbkv.errors import ModelError
+from perturbkv.models.sources import Source, explained
 
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types that can be added up; quantised ones hold no NaN, and their scales are of these."""
 
 
-def whole_model(name: str, **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(**arguments)` in eval mode, every tensor from its files and finite.
+def whole_model(source: Source, **arguments: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained` of a source in eval mode, every tensor from its files and finite.
 
-    Raises ModelError that names the first tensor which is missing, left over, of another shape, or not finite.
+    Raises ModelError for files that cannot be read, and one that names the first tensor which is missing, left over,
+    of another shape, or not finite.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(
-        **arguments, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    _check_tensors(info, name)
-    check_finite(model, name)
+    with explained(source, "the weights"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.location, **source.arguments, **arguments, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    _check_tensors(info, source.name)
+    check_finite(model, source.name)
     return model.eval()
 
 

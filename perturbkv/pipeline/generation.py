@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from perturbkv import room
 from perturbkv.cache import positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
@@ -199,6 +200,7 @@ class Answers:
     compressions: list[Compression]
 
 
+@room.told()
 def answer(
     adapter: Adapter,
     prompt: Prompt,
@@ -213,7 +215,7 @@ def answer(
 ) -> Answers:
     """Read a prompt and answer it from its full cache and from every configuration's, in one batch.
 
-    Raises ActivationError for NaN or Inf.
+    Raises ActivationError for NaN or Inf, NoMemoryError.
     """
     context, question = prompt.parts(scenario)
     read = read_evicting(

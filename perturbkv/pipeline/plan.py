@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.cache import positions
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import Prompt, check_length
+from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_sliding_window
-from perturbkv.models.loading import ModelFiles, load_weights
+from perturbkv.models.loading import ModelFiles, check_room, load_weights
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 
@@ -84,9 +85,21 @@ class Plan:
     loaded: Adapter | None = None
 
     def model(self) -> Adapter:
-        """The model with its weights, loaded where it is not yet. Raises ModelError."""
+        """The model with its weights, loaded where it is not yet, with room for the longest prompt's caches.
+
+        Raises ModelError, and NoMemoryError where the device does not hold them.
+        """
         place = self.placement
+        if self.loaded is None and place.device_map == "none":
+            check_room(self.files, place.dtype, place.device, self.caches_bytes())
         return self.loaded or load_weights(self.files, place.dtype, place.device, self.run.seed, place.device_map)
+
+    def caches_bytes(self) -> int:
+        """What the longest prompt's full cache and the largest batch of evicted ones take."""
+        shape = Shape.of(self.files.config, self.placement.dtype.itemsize, 0)
+        return (
+            shape.full_cache_bytes(max(len(prompt.token_ids) for prompt in self.prompts)) + self.batches.largest_bytes
+        )
 
 
 def plan(
@@ -99,6 +112,7 @@ def plan(
     loaded: Adapter | None = None,
 ) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors."""
+    check_configurations(len(configs))
     positions.check(configs, files.config, files.name)
     generate = prompts.generation_length if settings.generate is None else settings.generate
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
@@ -157,8 +171,9 @@ def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, 
     """Raise DatasetError where a prompt and the `after` tokens decoded behind it are more than the model can take."""
     for prompt in prompts:
         prompt.parts(scenario)
+        check_vocabulary(prompt, int(model_config.vocab_size), name)
         check_length(prompt, int(model_config.max_position_embeddings), after)
-        check_sliding_window(model_config, len(prompt.token_ids) + after, prompt.sample_id, name)
+        check_sliding_window(model_config, len(prompt.token_ids) + after, prompt.sample_id, name, after)
 
 
 def _batches(

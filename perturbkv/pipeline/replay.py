@@ -94,7 +94,7 @@ def check_fits(adapter: Adapter, context: int, replayed: int, sample: str) -> No
             f"{adapter.positions} positions; use --max-tokens or a smaller chunk of the score that replays"
         )
         raise DatasetError(msg)
-    check_sliding_window(adapter.config, context + replayed, sample, adapter.name)
+    check_sliding_window(adapter.config, context + replayed, sample, adapter.name, replayed)
 
 
 class _Pass:

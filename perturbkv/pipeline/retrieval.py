@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
+from perturbkv import room
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
@@ -51,6 +52,7 @@ class Measured:
     right: int
 
 
+@room.told()
 def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> Measured:
     """Score every head.
 

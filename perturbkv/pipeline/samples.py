@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from perturbkv import room
 from perturbkv.cache import positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
@@ -46,6 +47,7 @@ _DEFAULT = Resources()
 _NOTHING: KeptMasks = MappingProxyType({})
 
 
+@room.told()
 def trace(
     adapter: Adapter,
     prompts: Iterable[Prompt],
@@ -57,7 +59,7 @@ def trace(
     """Measure prompts one after the other; `finished` gets each as it is ready. Returns those that failed.
 
     `wanted` names the configurations that a sample still lacks; all of the run's where it does not name the sample. A
-    sample whose activations are not finite is marked failed and the run goes on.
+    sample whose activations are not finite is marked failed and the run goes on. Raises NoMemoryError.
     """
     failed = []
     for prompt in prompts:

@@ -60,7 +60,7 @@ class Score(WithOptions):
     pools_inside: ClassVar[bool] = False
     pool: str = option("none", "pooling of the score over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
-    kernel: int = option(7, "odd width of the pooling", low=1, odd=True)
+    kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """The entries before the window, unpooled: a row per query head shown, or one per key/value head."""

@@ -7,11 +7,13 @@ a sweep file, in a script.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from perturbkv.configs.choice import Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
+from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
@@ -86,6 +88,7 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not values:
             msg = f"expected a value for {name} or a list of them, got an empty list"
             raise ConfigError(msg)
+    check_configurations(math.prod(map(len, listed.values())))
     names = sorted(listed, key=_place)
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(listed[name] for name in names))]
 

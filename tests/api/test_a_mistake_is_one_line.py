@@ -87,3 +87,24 @@ def test_a_mistake_is_one_line(model: Adapter, call: Any, error: type[Exception]
     with pytest.raises(error, match=said) as found:
         call(model)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, steps=10**20, progress=False), "steps|positions"),
+        (lambda model: pk.measure(model, [prompt(model)], map(pk.EvictionConfig, range(40, 10_041))), "configurations"),
+        (lambda model: pk.load_prompts("needle", model, lengths=[9_999_999]), "at most 2,000,000"),
+        (lambda model: pk.load_prompts("needle", model, lengths=[99_999]), "positions"),
+        (lambda model: pk.load_prompts("needle", model, lengths=[float("nan")]), "finite"),
+        (lambda model: pk.load_prompts("needle", model, samples=10**9), "at most 100,000"),
+        (lambda model: pk.load_prompts("needle", model, seed=10**20), "seed"),
+        (lambda model: pk.grid(float("inf")), "finite"),
+        (lambda model: pk.grid(64, alpha=float("nan")), "alpha"),
+        (lambda model: pk.grid(64, policy="snapkv(kernel=nan)"), "kernel"),
+        (lambda model: pk.load_model("random:smollm2-135m", device="meta"), "device"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_by_a_script_as_by_the_commands(model: Adapter, call: Any, said: str) -> None:
+    with pytest.raises(PerturbkvError, match=said):
+        call(model)

@@ -18,7 +18,7 @@ PARTS = {
 }
 FLOORS = (
     ("errors", "theory", "devices", "passages", "display"),
-    ("configs",),
+    ("configs", "room"),
     ("schema", "models", "scoring"),
     ("trace", "audit_trace"),
     ("selection", "datasets", "storage"),

@@ -44,7 +44,7 @@ class Defensive(Score):
     pools_inside: ClassVar[bool] = True
     pool: str = option("average", "pooling of each query's attention over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
-    kernel: int = option(5, "odd width of the pooling", low=1, odd=True)
+    kernel: int = option(5, "odd width of the pooling", low=1, high=65_535, odd=True)
 
     @classmethod
     def carries_history(cls) -> bool:

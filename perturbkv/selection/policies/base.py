@@ -144,7 +144,7 @@ class Pooled(Policy):
     by: str | Choice = option(scores.OWN, "another score to rank by, such as caote(pool=max)", call=True)
     pool: str = option("max", "pooling of attention over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
-    kernel: int = option(7, "odd width of the pooling", low=1, odd=True)
+    kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
 
     @property
     def score(self) -> Score:

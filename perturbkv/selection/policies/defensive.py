@@ -51,7 +51,7 @@ class DefensiveKV(Policy):
     score_options: ClassVar[tuple[str, ...]] = ("pool", "kernel")
     pool: str = option("average", "pooling of each query's attention over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
-    kernel: int = option(5, "odd width of the pooling", low=1, odd=True)
+    kernel: int = option(5, "odd width of the pooling", low=1, high=65_535, odd=True)
     mass: float = option(0.9, "cumulative attention that stage 1 reaches, the bias inside", high=1)
 
     @property

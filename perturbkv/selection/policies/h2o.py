@@ -29,7 +29,7 @@ class H2O(Policy):
     recent: float = option(0.5, "share of b that is most recent entries", high=1)
     pool: str = option("none", "pooling of attention over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
-    kernel: int = option(7, "odd width of the pooling", low=1, odd=True)
+    kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
 
     @property
     def score(self) -> Score:

@@ -1,0 +1,92 @@
+"""How much memory there is, and what is said where it does not suffice.
+
+The system ends a process that takes more than there is without a word, so that what is known to be too much is refused
+before it is asked for; what could not be known is told in one line when it was asked for in vain.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from perturbkv.errors import NoMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""What a container may take, in both versions of Linux' control groups."""
+_TOLD = re.compile(
+    r"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]?i?B)"
+    r"|(Storage size calculation overflowed)|(Cannot allocate memory)",
+    re.IGNORECASE,
+)
+"""What torch on a CPU and on a GPU, NumPy and the system say."""
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+LOWER = (
+    "shorter prompts (--length, --max-tokens), fewer configurations at once (--max-memory), a smaller --chunk-mib or "
+    "--dtype take less"
+)
+
+
+def free(device: torch.device) -> int:
+    """Bytes that a process may still take on a device: of a GPU, or of this machine, swap included, and its limits."""
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    held = psutil.Process().memory_info()
+    machine = psutil.virtual_memory().available + psutil.swap_memory().free
+    soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    own = [limit - held.rss for limit in soft if limit != resource.RLIM_INFINITY]
+    return max(0, int(min(machine, *own, *(limit - held.rss for limit in _container()))))
+
+
+def _container() -> Iterator[int]:
+    for path in _LIMITS:
+        if path.exists() and (text := path.read_text().strip()).isdigit():
+            yield int(text)
+
+
+def check(needed: int, device: torch.device, what: str, instead: str) -> None:
+    """Raise NoMemoryError unless `needed` bytes are free; `what` needs them, `instead` is what to do."""
+    there = free(device)
+    if needed > there:
+        msg = f"{what} {said(needed)}, and {said(there)} are free on {device.type}; {instead}"
+        raise NoMemoryError(msg)
+
+
+@contextmanager
+def told(lower: str = LOWER) -> Iterator[None]:
+    """Around what takes memory by a user's sizes: that there is none left is a NoMemoryError. `lower` is what to do.
+
+    Works as a decorator too. Every other error passes.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        found = _TOLD.search(str(error))
+        if found is None and not isinstance(error, MemoryError):
+            raise
+        wanted = f": {_wanted(found)} wanted" if found and found[1] else ""
+        where = " on the GPU" if "CUDA" in str(error) else ""
+        msg = f"there is not enough memory{where}{wanted}; {lower}"
+        raise NoMemoryError(msg) from None
+
+
+def _wanted(found: re.Match[str]) -> str:
+    """The size, torch's bytes in a unit that is read."""
+    return said(int(float(found[1]))) if found[2].lower() == "bytes" else f"{found[1]} {found[2]}"
+
+
+def said(size: int) -> str:
+    """For example `121.5 GiB`."""
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{size} bytes" if power == 0 else f"{size / 2 ** (10 * power):.1f} {_UNITS[power]}"
