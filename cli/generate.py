@@ -19,6 +19,7 @@ from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
+from perturbkv.reading import FileKind, parse_json
 from perturbkv.storage.files import clear_leftovers, write_whole
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
 _FILE = "generation.jsonl"
+_KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
 
 
 @with_options
@@ -95,15 +97,23 @@ def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: 
 
     Raises ConfigError where the file is of another run.
     """
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() and not overwrite else []
-    found = [document for document in map(_parsed, lines) if document is not None]
-    if found and _asked(found[0]) != header:
+    there = os.path.lexists(path) and not overwrite
+    found = _documents(path) if there else []
+    if there and (not found or _asked(found[0]) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
     if len(found) > 1:
         console.note(f"{counted(len(found) - 1, 'sample')} of {header['run']['samples']} there already; going on")
+    if strange := [row for row in found[1:] if not answers.is_row(row)]:
+        raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
     _write_whole(path, found or [{**header, "made_with": about}])
     return found[1:]
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    """The lines that are whole."""
+    lines = _KIND.read_text(path).split("\n")
+    return [document for document in map(_parsed, lines) if document is not None]
 
 
 def _asked(document: dict[str, Any]) -> dict[str, Any]:
@@ -125,13 +135,13 @@ def _write_whole(path: Path, documents: list[dict[str, Any]]) -> None:
 
 
 def _line(document: dict[str, Any]) -> str:
-    return json.dumps(document, ensure_ascii=False) + "\n"
+    return console.as_json_line(document)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
     """A line's object; None for one that a killed run left unfinished."""
     try:
-        document = json.loads(line)
+        document = parse_json(line)
     except ValueError:
         return None
     return document if isinstance(document, dict) else None

@@ -121,7 +121,7 @@ class RunConfig:
             document["save"] = tuple(document["save"])
             document["head_scores"] = tuple(map(tuple, document.get("head_scores", ())))
             return cls(configs=configs, **document)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             msg = f"expected a run configuration as JSON, got one that cannot be read: {error}"
             raise ConfigError(msg) from None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from perturbkv.datasets.sample import Sample
+from perturbkv.datasets.sample import Sample, check_id
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError
 
@@ -53,6 +53,7 @@ class Prompt:
     chat_template: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_id(self.sample_id)
         if not self.token_ids:
             msg = f"sample '{self.sample_id}' has no tokens; give it a prompt"
             raise DatasetError(msg)

@@ -16,6 +16,7 @@ import numpy as np
 from perturbkv.configs import former
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
+from perturbkv.reading import FileKind
 from perturbkv.schema import ROWS, TEXT, VARIABLES
 from perturbkv.storage.coordinates import (
     check_configs,
@@ -32,6 +33,7 @@ from perturbkv.storage.merge import Shapes
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 3
+_FILE = FileKind("a trace file (HDF5)", TraceError, most=2**63)
 _COORDINATES = {
     "sample": "sample id",
     "config": "eviction configuration",
@@ -251,6 +253,7 @@ def opened(path: Path, stamp: int | None = None) -> Iterator[h5py.File]:
     """The file, open for reading; TraceError for its damages, and where it was written after `stamp` (st_mtime_ns)."""
     if not path.exists():
         raise TraceError(_missing(path))
+    _FILE.check(path)
     try:
         with h5py.File(path, "r") as file:
             if stamp is not None and path.stat().st_mtime_ns != stamp:

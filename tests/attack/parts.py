@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tests.attack.running import Case
 
-NAMES: tuple[str, ...] = ()
+NAMES: tuple[str, ...] = ("texts", "terminals")
 """Modules of this folder."""
 
 

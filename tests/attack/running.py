@@ -12,6 +12,7 @@ from pathlib import Path
 
 LIMIT_S = 10.0
 """No attack may take longer."""
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the server starts, whose children read it
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["perturbkv.cli.main", "transformers", "perturbkv.pipeline.measure", __name__])
 
@@ -33,13 +34,14 @@ class Case:
     """A command line that somebody tries.
 
     `folder` is where it runs; it holds what the case needs. `fine` says what is wrong with an outcome, None where it is
-    as it should be; by default one line and exit code 2, nothing left behind.
+    as it should be; by default one line and exit code 2, nothing left behind. `start` runs it: None is `run`.
     """
 
     name: str
     folder: Path
     argv: tuple[str, ...]
     fine: Callable[[Outcome], str | None]
+    start: Callable[[tuple[str, ...], Path], Outcome] | None = None
 
 
 def flaw_of_refusal(outcome: Outcome) -> str | None:
@@ -60,7 +62,7 @@ def flaw_of_refusal(outcome: Outcome) -> str | None:
 
 def attack(case: Case) -> str | None:
     """Run the case; what is wrong with its outcome, None where nothing is."""
-    return case.fine(run(case.argv, case.folder))
+    return case.fine((case.start or run)(case.argv, case.folder))
 
 
 def run(argv: tuple[str, ...], folder: Path, limit: float = LIMIT_S) -> Outcome:

@@ -58,18 +58,18 @@ def test_a_refusal_is_no_fault_and_a_failure_is_one() -> None:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        ("nowhere.py:right", "expected a Python file at nowhere.py, got none"),
+        ("nowhere.py:right", "expected a Python file at nowhere.py, got nothing"),
         ("right", "expected an eviction as file.py:name(option=value"),
         (f"{FILE}:rigt", "unknown name in"),
         (f"{FILE}:Streaming(sink=3)", "unexpected keyword argument 'sink'); it takes layers: 'int' = 3, sinks"),
         (f"{FILE}:right(keep=3)", "unexpected keyword argument 'keep'); it takes model, input_ids, attention_mask"),
         (f"{FILE}:Streaming(3)", "expected every option of"),
         (f"{FILE}:KEPT", "expected"),
-        ("nothing.npz", "expected a file of kept positions at nothing.npz, got none"),
+        ("nothing.npz", "expected a file of kept positions at nothing.npz, got nothing"),
     ],
 )
 def test_an_eviction_that_is_not_there_is_one_line(written: str, words: str) -> None:
-    with pytest.raises((ConfigError, UnknownNameError), match=".") as raised:
+    with pytest.raises((ConfigError, PluginError, UnknownNameError), match=".") as raised:
         audited("llama", written)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -78,7 +78,7 @@ def test_an_eviction_that_is_not_there_is_one_line(written: str, words: str) -> 
 def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import nothing_of_this_name\n")
-    with pytest.raises(ConfigError, match="cannot be run: ModuleNotFoundError"):
+    with pytest.raises(PluginError, match="cannot be loaded: ModuleNotFoundError"):
         audited("llama", f"{path}:right")
 
 

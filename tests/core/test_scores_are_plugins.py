@@ -136,7 +136,7 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("nowhere.py:Peak", "there is no file"),
+        ("nowhere.py:Peak", "expected a Python file at nowhere.py, got nothing"),
         ("mine.py:Pek", "no class 'Pek'; its classes: Peak, Other"),
         ("mine.py:Other", "expected 'mine.py:Other' to be a subclass of Score or Policy, got Other"),
         ("mine.py:Peak(sigma=1)", "no option 'sigma'; its options: tau, pool, kernel"),
