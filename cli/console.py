@@ -14,7 +14,7 @@ from rich.console import Console
 
 from perturbkv.display import Part, Table, show
 from perturbkv.pipeline.progress import Bar, bar
-from perturbkv.visible import line, plain
+from perturbkv.visible import in_json, line, plain
 
 SCHEMA = 1
 """Of every JSON document of ours, as docs/json.md describes it; it rises when a key changes its meaning or goes."""
@@ -62,19 +62,14 @@ def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
     """Indented JSON that says which schema it follows, lists of numbers on one line each."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
     return (
-        _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), _whole(text))
+        _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), in_json(text))
         + "\n"
     )
 
 
 def as_json_line(document: Mapping[str, Any]) -> str:
     """The same in one line, without a schema."""
-    return _whole(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
-
-
-def _whole(text: str) -> str:
-    """JSON that UTF-8 can hold: half of a surrogate pair, as a file's name may have, is escaped as JSON does it."""
-    return text.encode(errors="backslashreplace").decode()
+    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def print_json(document: Mapping[str, Any]) -> None:

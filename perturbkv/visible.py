@@ -6,6 +6,7 @@ window or turns the line around.
 
 from __future__ import annotations
 
+import json
 import re
 
 _OBEYED = re.compile(
@@ -27,6 +28,11 @@ def plain(text: str) -> str:
 def line(text: str) -> str:
     r"""The same in one line, as a name has to be: `\n` and `\t` for newlines and tabs."""
     return _IN_A_LINE.sub(_written, plain(text))
+
+
+def in_json(document: str) -> str:
+    r"""A JSON document that says the same with `\u202e` for such characters, halves of pairs among them."""
+    return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], document)
 
 
 def _written(found: re.Match[str]) -> str:

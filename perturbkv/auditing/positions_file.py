@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import ConfigError, UnreadableError
-from perturbkv.reading import MIB, FileKind
+from perturbkv.reading import MIB, FileKind, parse_json
 
 SUFFIXES = (".npz", ".json")
 _FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
@@ -89,12 +89,23 @@ def read(path: Path) -> KeptFile:
 
 
 def _numbers(name: str, held: Mapping[str, Any]) -> tuple[int, ...]:
-    """A row of token ids. Raises ValueError for anything else, a text or a fraction among them too."""
-    found = np.asarray(held.get(name, ()))
-    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
-        msg = f"expected a row of token ids as {name}, got an array of shape {found.shape} and type {found.dtype}"
+    """Token ids. Raises ValueError for anything else, a text or a fraction among them too."""
+    found = _row(held.get(name, ()), f"as {name}")
+    if found.size and found.min() < 0:
+        msg = f"expected token ids as {name}, got {found.min()}"
         raise ValueError(msg)
     return tuple(map(int, found))
+
+
+def _row(values: Any, what: str) -> NDArray[Any]:
+    """A row of whole numbers, of which true is none. Raises ValueError for anything else."""
+    found = np.asarray(values)
+    truths = isinstance(values, list) and any(isinstance(one, bool) for one in values)
+    if found.ndim != 1 or truths or (found.size and found.dtype.kind not in "iu"):
+        kind = "true or false" if truths else f"an array of shape {found.shape} and type {found.dtype}"
+        msg = f"expected a row of whole numbers {what}, got {kind}"
+        raise ValueError(msg)
+    return found
 
 
 def _logits(held: Any) -> NDArray[np.float64] | None:
@@ -109,7 +120,7 @@ def _logits(held: Any) -> NDArray[np.float64] | None:
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    held = _FILE.read_json(path)
+    held = parse_json(_FILE.read_text(path))
     return {**held, "kept": tuple(tuple(map(_positions, sets)) for sets in held["kept"])}
 
 
@@ -142,10 +153,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 def _positions(values: Any) -> Integers:
     """Positions, ascending. Raises ValueError for what is no row of whole numbers, or names one twice."""
-    found = np.asarray(values)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        msg = f"expected a row of whole numbers per head, got an array of shape {found.shape} and type {found.dtype}"
-        raise ValueError(msg)
+    found = _row(values, "per head")
     if len(np.unique(found)) != len(found):
         msg = "a head keeps a position twice"
         raise ValueError(msg)

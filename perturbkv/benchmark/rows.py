@@ -136,10 +136,11 @@ _Kind = TypeVar("_Kind", str, bool)
 
 
 def _of(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
-    if not isinstance(entry[name], kind):
-        msg = f"{name} is {str(entry[name])[:40]}"
+    value = entry[name]
+    if not isinstance(value, kind):
+        msg = f"{name} is {str(value)[:40]}"
         raise TypeError(msg)
-    return entry[name]
+    return value
 
 
 def _number(value: Any) -> float:

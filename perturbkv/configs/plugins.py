@@ -17,7 +17,7 @@ from perturbkv.errors import PluginError
 from perturbkv.reading import MIB, FileKind
 
 OURS = "perturbkv."
-_FILE = FileKind("a Python file", PluginError, 16 * MIB)
+_KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _LONGEST = 200
 """Characters of somebody else's message."""
@@ -68,7 +68,7 @@ def class_of_file(name: str) -> object:
 
 def module_of_file(path: Path) -> ModuleType:
     """A Python file as a module, run once for each content; what it prints goes to stderr. Raises PluginError."""
-    _FILE.check(path)
+    _KIND.check(path)
     stamp = path.stat()
     return _module(path.resolve(), (stamp.st_mtime_ns, stamp.st_size))
 
@@ -76,7 +76,7 @@ def module_of_file(path: Path) -> ModuleType:
 @functools.cache
 def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
     """`stamp` tells that the file was not written since."""
-    known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _FILE.read_bytes(path)).hexdigest()[:16]}"
+    known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
     if known_as in sys.modules:
         return sys.modules[known_as]
     spec = importlib.util.spec_from_file_location(known_as, path)

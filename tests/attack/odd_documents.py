@@ -296,7 +296,7 @@ def _python(right: bytes, what: str) -> tuple[Documents, Documents]:
     wrong = {f"{name} first": text.encode() + right for name, text in before.items()}
     wrong["a number of that name"] = f"{what} = 3\n".encode()
     wrong["a module of that name"] = f"import sys as {what}\n".encode()
-    return wrong, {"prints": b"print('\\x1b[2Jsaid')\n" + right, "other letters": "# é 漢字\n".encode() + right}
+    return wrong, {"prints": b"print('said')\n" + right, "other letters": "# é 漢字\n".encode() + right}
 
 
 DOCUMENTS: dict[str, tuple[Documents, Documents]] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT_S = 10.0
-"""No attack may take longer."""
+"""No attack may compute longer."""
+PATIENCE = 6
+"""How many times that is waited for one that does not compute: other processes may have the machine."""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the server starts, whose children read it
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["perturbkv.cli.main", "transformers", "perturbkv.pipeline.measure", __name__])
@@ -66,15 +70,15 @@ def attack(case: Case) -> str | None:
 
 
 def run(argv: tuple[str, ...], folder: Path, limit: float = LIMIT_S) -> Outcome:
-    """The command's outcome, killed after `limit` seconds."""
+    """The command's outcome, killed after `limit` seconds of computing, or `PATIENCE` times as many of waiting."""
     before = _files(folder)
     streams = folder.parent / f"{folder.name}.out", folder.parent / f"{folder.name}.err"
-    process = _SERVER.Process(target=_command, args=(argv, folder, *streams))
+    process = _SERVER.Process(target=_command, args=(argv, folder, *streams, limit))
     start = time.monotonic()
     process.start()
-    process.join(limit)
-    hung = process.is_alive()
-    if hung:
+    process.join(PATIENCE * limit)
+    hung = process.is_alive() or process.exitcode == -signal.SIGXCPU
+    if process.is_alive():
         process.kill()
         process.join()
     seconds = time.monotonic() - start
@@ -90,8 +94,9 @@ def _files(folder: Path) -> frozenset[str]:
     return frozenset(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def _command(argv: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
+def _command(argv: tuple[str, ...], folder: Path, out: Path, err: Path, limit: float) -> None:
     """The command line as its users start it, in this process, which was made for it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (round(limit), round(limit) + 1))
     sys.stdout, sys.stderr = out.open("w"), err.open("w")
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.attack.running import LIMIT_S, Outcome
+from tests.attack.running import LIMIT_S, PATIENCE, Outcome
 
 _COMMAND = (sys.executable, "-c", "from perturbkv.cli.main import main; main()")
 
@@ -31,8 +31,8 @@ class Screen:
         script = f'"$@" {self.streams}\nexit ${{PIPESTATUS[0]}}'
         try:
             ran = subprocess.run(
-                ["bash", "-c", script, "bash", *_COMMAND, *argv], cwd=folder, capture_output=True, timeout=LIMIT_S,
-                env={**os.environ, "COLUMNS": "80", **self.environment}, check=False,
+                ["bash", "-c", script, "bash", *_COMMAND, *argv], cwd=folder, capture_output=True, check=False,
+                env={**os.environ, "COLUMNS": "80", **self.environment}, timeout=PATIENCE * LIMIT_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Outcome(-9, "", "", LIMIT_S, True, ())

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
+from perturbkv.errors import ConfigError, PerturbkvError, PluginError, UnknownNameError
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
 from tests.support.models import token_ids
@@ -73,6 +73,23 @@ def test_an_eviction_that_is_not_there_is_one_line(written: str, words: str) -> 
         audited("llama", written)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise SystemExit(0)",
+        "exit()",
+        "raise GeneratorExit",
+        "class E(BaseException): pass\nraise E",
+        "x = bytearray(2**62)",
+    ],
+)
+def test_a_file_that_leaves_the_command_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "leaves.py"
+    path.write_text(f"{text}\n\n\ndef evict(): ...\n")
+    with pytest.raises(PluginError, match="leaves.py cannot be loaded: "):
+        audited("llama", f"{path}:evict")
 
 
 def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
