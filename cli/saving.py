@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ def save_figure(figure: Figure, identity: RunIdentity, stem: Path, formats: list
     paths = []
     for suffix in formats:
         path = stem.with_name(f"{stem.name}.{suffix}")
-        with style.use():
+        with style.use(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in letters that the font lacks shows boxes
             figure.savefig(path, format=suffix, dpi=300, metadata=style.metadata(identity, suffix))
         paths.append(str(path))
     return paths

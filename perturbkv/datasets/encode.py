@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from perturbkv.datasets.sample import Sample, check_id
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError
+from perturbkv.visible import line
 
 _MARK = "\ue000prompt\ue000"
 """A turn that stands in no chat template, and shows where a template puts turns."""
@@ -60,7 +61,9 @@ class Prompt:
 
     def __repr__(self) -> str:
         cut = f" ({self.cut_tokens:,} cut)" if self.cut_tokens else ""
-        return f"Prompt '{self.sample_id}': {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}"
+        return line(
+            f"Prompt '{self.sample_id}': {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}"
+        )
 
     @classmethod
     def from_text(

@@ -39,7 +39,7 @@ def longbench_sample(row: Row, worded: Wording) -> Sample:
         raise row.refusal(msg)
     before, after = worded.around(row.text("input"))
     return row.sample(
-        id=f"{row.place}-{row.identity('_id')}" if row.fields.get("_id") else str(row.place),
+        id=row.placed_identity("_id"),
         context=before + context,
         question=after,
         answers=row.texts("answers"),
@@ -84,7 +84,7 @@ def _plain(row: Row) -> Sample:
         msg = "the prompt is empty; give `context` or `input` some text"
         raise row.refusal(msg)
     return row.sample(
-        id=f"{row.place}-{row.identity('_id')}" if row.fields.get("_id") else str(row.place),
+        id=row.placed_identity("_id"),
         context=context,
         question=f"\n\n{question}" if context and question else question,
         answers=row.texts("answers"),

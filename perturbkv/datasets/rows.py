@@ -56,6 +56,11 @@ class Row:
             raise self.refusal(msg)
         return self._encodable(name, str(value)) or str(self.place)
 
+    def placed_identity(self, name: str) -> str:
+        """The row's place and behind it the field, for data whose own ids come twice; the place alone without one."""
+        named = self.fields.get(name) is not None and self.identity(name)
+        return f"{self.place}-{named}" if named and self.fields[name] else str(self.place)
+
     def sample(self, **fields: Any) -> Sample:
         """The sample of these fields."""
         try:

@@ -78,7 +78,7 @@ ROWS: dict[str, Rows] = {
     "no JSON": Rows((_FIRST, "prompt: x")),
     "two objects": Rows((_FIRST, '{"prompt": "x"} {"prompt": "y"}')),
     "half a row": Rows((_FIRST, '{"prompt": "x')),
-    "10 MB, a prompt": _row(prompt="word " * 2_000_000),
+    "5 MB, a prompt": _row(prompt="word " * 1_000_000),
     "10 MB, no prompt": _row(more="word " * 2_000_000),
     "10 MB of brackets": Rows((_FIRST, "[" * 10_000_000)),
     "a million keys": _row(**{f"key{number}": number for number in range(200_000)}),

@@ -274,7 +274,7 @@ def places() -> dict[str, Place]:
         "--sample": Place(_of_option("tokens", "TRACE", "--sample=WORD"), _loose),
         "--compare": Place(_of_option("heads", "TRACE", "--compare=attention,WORD"), _loose),
         "a command": Place(_of_option("x WORD"), _refused),
-        "an option": Place(_of_option("heads", "--x WORD"), _loose),
+        "an option": Place(_of_option("heads", "--x WORD"), _loose, lambda word: "=" not in word),
         "a trace's path": Place(_of_option("info", "x WORD"), _refused),
         "an error in JSON": Place(
             _of_option("info", "--json", "xWORD"),
