@@ -12,6 +12,7 @@ from perturbkv.analyses.audit_faults import Fault
 from perturbkv.analyses.naming import counted
 from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, Decoded, Entries, PlainUse
 from perturbkv.display import Table
+from perturbkv.visible import line
 
 _OFTEN = 1e4
 
@@ -22,7 +23,7 @@ def title(trace: AuditTrace) -> str:
     random = ("random weights",) if about["random_weights"] == "true" else ()
     prompts = counted(int(about["samples"]), "prompt")
     named = f"{trace.eviction} ({trace.kind})"
-    return " · ".join((named, about["model"], about["dtype"], about["dataset"], prompts, *random))
+    return " · ".join(map(line, (named, about["model"], about["dtype"], about["dataset"], prompts, *random)))
 
 
 def verdict(trace: AuditTrace, faults: Sequence[Fault], unreadable: str) -> str:
@@ -208,7 +209,7 @@ def _losses(trace: AuditTrace) -> Table:
 
 def _name(run: Audited) -> str:
     row = f", row {run.row}" if run.situation == "batch" else ""
-    return f"{run.sample}: {run.situation}{row}"
+    return f"{line(run.sample)}: {run.situation}{row}"
 
 
 def notes(trace: AuditTrace) -> str:

@@ -9,6 +9,7 @@ from perturbkv.analyses.naming import SIDE, apart, common, counted
 from perturbkv.analyses.reading import measured_steps
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
+from perturbkv.visible import line
 
 MOST_NAMED = 12
 """A foot that names more configurations than this grows taller than its figure; the metadata name them all."""
@@ -56,7 +57,7 @@ class RunIdentity:
             f"trace {self.trace or 'in memory'}",
             self.made_with,
         ]
-        return [" · ".join(filter(None, words)), self._shown()]
+        return [" · ".join(map(line, filter(None, words))), self._shown()]
 
     def _shown(self) -> str:
         """What the configurations share, then what tells them apart: sides and settings where every pair is there."""

@@ -11,6 +11,7 @@ from perturbkv.analyses.naming import counted, sides
 from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, ChangedHead, Loss, TokenFates
 from perturbkv.display import Part, Table
 from perturbkv.passages import Passage, Span, visible
+from perturbkv.visible import line
 
 LOOKS = {BOTH: "kept", BASELINE: "lost", TREATMENT: "gained", NEITHER: "dropped", QUESTION: "plain"}
 """Fate -> how a token looks."""
@@ -23,7 +24,7 @@ def conclusion(found: TokenFates) -> str:
     """What the treatment keeps instead, and what becomes of the head's output."""
     head, (first, second) = found.shown, sides(found.baseline, found.treatment)
     why = {"": "", "layer": " changes most in its layer", "model": " changes most of all"}[found.chosen]
-    opening = f"Of '{found.prompt.sample}', head {head.layer}-{head.head}{why}:"
+    opening = f"Of '{line(found.prompt.sample)}', head {head.layer}-{head.head}{why}:"
     if not head.baseline_only and not head.treatment_only:
         return (
             f"{opening} {second} keeps the same {counted(head.both, 'token')} as {first} (b = {found.baseline.budget})."

@@ -10,14 +10,28 @@ from perturbkv.analyses import numbers
 from perturbkv.analyses.naming import counted, short
 from perturbkv.cli import console
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.visible import line
 
 _SHOWN = 400
 """Characters of an answer in a table; the file has all."""
+_ROW = {"sample": str, "prompt_tokens": int, "answers": list, "full": dict, "evicted": dict, "compressions": list}
+_ANSWER = {"tokens": list, "text": str}
+
+
+def is_row(document: Mapping[str, Any]) -> bool:
+    """Whether a line of an older file is a sample's answers."""
+    return _has(document, _ROW) and all(
+        _has(made, _ANSWER) for made in (document["full"], *document["evicted"].values())
+    )
+
+
+def _has(document: Any, fields: Mapping[str, type]) -> bool:
+    return isinstance(document, dict) and all(isinstance(document.get(name), kind) for name, kind in fields.items())
 
 
 def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """One sample: what was expected, every answer, and how far each compression moved the attention output."""
-    console.say(f"\n{row['sample']} · {row['prompt_tokens']:,} tokens", bold=True)
+    console.say(f"\n{line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
     names = dict(zip(row["evicted"], short(configs), strict=True))
     rows = [("expected", "", "", "", shown(" | ".join(expected)))] if expected else []

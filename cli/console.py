@@ -14,13 +14,33 @@ from rich.console import Console
 
 from perturbkv.display import Part, Table, show
 from perturbkv.pipeline.progress import Bar, bar
+from perturbkv.visible import in_json, line, plain
 
 SCHEMA = 1
 """Of every JSON document of ours, as docs/json.md describes it; it rises when a key changes its meaning or goes."""
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
-_NUMBERS = re.compile(rf"\[\s+{_NUMBER}(?:,\s+{_NUMBER})*\s+\]")
-out = Console()
-err = Console(stderr=True)
+_NUMBERS = re.compile(rf"\[\n *{_NUMBER}(?:,\n *{_NUMBER})*\n *\]")  # with newlines, which no text in JSON holds
+_NARROWEST, _USUAL = 20, 80
+
+
+class Screen(Console):
+    """A console that leaves it to the command what happens when nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError, which `main` ends with, instead of leaving with 1."""
+        raise BrokenPipeError
+
+
+def screen(**more: Any) -> Screen:
+    """A console of at least 20 columns, whatever COLUMNS says; of 80 where it says nothing that can be drawn."""
+    told = Screen(**more)
+    if told.width < _NARROWEST:
+        return Screen(width=_USUAL if told.width < 1 else _NARROWEST, **more)
+    return told
+
+
+out = screen()
+err = screen(stderr=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -35,24 +55,36 @@ def part(found: Part) -> None:
 
 def say(text: str, bold: bool = False) -> None:
     """A line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
-    out.print(text, highlight=False, markup=False, emoji=False, style="bold" if bold else None)
+    out.print(plain(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None)
 
 
-def as_json(document: Mapping[str, Any]) -> str:
+def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
     """Indented JSON that says which schema it follows, lists of numbers on one line each."""
-    whole = {"schema": SCHEMA, **document}
-    text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False)
-    return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
+    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
+    return (
+        _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), in_json(text))
+        + "\n"
+    )
+
+
+def as_json_line(document: Mapping[str, Any]) -> str:
+    """The same in one line, without a schema."""
+    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """One JSON document on stdout, never wrapped or coloured."""
-    sys.stdout.write(as_json(document))
+    """One JSON document on stdout, never wrapped or coloured; ASCII where stdout takes no more."""
+    text = as_json(document)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = as_json(document, ascii_only=True)
+    sys.stdout.write(text)
 
 
 def note(text: str) -> None:
     """One line on stderr."""
-    err.print(text, highlight=False, soft_wrap=True, markup=False)
+    err.print(line(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 class _Notes(logging.Handler):

@@ -13,6 +13,7 @@ from perturbkv.cli.options import JsonOption
 from perturbkv.cli.planning import encode_prompts
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
+from perturbkv.visible import line
 
 if TYPE_CHECKING:
     from perturbkv.datasets.wording import Wording
@@ -132,6 +133,6 @@ def _show(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
         console.print_json({**about, "dataset_options": encoded.options, "samples": found})
         return
     template = "chat template" if encoded.chat_template else "no chat template"
-    console.say(f"{run.dataset} · as {run.model} sees it · {template}", bold=True)
+    console.say(line(f"{run.dataset} · as {run.model} sees it · {template}"), bold=True)
     for document in found:
         prompts.show(document)

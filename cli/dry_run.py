@@ -8,6 +8,7 @@ from perturbkv.analyses.naming import counted
 from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
 from perturbkv.configs.resources import Shape
+from perturbkv.visible import line
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
@@ -22,8 +23,8 @@ def show(planned: Plan, as_json: bool) -> None:
         console.print_json(document)
         return
     rows = [
-        ("model", f"{planned.run.model} ({document['model_parameters']:,} parameters, {planned.run.dtype})"),
-        ("dataset", planned.run.dataset),
+        ("model", f"{line(planned.run.model)} ({document['model_parameters']:,} parameters, {planned.run.dtype})"),
+        ("dataset", line(planned.run.dataset)),
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
         ("cut in the middle", f"{document['cut_samples']} samples"),
         ("scenario", planned.run.scenario),

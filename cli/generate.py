@@ -20,6 +20,7 @@ from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, InterruptedRunError
+from perturbkv.reading import FileKind, parse_json
 from perturbkv.storage.files import clear_leftovers, write_whole
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.places import refusals
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
 _FILE = "generation.jsonl"
-_ROW = {"sample", "prompt_tokens", "full", "evicted", "compressions"}
-"""Keys of every whole line but the first."""
+_KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
 
 
 @with_options
@@ -108,17 +108,25 @@ def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: 
 
     Raises ConfigError where the file is of another run, or none of ours.
     """
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() and not overwrite else ""
-    first, *others = text.split("\n")
+    there = os.path.lexists(path) and not overwrite
+    first, *others = _KIND.read_text(path).split("\n") if there else [""]
     begun = _parsed(first)
-    if text and (begun is None or _asked(begun) != header):
+    if there and (begun is None or _asked(begun) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
-    rows = [row for row in map(_parsed, others) if row is not None and _ROW <= row.keys()]
+    rows = [row for row in map(_parsed, others) if row is not None]
+    if strange := [row for row in rows if not answers.is_row(row)]:
+        raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
     if rows:
         console.note(f"{counted(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
     _write_whole(path, [begun or {**header, "made_with": about}, *rows])
     return rows
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    """The lines that are whole."""
+    lines = _KIND.read_text(path).split("\n")
+    return [document for document in map(_parsed, lines) if document is not None]
 
 
 def _asked(document: dict[str, Any]) -> dict[str, Any]:
@@ -140,13 +148,13 @@ def _write_whole(path: Path, documents: list[dict[str, Any]]) -> None:
 
 
 def _line(document: dict[str, Any]) -> str:
-    return json.dumps(document, ensure_ascii=False) + "\n"
+    return console.as_json_line(document)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
     """A line's object; None for one that a killed run left unfinished."""
     try:
-        document = json.loads(line)
+        document = parse_json(line)
     except ValueError:
         return None
     return document if isinstance(document, dict) else None

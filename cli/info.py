@@ -10,6 +10,7 @@ from typer import Argument
 
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
+from perturbkv.visible import line
 
 if TYPE_CHECKING:
     from perturbkv.storage.trace_file import Description
@@ -33,17 +34,23 @@ def info(
         ("samples", states),
         ("text", _text(description)),
         *_caches(description.caches),
-        *sorted(description.attrs.items()),
+        *((line(name), line(value)) for name, value in sorted(description.attrs.items())),
     ]
     console.table(str(trace), ["", ""], about)
     console.table("configurations", ["config"], [(label,) for label in run.labels()])
     rows = [
-        (name, " ".join(variable.dims), "×".join(map(str, variable.shape)), variable.units, f"{variable.nbytes:,}")
+        (
+            line(name),
+            " ".join(map(line, variable.dims)),
+            "×".join(map(str, variable.shape)),
+            line(variable.units),
+            f"{variable.nbytes:,}",
+        )
         for name, variable in description.variables.items()
     ]
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
-        console.say(f"failed: {reason}")
+        console.say(line(f"failed: {reason}"))
 
 
 def _text(description: Description) -> str:

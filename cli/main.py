@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
 import perturbkv
-from perturbkv.cli import console
+from perturbkv.cli import console, streams
 from perturbkv.cli.ablation import ablation
 from perturbkv.cli.assumption import assumption
 from perturbkv.cli.audit import audit
@@ -45,6 +45,8 @@ app = typer.Typer(
 )
 _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
+_LONGEST = 2000
+"""Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
@@ -76,36 +78,40 @@ def about(
 
 def main() -> None:
     """Run the command line; every error that we know of is one line on stderr, with --json a document on stdout too."""
+    streams.prepare()
     _quiet_libraries()
     console.show_log()
     asked = Asked()
     with sigterm_as_interrupt() as ending:
-        _run(asked, ending)
+        sys.exit(streams.ended(lambda: _ran(asked, ending)))
 
 
-def _run(asked: Asked, ending: Ending) -> NoReturn:
+def _ran(asked: Asked, ending: Ending) -> int:
+    """The command's exit code."""
     try:
-        code = app(prog_name="perturbkv", standalone_mode=False, obj=asked)
+        code = int(app(prog_name="perturbkv", standalone_mode=False, obj=asked) or 0)
         if code == INTERRUPTED:  # Typer makes it of a Ctrl-C that no run explained
-            _refuse(KeyboardInterrupt(), "interrupted; what is not whole is not written", ending.code(code), asked)
-        sys.exit(code)
+            said = "interrupted; what is not whole is not written"
+            return _refuse(KeyboardInterrupt(), said, ending.code(code), asked)
+        return code
     except _UsageError as error:
-        if said := error.format_message():  # nothing is left to say where the help was printed instead
-            _refuse(error, _about_usage(said, error), error.exit_code, asked)
-        sys.exit(error.exit_code)
+        said = error.format_message()  # nothing is left to say where the help was printed instead
+        return _refuse(error, _about_usage(said, error), error.exit_code, asked) if said else int(error.exit_code)
     except PerturbkvError as error:
-        _refuse(error, " ".join(str(error).split()), ending.code(error.exit_code), asked)
+        return _refuse(error, " ".join(str(error).split()), ending.code(error.exit_code), asked)
+    except BrokenPipeError:
+        raise  # nobody reads what we say
     except OSError as error:
-        _refuse(error, _about_file(error), 2, asked)
+        return _refuse(error, _about_file(error), 2, asked)
 
 
-def _refuse(error: BaseException, said: str, code: int, asked: Asked) -> NoReturn:
-    """Say what was wrong and leave."""
-    said = said if len(said) <= _LONGEST else f"{said[: _LONGEST // 2]} … {said[-_LONGEST // 2 :]}"
-    console.note(f"error: {said}")
+def _refuse(error: BaseException, said: str, code: int, asked: Asked) -> int:
+    """Say what was wrong; returns the exit code."""
+    told = said if len(said) <= _LONGEST else f"{said[: _LONGEST // 2]} … {said[-_LONGEST // 2 :]}"
+    console.note(f"error: {told}")
     if asked.as_json:
         console.print_json({"error": {"type": type(error).__name__, "message": said, "exit_code": code}})
-    sys.exit(code)
+    return code
 
 
 def _about_usage(said: str, error: Any) -> str:
@@ -130,7 +136,7 @@ def _about_owner(option: str) -> str:
 def _about_file(error: OSError) -> str:
     """What the file system refused, in one line."""
     if error.filename is None:
-        return " ".join(str(error).split())
+        return f"expected to read or write, got '{error.strerror or error}'; make room, or choose another place"
     return f"expected to read or write {error.filename}, got '{error.strerror}'; choose another place"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.answers import shown
+from perturbkv.visible import line
 
 if TYPE_CHECKING:
     from perturbkv.datasets.encode import Prompt
@@ -73,7 +74,7 @@ def _split(first: int, end: int, places: Sequence[int]) -> list[tuple[int, int]]
 
 def show(document: Mapping[str, Any]) -> None:
     """One prompt: its numbers, then its text with its marks."""
-    console.say(f"\nsample {document['sample']}", bold=True)
+    console.say(f"\nsample {line(document['sample'])}", bold=True)
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
         ("tokens", f"{document['tokens']:,}"),

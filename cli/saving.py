@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +72,8 @@ def save_figure(
     paths = []
     for suffix in formats:
         path = stem.with_name(f"{stem.name}.{suffix}")
-        with style.use(), written_whole(path) as beside:
+        with style.use(), warnings.catch_warnings(), written_whole(path) as beside:
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in letters that the font lacks shows boxes
             figure.savefig(beside, format=suffix, dpi=300, metadata=style.metadata(identity, suffix))
         paths.append(str(path))
     return paths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,9 +18,11 @@ from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import make_trace, run_folder
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError
+from perturbkv.reading import FileKind
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.places import check_place
+from perturbkv.visible import line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from perturbkv.analyses.identity import RunIdentity
     from perturbkv.analyses.result import Result
     from perturbkv.trace import Trace
+
+_SUMMARY = FileKind("a summary of ours", ConfigError, hint="move it away or give another --output")
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Study:
 
         run, words = self.trace.run, " · random weights" if self.trace.run.random_weights else ""
         samples = counted(int(self.trace.ok.sum()), "sample")
-        console.say(f"{run.model} · {run.dataset} · {samples}{words}", bold=True)
+        console.say(line(f"{run.model} · {run.dataset} · {samples}{words}"), bold=True)
 
 
 def open_study(
@@ -177,9 +180,9 @@ def _check_free(
     path = folder / "summary.json"
     check_place(path)
     free_figures(folder, stems, look.formats, run.overwrite)
-    if run.overwrite or not path.exists():
+    before = _read_summary(path) if path.exists() else None  # of ours it has to be with --overwrite too
+    if before is None or run.overwrite:
         return
-    before = _read_summary(path)
     if before["trace_digest"] != digest and Path(before["trace"]).resolve() != trace.resolve():
         msg = f"{path} is of another trace, {before['trace']}; give another --output, or --overwrite to replace it"
         raise ConfigError(msg)
@@ -217,12 +220,17 @@ def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[
 
 def _read_summary(path: Path) -> dict[str, Any]:
     """A summary of ours: its trace, its digest, its analyses. Raises ConfigError for any other file."""
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        trace, digest, analyses = before["trace"], before["trace_digest"], dict(before["analyses"])
-        if isinstance(trace, str) and all(isinstance(one.get("asked", {}), dict) for one in analyses.values()):
-            return {"trace": trace, "trace_digest": digest, "analyses": analyses}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    msg = f"expected a summary of ours at {path}, got another file; move it away or give another --output"
-    raise ConfigError(msg)
+    before = _SUMMARY.read_json(path)
+    told = {name: before.get(name) for name in ("trace", "trace_digest", "analyses")} if _is_object(before) else {}
+    texts, analyses = [told.get("trace"), told.get("trace_digest")], told.get("analyses")
+    if not all(isinstance(text, str) for text in texts) or not _is_object(analyses, _is_analysis):
+        raise _SUMMARY.refusal(path, "another document")
+    return told
+
+
+def _is_object(value: Any, holds: Callable[[Any], bool] = lambda value: True) -> bool:
+    return isinstance(value, dict) and all(map(holds, value.values()))
+
+
+def _is_analysis(value: Any) -> bool:
+    return _is_object(value) and _is_object(value.get("asked", {}))

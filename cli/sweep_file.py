@@ -16,7 +16,9 @@ from perturbkv.cli import sweep_keys
 from perturbkv.cli.sweep_keys import Key
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
+from perturbkv.reading import MIB, FileKind
 
+_FILE = FileKind("a sweep file (YAML)", ConfigError, MIB)
 _GRIDS = Key("grids", None)
 _TAG = "tag:yaml.org,2002:"
 _NULL = _TAG + "null"
@@ -100,7 +102,7 @@ def _composed(path: Path) -> Any:
     """The file's syntax tree, whose nodes know their lines. Raises ConfigError where there is none."""
     import yaml
 
-    text = _text(path)
+    text = _FILE.read_text(path)
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -112,16 +114,6 @@ def _composed(path: Path) -> Any:
         line, said = 1, "lists or mappings lie too deep in one another"
     msg = f"expected YAML, got text that cannot be read as YAML: {said}"
     raise Place(path, line).refusal(msg)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        msg = f"expected a sweep file (YAML) at {path}, got '{error.strerror}'"
-    except UnicodeDecodeError as error:
-        msg = f"expected a sweep file (YAML) at {path}, got one that is no UTF-8 text: {error.reason}"
-    raise ConfigError(msg)
 
 
 def _grids(place: Place, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:

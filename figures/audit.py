@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses.audit import AuditResult
 from perturbkv.analyses.audit_faults import FLOORS
 from perturbkv.figures import style
+from perturbkv.visible import line
 
 _BINS, _PANEL_MM, _AROUND_MM = 64, 52, 18
 _LEAST = 0.05
@@ -27,7 +28,7 @@ def draw(result: AuditResult, width_mm: float = style.WIDE_MM) -> Figure:
         kept, far = figure.subplots(*shape)
         _kept_share(figure, kept, result)
         _distance(far, result)
-        style.title(figure, f"{result.trace.eviction}: {result.verdict}")
+        style.title(figure, f"{line(result.trace.eviction)}: {result.verdict}")
         style.foot(figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head")
     return figure
 

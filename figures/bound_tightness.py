@@ -18,7 +18,8 @@ from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement,
 from perturbkv.analyses.tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import heatmaps, keys, style
-from perturbkv.figures.labels import by_held, symbols
+from perturbkv.figures.labels import by_held
+from perturbkv.figures.symbols import symbols
 
 _ROW_MM, _NARROW_MM = 72, 120
 _MEDIAN = OVER_SAMPLES.index(0.5)

@@ -32,7 +32,7 @@ def draw(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
         axes[2].set_ylim(-0.03, 1.03)
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
-        handles, _ = axes[0].get_legend_handles_labels()
+        handles = [drawn for drawn in axes[0].get_lines() if drawn.get_gid()]  # by label "_my.py:Score" would be lost
         longest = max(len(curve.name) for curve in result)
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2 if longest > _LONG else 4)
         said = style.about(result.identity.samples, medians=True)

@@ -14,7 +14,8 @@ from perturbkv.analyses.growth import KINDS, ConfigHorizon
 from perturbkv.analyses.horizon import Horizon
 from perturbkv.analyses.naming import SIDE, apart, budgets, setting, short
 from perturbkv.figures import heatmaps, style
-from perturbkv.figures.labels import by_held, symbols
+from perturbkv.figures.labels import by_held
+from perturbkv.figures.symbols import symbols, typeset
 
 _PANEL_MM, _NARROW_MM, _AROUND_MM = 46, 42, 22
 _DASHES: tuple[Any, ...] = ("-", "--", ":")
@@ -86,7 +87,7 @@ def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]],
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             panel.set_xlabel("decode step" if place == len(axes) - 1 and (not every or kind == "kl") else "")
-            panel.set_ylabel("KL, nat" if kind == "kl" else symbols("Σ L / Σ ‖o_h‖₁"))
+            typeset([panel.set_ylabel("KL, nat" if kind == "kl" else symbols("Σ L / Σ ‖o_h‖₁"))])
             named = f"b={names[place]}: {title}" if len(rows) > 1 else title
             panel.set_title(named, loc="left")
     for column in axes.T:

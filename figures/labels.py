@@ -1,4 +1,4 @@
-"""How figures write symbols, and results in order of what their caches hold."""
+"""Results in order of what their caches hold, and how that is written."""
 
 from __future__ import annotations
 
@@ -9,19 +9,7 @@ import numpy as np
 
 from perturbkv.figures import style
 
-_SYMBOLS = {
-    "θ̂_relax": r"$\hat{\mathrm{θ}}_{\mathrm{relax}}$",
-    "θ̂": r"$\hat{\mathrm{θ}}$",
-    "‖o_h‖₁": r"$\Vert o_h\Vert_1$",
-}
 Result = TypeVar("Result")
-
-
-def symbols(text: str) -> str:
-    """The text with its symbols typeset: no underscore where an index is meant."""
-    for written, typeset in _SYMBOLS.items():
-        text = text.replace(written, typeset)
-    return text
 
 
 def by_held(results: Sequence[Result], held: Callable[[Result], float]) -> list[Result]:

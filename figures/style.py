@@ -21,6 +21,8 @@ from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.intervals import LEAST, Scalar, median_level
 from perturbkv.analyses.naming import folded
 from perturbkv.figures import ticks
+from perturbkv.figures.symbols import typeset
+from perturbkv.visible import line
 
 COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
@@ -157,15 +159,17 @@ def note(axes: Axes, text: str, middle: bool = False) -> None:
 def legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
     """A legend under the panel, where it hides nothing."""
     if handles:
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
-                    handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
+        made = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
+                           handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
+        typeset(made.get_texts())
 
 
 def legend_beside(axes: Axes, handles: Sequence[Any], columns: int) -> None:
     """A legend to the right of the panel, one entry under the other whatever `columns` says."""
     if handles:
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=6, handlelength=1.4,
-                    handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
+        made = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=6, handlelength=1.4,
+                           handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
+        typeset(made.get_texts())
 
 
 def foot(drawn: Figure, identity: RunIdentity, said: str = "") -> None:
@@ -230,10 +234,10 @@ def _wrapped(line: str, width_inches: float) -> list[str]:
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
     """The identity under keys that matplotlib's backend for `suffix` (png, svg, pdf) accepts."""
-    description = "; ".join([identity.lines()[0], *(config.label() for config in identity.configs)])
-    title = f"{identity.model} on {identity.dataset}"
+    description = line("; ".join([identity.lines()[0], *(config.label() for config in identity.configs)]))
+    title, made_with = line(f"{identity.model} on {identity.dataset}"), line(identity.made_with)
     if suffix == "pdf":
-        return {"Title": title, "Subject": description, "Creator": identity.made_with}
+        return {"Title": title, "Subject": description, "Creator": made_with}
     if suffix == "svg":
-        return {"Title": title, "Description": description, "Creator": identity.made_with}
-    return {"Title": title, "Description": description, "Software": identity.made_with}
+        return {"Title": title, "Description": description, "Creator": made_with}
+    return {"Title": title, "Description": description, "Software": made_with}

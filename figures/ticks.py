@@ -15,6 +15,7 @@ _STEPS: tuple[tuple[float, ...], ...] = (
 )
 """Multiples of each power of ten, from coarse to fine."""
 _LEAST, _MOST = 3, 8
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class PlainLog(Locator):
@@ -50,7 +51,8 @@ class Plain(Formatter):
             return f"{x:,.10g}" if x < 1000 else f"{x:,.0f}"
         power = int(np.floor(np.log10(x) + 1e-9))
         times = f"{x / 10.0**power:.3g}"
-        return rf"$10^{{{power}}}$" if times == "1" else rf"${times}\times10^{{{power}}}$"
+        raised = str(power).translate(_RAISED)  # letters, as nothing in a figure is read as TeX but our symbols
+        return f"10{raised}" if times == "1" else f"{times}×10{raised}"
 
 
 def plain(axis: Axis) -> None:

@@ -15,6 +15,7 @@ from perturbkv.analyses.naming import sides
 from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, TokenFates
 from perturbkv.figures import style
 from perturbkv.figures.labels import held_sides
+from perturbkv.visible import line
 
 _COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
 _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
@@ -67,7 +68,7 @@ def _losses() -> list[tuple[str, str, float]]:
 def _title(found: TokenFates) -> str:
     first, second = sides(found.baseline, found.treatment)
     head, budget = found.shown, found.baseline.budget
-    return f"{found.prompt.sample}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
+    return f"{line(found.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
 def _legend(found: TokenFates) -> list[Patch | Line2D]:

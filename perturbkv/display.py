@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perturbkv.passages import Passage
+from perturbkv.visible import plain
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
@@ -27,7 +28,7 @@ class Table:
         sides = ["right" if heading.startswith("#") else "left" for heading in self.columns]
         head = "".join(map(_cell, ["th"] * len(sides), [one.removeprefix("#") for one in self.columns], sides))
         body = "".join(f"<tr>{''.join(map(_cell, ['td'] * len(sides), row, sides))}</tr>" for row in self.rows)
-        title = html.escape(self.title)
+        title = html.escape(plain(self.title))
         return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def drawn(self) -> RenderableType:
@@ -41,9 +42,9 @@ class Table:
         for place, heading in enumerate(self.columns):
             justify: JustifyMethod = "right" if heading.startswith("#") else "left"
             whole = place == 0 and len(self.columns) > 2
-            drawn.add_column(heading.removeprefix("#"), justify=justify, overflow="fold", no_wrap=whole)
+            drawn.add_column(Text(plain(heading.removeprefix("#"))), justify=justify, overflow="fold", no_wrap=whole)
         for row in self.rows:
-            drawn.add_row(*map(Text, row))
+            drawn.add_row(*(Text(plain(cell)) for cell in row))
         return drawn
 
 
@@ -74,10 +75,10 @@ def show(console: Console, part: Part) -> None:
         console.print()
         return
     if isinstance(part, str):
-        console.print(part, highlight=False, markup=False, emoji=False)
+        console.print(plain(part), highlight=False, markup=False, emoji=False)
         return
     if part.title:
-        console.print(part.title, highlight=False, markup=False, emoji=False, style="bold")
+        console.print(plain(part.title), highlight=False, markup=False, emoji=False, style="bold")
     console.print(part.drawn())
     console.print()
 
@@ -87,7 +88,7 @@ def _cell(tag: str, text: str, side: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return html.escape(text.strip("\n")).replace("\n", "<br>")
+    return html.escape(plain(text.strip("\n"))).replace("\n", "<br>")
 
 
 def ends(text: str, width: int = 30) -> str:

@@ -10,6 +10,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+_COMPARED = 100
+"""Characters of a name that are held against the known ones."""
+
 
 class PerturbkvError(Exception):
     """Any failure that we explain ourselves. `exit_code` is the process's exit status."""
@@ -40,7 +43,7 @@ class ModelError(PerturbkvError):
 
 
 class PluginError(PerturbkvError):
-    """A score or policy of somebody else that cannot be loaded, or gives what cannot be used; the message names it."""
+    """A score, policy or eviction of somebody else that cannot be loaded, or gives what cannot be used; it is named."""
 
 
 class DatasetError(PerturbkvError):
@@ -126,5 +129,5 @@ class BoundError(PerturbkvError):
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
     """The known names, those most like `name` first, the others in their own order."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=len(names), cutoff=0.4)
+    close = difflib.get_close_matches(name[:_COMPARED], names, n=max(1, len(names)), cutoff=0.4)
     return close + [other for other in names if other not in close]

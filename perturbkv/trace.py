@@ -17,6 +17,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.schema import ROWS, SUMS, TEXT, VARIABLES, axis_lengths
+from perturbkv.visible import line
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class Trace:
     def _title(self) -> str:
         run, complete = self.run, int(self.ok.sum())
         words = " · random weights" if run.random_weights else ""
-        return f"{run.model} · {run.dataset} · {complete} of {len(self.sample_ids)} samples complete{words}"
+        return line(f"{run.model} · {run.dataset} · {complete} of {len(self.sample_ids)} samples complete{words}")
 
     def __repr__(self) -> str:
         return "\n".join([self._title(), *(f"  {label}" for label in self.run.labels())])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +11,7 @@ from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
 from perturbkv.auditing.presses import of_press
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import FIRST, Choice, parse
-from perturbkv.configs.plugins import said
+from perturbkv.configs.plugins import module_of_file
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.policies.presses import is_press
 
@@ -23,7 +21,7 @@ _WRITTEN = "file.py:name(option=value, …), a .npz or .json file of kept positi
 def load(given: Any, budget: Budget | None = None) -> Eviction | KeptFile:
     """What is audited; `budget` is what a press is to keep, and of a press alone.
 
-    Raises ConfigError or UnknownNameError in one line for what cannot be audited.
+    Raises ConfigError, PluginError or UnknownNameError in one line for what cannot be audited.
     """
     if isinstance(given, str) and not given.endswith(SUFFIXES) and is_press(parse(given)):
         return of_press(given, _needed(budget, given))
@@ -54,32 +52,17 @@ def _written(text: str) -> Eviction | KeptFile:
     if not colon or not path.endswith(".py"):
         msg = f"expected an eviction as {_WRITTEN}, got '{text}'"
         raise ConfigError(msg)
-    module = _module(Path(path))
+    module = module_of_file(Path(path))
     return eviction(_named(module, name, path), text, _options(choice, text), getattr(module, "decode", None))
-
-
-def _module(path: Path) -> ModuleType:
-    """The file as a module. Raises ConfigError where it is not there or cannot be run."""
-    if not path.is_file():
-        msg = f"expected a Python file at {path}, got none; choose another path"
-        raise ConfigError(msg)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        msg = f"expected a Python file at {path}, got one that Python cannot import"
-        raise ConfigError(msg)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        msg = f"{path} cannot be run: {said(error)}"
-        raise ConfigError(msg) from error
-    return module
 
 
 def _named(module: ModuleType, name: str, path: str) -> Any:
     """What a file calls by this name. Raises UnknownNameError with what else it defines."""
-    own = [one for one, held in vars(module).items() if callable(held) and held.__module__ == module.__name__]
+    own = [
+        one
+        for one, held in vars(module).items()
+        if callable(held) and getattr(held, "__module__", "") == module.__name__
+    ]
     if not hasattr(module, name):
         raise UnknownNameError(name, f"name in {path}", own)
     return getattr(module, name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
+import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import ConfigError, UnreadableError
+from perturbkv.reading import MIB, FileKind, parse_json
 
 SUFFIXES = (".npz", ".json")
+_FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
+_NO_ARRAYS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+"""What zipfile and NumPy raise for damaged, encrypted and oversized files, beside ValueError."""
 _KEPT = re.compile(r"layer_(\d+)_head_(\d+)")
 Integers = NDArray[np.int64]
 
@@ -42,12 +48,17 @@ class KeptFile:
         if len(self.kept) != layers:
             self._refuse(f"it has {len(self.kept)} layers, the model {layers}")
         for layer, sets in enumerate(self.kept):
-            if len(sets) not in heads:
-                self._refuse(f"layer {layer} has {len(sets)} heads, expected {' or '.join(map(str, heads))}")
+            if len(sets) not in heads or len(sets) != len(self.kept[0]):
+                expected = f"{' or '.join(map(str, heads))}, as many in every layer"
+                self._refuse(f"layer {layer} has {len(sets)} heads, expected {expected}")
             for head, kept in enumerate(sets):
                 self._check_set(kept, tokens, f"layer {layer}, head {head}")
         if self.logits is not None and self.logits.shape[1] != vocab:
             self._refuse(f"its logits have {self.logits.shape[1]} tokens, the model's {vocab}")
+        if strange := [token for token in (*self.token_ids, *self.tokens) if token >= vocab]:
+            self._refuse(f"it names the token {strange[0]}, the model's vocabulary has {vocab}")
+        if self.logits is not None and 0 < len(self.tokens) < len(self.logits):
+            self._refuse(f"it has logits of {len(self.logits)} steps and tokens of {len(self.tokens)}")
 
     def _check_set(self, kept: Integers, tokens: int, where: str) -> None:
         if len(kept) > tokens:
@@ -62,52 +73,87 @@ class KeptFile:
 
 def read(path: Path) -> KeptFile:
     """The file. Raises ConfigError where it is not there, UnreadableError where it is not as docs/audit.md says."""
-    if not path.is_file():
-        msg = f"expected a file of kept positions at {path}, got none; choose another path"
-        raise ConfigError(msg)
+    _FILE.check(path)
     try:
         held = _json(path) if path.suffix == ".json" else _npz(path)
-        logits = held.get("logits")
         return KeptFile(
             name=str(path),
             kept=held["kept"],
-            token_ids=_numbers(held.get("token_ids", ())),
-            tokens=_numbers(held.get("tokens", ())),
-            logits=None if logits is None else np.asarray(logits, dtype=np.float64).reshape(len(logits), -1),
+            token_ids=_numbers("token_ids", held),
+            tokens=_numbers("tokens", held),
+            logits=_logits(held.get("logits")),
         )
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         msg = f"{path} does not hold kept positions as docs/audit.md lays them out: {type(error).__name__}: {error}"
         raise UnreadableError(msg) from None
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+def _numbers(name: str, held: Mapping[str, Any]) -> tuple[int, ...]:
+    """Token ids. Raises ValueError for anything else, a text or a fraction among them too."""
+    found = _row(held.get(name, ()), f"as {name}")
+    if found.size and found.min() < 0:
+        msg = f"expected token ids as {name}, got {found.min()}"
+        raise ValueError(msg)
+    return tuple(map(int, found))
+
+
+def _row(values: Any, what: str) -> NDArray[Any]:
+    """A row of whole numbers, of which true is none. Raises ValueError for anything else."""
+    found = np.asarray(values)
+    truths = isinstance(values, list) and any(isinstance(one, bool) for one in values)
+    if found.ndim != 1 or truths or (found.size and found.dtype.kind not in "iu"):
+        kind = "true or false" if truths else f"an array of shape {found.shape} and type {found.dtype}"
+        msg = f"expected a row of whole numbers {what}, got {kind}"
+        raise ValueError(msg)
+    return found
+
+
+def _logits(held: Any) -> NDArray[np.float64] | None:
+    """(step, vocab), all of them numbers. Raises ValueError or TypeError."""
+    if held is None:
+        return None
+    found = np.asarray(held)
+    if found.ndim == 0 or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
+        msg = f"expected finite logits (step, vocab), got an array of shape {found.shape} and type {found.dtype}"
+        raise ValueError(msg)
+    return found.astype(np.float64).reshape(len(found), -1)
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    held = json.loads(path.read_text(encoding="utf-8"))
+    held = parse_json(_FILE.read_text(path))
     return {**held, "kept": tuple(tuple(map(_positions, sets)) for sets in held["kept"])}
 
 
 def _npz(path: Path) -> Mapping[str, Any]:
     """Arrays `layer_{l}_head_{h}`, every layer and head from 0 on."""
-    with np.load(path, allow_pickle=False) as held:
-        arrays = {name: held[name] for name in held.files}
+    arrays = _arrays(path)
     places = {tuple(map(int, found.groups())): name for name in arrays if (found := _KEPT.fullmatch(name))}
-    layers = 1 + max(layer for layer, _ in places)
-    kept = []
-    for layer in range(layers):
-        heads = 1 + max((head for place, head in places if place == layer), default=-1)
-        kept.append(tuple(_positions(arrays[places[layer, head]]) for head in range(heads)))
-    return {**arrays, "kept": tuple(kept)}
+    heads = Counter(layer for layer, _ in places)
+    kept = [[_positions(arrays[places[layer, head]]) for head in range(heads[layer])] for layer in range(len(heads))]
+    if not kept or not all(kept):
+        msg = "expected layer_0_head_0 and every layer and head behind it"
+        raise ValueError(msg)
+    return {**arrays, "kept": tuple(map(tuple, kept))}
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file. Raises ValueError for what is none, and for one that unpacks to more than it may."""
+    try:
+        with zipfile.ZipFile(path) as packed:
+            size = sum(member.file_size for member in packed.infolist())
+        if size > _FILE.most:
+            msg = f"it unpacks to {size:,} bytes, more than {_FILE.most // MIB:,} MiB"
+            raise ValueError(msg)
+        with np.load(path, allow_pickle=False) as held:
+            return {name: held[name] for name in held.files}
+    except _NO_ARRAYS as error:
+        msg = f"no .npz file of numbers ({error})"
+        raise ValueError(msg) from None
 
 
 def _positions(values: Any) -> Integers:
     """Positions, ascending. Raises ValueError for what is no row of whole numbers, or names one twice."""
-    found = np.asarray(values)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        msg = f"expected a row of whole numbers per head, got an array of shape {found.shape} and type {found.dtype}"
-        raise ValueError(msg)
+    found = _row(values, "per head")
     if len(np.unique(found)) != len(found):
         msg = "a head keeps a position twice"
         raise ValueError(msg)

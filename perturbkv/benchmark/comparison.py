@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from perturbkv.benchmark.rows import Report
@@ -43,9 +44,11 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
 
 
 def _worse(old: float | None, new: float | None, at_least: bool) -> float | None:
+    """How much worse, as a share of the old value; None where one is missing, or the share is no number."""
     if old is None or new is None or old == 0:
         return None
-    return (old - new) / abs(old) if at_least else (new - old) / abs(old)
+    worse = (old - new) / abs(old) if at_least else (new - old) / abs(old)
+    return worse if math.isfinite(worse) else None
 
 
 def other_settings(old: Report, new: Report) -> list[str]:

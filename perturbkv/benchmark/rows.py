@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from perturbkv.errors import ConfigError
+from perturbkv.reading import FileKind
 
 FORMAT = 1
+_FILE = FileKind("a benchmark's JSON", ConfigError, hint="make one with perturbkv bench")
 NO_GPU = "needs a CUDA device"
 NO_KVPRESS = "kvpress is not installed; pip install perturbkv[kvpress]"
 """Why a row was not measured that need not be."""
@@ -103,23 +105,57 @@ class Report:
 
 def read(path: Path) -> Report:
     """A report that was written as JSON. Raises ConfigError for any other file."""
+    document = _FILE.read_json(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(_row(entry) for entry in document["rows"])
-        return Report(document["machine"], document["settings"], rows)
-    except FileNotFoundError:
-        msg = f"expected a benchmark's JSON at {path}, got nothing; make one with perturbkv bench --output {path}"
-        raise ConfigError(msg) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        msg = f"expected a benchmark's JSON at {path}, got a file that cannot be read as one: {error}"
-        raise ConfigError(msg) from None
+        _check_format(document["format"], [row.target.name for row in rows])
+        return Report(_facts(document["machine"]), _facts(document["settings"]), rows)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _FILE.refusal(path, f"another document ({type(error).__name__}: {error})") from None
+
+
+def _check_format(version: Any, names: Sequence[str]) -> None:
+    if version != FORMAT:
+        msg = f"format is {str(version)[:40]}, not {FORMAT}"
+        raise ValueError(msg)
+    if len(set(names)) < len(names):
+        msg = "a row stands there twice"
+        raise ValueError(msg)
 
 
 def _row(entry: Mapping[str, Any]) -> Row:
-    fields = ("name", "what", "bound", "at_least", "cuda")
-    target = Target(**{name: entry[name] for name in fields})
-    value = None if entry["value"] is None else float(entry["value"])
-    return Row(target, value, str(entry["reason"]), dict(entry["details"]))
+    target = Target(
+        name=_of(str, entry, "name"), what=_of(str, entry, "what"), bound=_number(entry["bound"]),
+        at_least=_of(bool, entry, "at_least"), cuda=_of(bool, entry, "cuda"),
+    )  # fmt: skip
+    value = None if entry["value"] is None else _number(entry["value"])
+    return Row(target, value, _of(str, entry, "reason"), _facts(entry["details"]))
+
+
+_Kind = TypeVar("_Kind", str, bool)
+
+
+def _of(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
+    value = entry[name]
+    if not isinstance(value, kind):
+        msg = f"{name} is {str(value)[:40]}"
+        raise TypeError(msg)
+    return value
+
+
+def _number(value: Any) -> float:
+    """A number that is one: neither true nor a text, and none that no float can be."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        msg = f"{str(value)[:40]} is no number"
+        raise TypeError(msg)
+    return float(value)
+
+
+def _facts(held: Any) -> dict[str, Any]:
+    if not isinstance(held, dict):
+        msg = f"expected an object, got {str(held)[:40]}"
+        raise TypeError(msg)
+    return held
 
 
 def check_names(names: Sequence[str]) -> tuple[Target, ...]:

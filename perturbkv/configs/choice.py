@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from perturbkv.errors import ConfigError
+from perturbkv.visible import line
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
@@ -34,11 +35,19 @@ class Choice:
         options: name -> number, truth, None, text or `Choice`; `FIRST` for the one without a name.
         usual: of a resolved choice, which holds every option that makes a difference: those at their default, which are
             left out where the choice is shown. None: of a choice that was not resolved yet.
+
+    Raises ConfigError for a name or a text with characters that are not seen, as no label shows them.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     usual: frozenset[str] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for text in (self.name, *self.options, *self.options.values()):
+            if isinstance(text, str) and line(text) != text:
+                msg = f"expected a name or a text of characters that are seen, got '{line(text)}'"
+                raise ConfigError(msg)
 
     def __getitem__(self, option: str) -> Any:
         return self.options[option]

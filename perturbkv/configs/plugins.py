@@ -14,8 +14,10 @@ from pathlib import Path
 from types import ModuleType
 
 from perturbkv.errors import PluginError
+from perturbkv.reading import MIB, FileKind
 
 OURS = "perturbkv."
+_KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _LONGEST = 200
 """Characters of somebody else's message."""
@@ -55,11 +57,7 @@ def loaded(entry: EntryPoint) -> object:
 def class_of_file(name: str) -> object:
     """The class of `my_file.py:MyScore`. Raises PluginError."""
     path, _, wanted = name.rpartition(":")
-    if not Path(path).is_file():
-        msg = f"'{name}': there is no file {Path(path).resolve()}"
-        raise PluginError(msg)
-    stamp = Path(path).stat()
-    module = _module(Path(path).resolve(), (stamp.st_mtime_ns, stamp.st_size))
+    module = module_of_file(Path(path))
     found = vars(module).get(wanted)
     if not inspect.isclass(found):
         held = [key for key, one in vars(module).items() if inspect.isclass(one) and one.__module__ == module.__name__]
@@ -68,10 +66,17 @@ def class_of_file(name: str) -> object:
     return found
 
 
+def module_of_file(path: Path) -> ModuleType:
+    """A Python file as a module, run once for each content; what it prints goes to stderr. Raises PluginError."""
+    _KIND.check(path)
+    stamp = path.stat()
+    return _module(path.resolve(), (stamp.st_mtime_ns, stamp.st_size))
+
+
 @functools.cache
 def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """The file as a module, run once for each content; `stamp` tells that it was not written since."""
-    known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:16]}"
+    """`stamp` tells that the file was not written since."""
+    known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
     if known_as in sys.modules:
         return sys.modules[known_as]
     spec = importlib.util.spec_from_file_location(known_as, path)
@@ -82,7 +87,9 @@ def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # exits, and exceptions of no kind, are the file's too
         del sys.modules[known_as]
         msg = f"{path} cannot be loaded: {said(error)}"
         raise PluginError(msg) from error
@@ -91,7 +98,7 @@ def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
 
 def said(error: BaseException) -> str:
     """An error of somebody else's code in one line."""
-    text = " ".join(str(error).split())
+    text = " ".join(_text(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
     said_by = f"{type(error).__name__}: {text}".rstrip(": ")
     if not (frames := traceback.extract_tb(error.__traceback__)):
@@ -107,3 +114,10 @@ def _beside(error: BaseException, folder: Path) -> str:
     if not isinstance(error, ImportError) or not there:
         return ""
     return f"; files beside it are imported by their names with PYTHONPATH={folder} before the command"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # its own __str__ fails
+        return ""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from perturbkv.datasets.sample import Sample
+from perturbkv.datasets.sample import Sample, check_id
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError, ModelError
+from perturbkv.visible import line
 
 _MARK = "\ue000prompt\ue000"
 """A turn that stands in no chat template, and shows where a template puts turns."""
@@ -53,13 +54,16 @@ class Prompt:
     chat_template: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_id(self.sample_id)
         if not self.token_ids:
             msg = f"sample '{self.sample_id}' has no tokens; give it a prompt"
             raise DatasetError(msg)
 
     def __repr__(self) -> str:
         cut = f" ({self.cut_tokens:,} cut)" if self.cut_tokens else ""
-        return f"Prompt '{self.sample_id}': {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}"
+        return line(
+            f"Prompt '{self.sample_id}': {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}"
+        )
 
     @classmethod
     def from_text(

@@ -8,7 +8,7 @@ from pathlib import Path
 from perturbkv.datasets import wording
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, in_longbench
-from perturbkv.datasets.rows import Row, check_identities, read_rows, read_text
+from perturbkv.datasets.rows import FILE, Row, check_identities, read_rows
 from perturbkv.datasets.sample import Sample
 from perturbkv.datasets.wording import Wording
 from perturbkv.errors import DatasetError
@@ -17,7 +17,7 @@ from perturbkv.errors import DatasetError
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
     """The first samples of a file. Raises DatasetError naming file and line for what cannot be read."""
     path = Path(name)
-    text = read_text(path)
+    text = FILE.read_text(path)
     rows = read_rows(text, str(path), options.samples)
     wordings = _wordings(rows)
     samples = tuple(_sample(row, wordings) for row in rows)
@@ -39,7 +39,7 @@ def longbench_sample(row: Row, worded: Wording) -> Sample:
         raise row.refusal(msg)
     before, after = worded.around(row.text("input"))
     return row.sample(
-        id=f"{row.place}-{row.identity('_id')}" if row.fields.get("_id") else str(row.place),
+        id=row.placed_identity("_id"),
         context=before + context,
         question=after,
         answers=row.texts("answers"),
@@ -84,7 +84,7 @@ def _plain(row: Row) -> Sample:
         msg = "the prompt is empty; give `context` or `input` some text"
         raise row.refusal(msg)
     return row.sample(
-        id=f"{row.place}-{row.identity('_id')}" if row.fields.get("_id") else str(row.place),
+        id=row.placed_identity("_id"),
         context=context,
         question=f"\n\n{question}" if context and question else question,
         answers=row.texts("answers"),

@@ -6,6 +6,7 @@ The hub holds one `data.zip`, dataset zai-org/LongBench, formerly THUDM/LongBenc
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from perturbkv.datasets import wording
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.jsonl import longbench_sample
 from perturbkv.datasets.registry import DATA_DIR_VARIABLE, DatasetOptions, LoadedDataset
-from perturbkv.datasets.rows import read_rows, read_text
+from perturbkv.datasets.rows import FILE, read_rows
 from perturbkv.errors import DatasetError
 from perturbkv.models import hub
 
@@ -25,7 +26,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     """The first samples of a LongBench dataset. Raises DatasetError where its file or wording is nowhere to be had."""
     worded = wording.read(name)
     local = _local_file(name, options.data_dir)
-    text, where = (read_text(local), str(local)) if local else (_from_hub(name), f"{HUB_ID}/{ARCHIVE}")
+    text, where = (FILE.read_text(local), str(local)) if local else (_from_hub(name), f"{HUB_ID}/{ARCHIVE}")
     samples = tuple(longbench_sample(row, worded) for row in read_rows(text, where, options.samples))
     recorded = {
         "source": "file" if local else where,
@@ -39,7 +40,7 @@ def _local_file(name: str, data_dir: Path | None) -> Path | None:
     if data_dir is None:
         return None
     places = [data_dir / folder / f"{name}.jsonl" for folder in ("", "longbench", "data")]
-    return next((path for path in places if path.is_file()), None)
+    return next((path for path in places if os.path.lexists(path)), None)
 
 
 def _from_hub(name: str) -> str:

@@ -15,6 +15,7 @@ from perturbkv.datasets.encode import Prompt, Tokenizer, encode
 from perturbkv.datasets.registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset
 from perturbkv.display import Table
 from perturbkv.errors import DatasetError
+from perturbkv.visible import line
 
 DEFAULT_SAMPLES = 8
 OWN = "prompts"
@@ -81,7 +82,7 @@ class Prompts(Sequence[Prompt]):
     def _title(self) -> str:
         template = "with" if self.chat_template else "without"
         counted = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
-        return f"{self.dataset}: {counted}, {template} chat template"
+        return f"{line(self.dataset)}: {counted}, {template} chat template"
 
     @overload
     def __getitem__(self, place: int) -> Prompt: ...

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from perturbkv.datasets.sample import Sample
+from perturbkv.datasets.sample import Sample, check_text
 from perturbkv.errors import DatasetError
+from perturbkv.reading import FileKind, parse_json
 
+FILE = FileKind("a jsonl file (UTF-8)", DatasetError, 2 * 2**30)
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
 
 
@@ -56,6 +56,11 @@ class Row:
             raise self.refusal(msg)
         return self._encodable(name, str(value)) or str(self.place)
 
+    def placed_identity(self, name: str) -> str:
+        """The row's place and behind it the field, for data whose own ids come twice; the place alone without one."""
+        named = self.fields.get(name) is not None and self.identity(name)
+        return f"{self.place}-{named}" if named and self.fields[name] else str(self.place)
+
     def sample(self, **fields: Any) -> Sample:
         """The sample of these fields."""
         try:
@@ -69,28 +74,15 @@ class Row:
 
     def _encodable(self, name: str, value: str) -> str:
         try:
-            value.encode()
-        except UnicodeEncodeError:
-            msg = f"expected `{name}` to be text, got half of a surrogate pair in it"
-            raise self.refusal(msg) from None
+            check_text(f"expected `{name}`", value)
+        except DatasetError as error:
+            raise self.refusal(error) from None
         return value
 
 
 def kind(value: object) -> str:
     """What a JSON value is, in words."""
     return _KINDS.get(type(value), "an object")
-
-
-def read_text(path: Path) -> str:
-    """The file's text. Raises DatasetError where it is missing or no UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        msg = f"expected a jsonl file at {path}, which does not exist"
-        raise DatasetError(msg) from None
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"expected a UTF-8 jsonl file at {path}, got one that cannot be read: {error}"
-        raise DatasetError(msg) from None
 
 
 def read_rows(text: str, where: str, most: int) -> list[Row]:
@@ -124,10 +116,9 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _parse(content: str, place: int, where: str) -> Row:
     try:
-        found = json.loads(content)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deep"
-        msg = f"{where}: expected a JSON object, got text that is no JSON ({reason})"
+        found = parse_json(content)
+    except ValueError as error:
+        msg = f"{where}: expected a JSON object, got text that is no JSON ({error})"
         raise DatasetError(msg) from None
     if not isinstance(found, dict):
         msg = f"{where}: expected a JSON object, got {kind(found)}"

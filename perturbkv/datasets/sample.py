@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from perturbkv.errors import DatasetError
 
+LONGEST_ID = 1000
+"""Characters: an id is a name, which tables, figures and errors show."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -20,7 +23,7 @@ class Sample:
         task: LongBench's data set, or needle, whose metric grades an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
 
-    Raises DatasetError where context and question are both empty.
+    Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
 
     id: str
@@ -32,6 +35,14 @@ class Sample:
     classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_id(self.id)
+        for name, texts in (
+            ("prompt", (self.prompt,)),
+            ("answers", self.answers),
+            ("answer_prefix", (self.answer_prefix,)),
+        ):
+            for text in texts:
+                check_text(f"sample '{self.id}': expected its {name}", text)
         if not self.prompt.strip():
             msg = f"sample '{self.id}' has an empty prompt; give it a context or a question"
             raise DatasetError(msg)
@@ -40,3 +51,23 @@ class Sample:
     def prompt(self) -> str:
         """The whole user turn: context, then question."""
         return self.context + self.question
+
+
+def check_id(sample_id: str) -> None:
+    """Raise DatasetError for an id that no trace can hold: what is measured is stored under it; or that is no name."""
+    check_text("expected an id", sample_id)
+    if "\0" in sample_id:
+        msg = f"expected an id without NUL characters, which no trace holds, got {sample_id[:40]!r}"
+        raise DatasetError(msg)
+    if len(sample_id) > LONGEST_ID:
+        msg = f"expected an id of at most {LONGEST_ID:,} characters, got {len(sample_id):,}: '{sample_id[:40]}…'"
+        raise DatasetError(msg)
+
+
+def check_text(whose: str, text: str) -> None:
+    """Raise DatasetError, which begins with `whose`, for text that is none: with half of a surrogate pair in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        msg = f"{whose} to be text, got half of a surrogate pair in it"
+        raise DatasetError(msg) from None

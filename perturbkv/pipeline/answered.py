@@ -11,6 +11,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import Metric
 from perturbkv.display import Table, as_html
 from perturbkv.pipeline.generation import Answers
+from perturbkv.visible import line
 
 _FULL = "full cache"
 Decode = Callable[..., str]
@@ -130,19 +131,19 @@ def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _title(row: Mapping[str, Any]) -> str:
-    return f"{row['sample']} · {row['prompt_tokens']:,} tokens"
+    return f"{line(row['sample'])} · {row['prompt_tokens']:,} tokens"
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()) or "(nothing)"
+    return line(" ".join(text.split())) or "(nothing)"
 
 
 def _lines(row: Mapping[str, Any]) -> list[str]:
     """A prompt's answers for a terminal, each beneath the cache that wrote it."""
-    lines = [_title(row), *([f"  expected: {' | '.join(row['answers'])}"] if row["answers"] else [])]
+    lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, made in _caches(row).items():
         score = "" if made["score"] is None else f", {row['metric']} {made['score']:.3f}"
-        lines += [f"  {name} (held / full {made['held_share']:.2f}{score}):", f"    {_one_line(made['text'])}"]
+        lines += [f"  {line(name)} (held / full {made['held_share']:.2f}{score}):", f"    {_one_line(made['text'])}"]
     return lines
 
 

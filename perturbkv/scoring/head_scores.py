@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from perturbkv.errors import ConfigError
+from perturbkv.reading import FileKind
 
+_FILE = FileKind("head scores as JSON", ConfigError, hint="perturbkv head-scores measures them")
 HeadScores = tuple[tuple[float, ...], ...]
 
 
@@ -77,14 +79,7 @@ def as_json(scores: Sequence[Sequence[float]]) -> str:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        msg = f"expected head scores at {path}, which does not exist"
-        raise ConfigError(msg) from None
-    except (OSError, ValueError) as error:
-        msg = f"expected head scores as JSON at {path}, got a file that cannot be read: {error}"
-        raise ConfigError(msg) from None
+    document = _FILE.read_json(path)
     if not isinstance(document, dict):
         msg = f'expected {{"layer-head": score}} in {path}, got {type(document).__name__}'
         raise ConfigError(msg)
@@ -93,7 +88,12 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _score(value: Any, where: str) -> float:
     numbers = value if isinstance(value, list) and value else [value]
-    if not all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers):
+    if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):
         msg = f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}"
         raise ConfigError(msg)
     return float(sum(numbers)) / len(numbers)
+
+
+def _is_score(number: Any) -> bool:
+    """Whether it is a number that a float can be, of at least 0; true is none."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= sys.float_info.max

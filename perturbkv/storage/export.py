@@ -2,8 +2,9 @@
 
 Columns: the row's coordinates, every choice of its configuration (null where it has no such option), then every
 variable that has no other axes, repeated along the axes that it lacks. Parquet carries each column's unit and meaning
-in its field's metadata, and the trace's provenance in the file's. Failed samples, and steps past the end of a sample's
-text, have no rows. The prompts' own tokens and texts are a table of their own: a row per sample × token.
+in its field's metadata, and the trace's provenance in the file's. In CSV an apostrophe stands before a text that a
+spreadsheet would compute. Failed samples, and steps past the end of a sample's text, have no rows. The prompts' own
+tokens and texts are a table of their own: a row per sample × token.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
@@ -27,6 +29,7 @@ from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")
+_FORMULA, _NUMBER = r"^[=+\-@\t\r]", r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _COUNTS = ("budget", "protect_first", "protect_recent")
 _WIDER = {frozenset({int, float}): float}
 _TOKENS = pa.schema([("sample", pa.string()), ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string())])
@@ -82,10 +85,24 @@ def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None)
     with written_whole(path) as beside, _opened(path)(beside, schema(trace)) as writer:
         for place in np.flatnonzero(trace.ok):
             batch = rows(trace, int(place))
-            writer.write_batch(batch)
+            writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
             written += batch.num_rows
             finished()
     return written
+
+
+def guarded(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows as a spreadsheet may open them: an apostrophe before each text that it would compute.
+
+    That is what begins with = + - @, a tab or a carriage return, and is no number.
+    """
+    columns = [_guarded(column) if pa.types.is_string(column.type) else column for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+
+
+def _guarded(texts: pa.StringArray) -> pa.StringArray:
+    obeyed = pc.and_not(pc.match_substring_regex(texts, _FORMULA), pc.match_substring_regex(texts, _NUMBER))
+    return pc.if_else(obeyed, pc.binary_join_element_wise("'", texts, ""), texts)
 
 
 def _opened(path: Path) -> Any:
@@ -104,7 +121,7 @@ def write_tokens(trace: Trace, path: Path) -> int:
     with written_whole(path) as beside, _opened(path)(beside, _TOKENS) as writer:
         for name in trace.sample_ids:
             batch = _token_rows(trace.sample(name))
-            writer.write_batch(batch)
+            writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
             written += batch.num_rows
     return written
 

@@ -16,6 +16,7 @@ import numpy as np
 from perturbkv.configs import former
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
+from perturbkv.reading import FileKind
 from perturbkv.schema import ROWS, TEXT, VARIABLES
 from perturbkv.storage import checksums
 from perturbkv.storage.contents import check_kept, check_numbers, check_states, check_text
@@ -36,6 +37,7 @@ from perturbkv.storage.lazy import LazyArrays
 from perturbkv.storage.structure import axes_of, check_structure, format_version, run_of, variables_of
 from perturbkv.trace import Trace
 
+_FILE = FileKind("a trace file (HDF5)", TraceError, most=2**63)
 _OWN = ("run", "_NCProperties", checksums.NAME)
 """Root attributes that tell nothing of where the numbers come from."""
 
@@ -166,6 +168,7 @@ def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
     """The file, open for reading; TraceError for its damages, and where it was written after `stamp` (st_mtime_ns)."""
     if not path.exists():
         raise TraceError(_missing(path))
+    _FILE.check(path)
     if stamp is None:  # with one it was looked through before
         check_heaps(path)
     with opened_file(path) as file:

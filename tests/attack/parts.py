@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tests.attack.running import Case
 
-NAMES: tuple[str, ...] = ("outputs", "traces", "models", "options")
+NAMES: tuple[str, ...] = ("outputs", "traces", "models", "options", "texts", "terminals")
 """Modules of this folder."""
 
 

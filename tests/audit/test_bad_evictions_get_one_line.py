@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
+from perturbkv.errors import ConfigError, PerturbkvError, PluginError, UnknownNameError
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
 from tests.support.models import token_ids
@@ -58,7 +58,7 @@ def test_a_refusal_is_no_fault_and_a_failure_is_one() -> None:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        ("nowhere.py:right", "expected a Python file at nowhere.py, got none"),
+        ("nowhere.py:right", "expected a Python file at nowhere.py, got nothing"),
         ("right", "expected an eviction as file.py:name(option=value"),
         (f"{FILE}:rigt", "unknown name in"),
         (f"{FILE}:Streaming(sink=3)", "unexpected keyword argument 'sink'); it takes layers: 'int' = 3, sinks"),
@@ -68,20 +68,37 @@ def test_a_refusal_is_no_fault_and_a_failure_is_one() -> None:
         (f"{FILE}:Streaming(recent=2.5)", "to be a whole number"),
         (f"{FILE}:swapped_values(layer=abc)", "expected layer of"),
         (f"{FILE}:KEPT", "expected"),
-        ("nothing.npz", "expected a file of kept positions at nothing.npz, got none"),
+        ("nothing.npz", "expected a file of kept positions at nothing.npz, got nothing"),
     ],
 )
 def test_an_eviction_that_is_not_there_is_one_line(written: str, words: str) -> None:
-    with pytest.raises((ConfigError, UnknownNameError), match=".") as raised:
+    with pytest.raises((ConfigError, PluginError, UnknownNameError), match=".") as raised:
         audited("llama", written)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise SystemExit(0)",
+        "exit()",
+        "raise GeneratorExit",
+        "class E(BaseException): pass\nraise E",
+        "x = bytearray(2**62)",
+    ],
+)
+def test_a_file_that_leaves_the_command_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "leaves.py"
+    path.write_text(f"{text}\n\n\ndef evict(): ...\n")
+    with pytest.raises(PluginError, match="leaves.py cannot be loaded: "):
+        audited("llama", f"{path}:evict")
+
+
 def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import nothing_of_this_name\n")
-    with pytest.raises(ConfigError, match="cannot be run: ModuleNotFoundError"):
+    with pytest.raises(PluginError, match="cannot be loaded: ModuleNotFoundError"):
         audited("llama", f"{path}:right")
 
 

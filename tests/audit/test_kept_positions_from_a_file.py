@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import DynamicCache
 
 import perturbkv as pk
 from perturbkv.analyses.audit import AuditResult
+from perturbkv.auditing import positions_file
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import model
 from tests.support.models import token_ids
@@ -83,6 +86,10 @@ def test_without_logits_only_the_kept_sets_are_looked_at(tmp_path: Path) -> None
         ({"kept": KEPT[:2]}, "it has 2 layers, the model 3"),
         ({"kept": [[[0]] * 3] * 3}, "layer 0 has 3 heads, expected 2 or 4"),
         ({"kept": KEPT, "logits": [[0.5, 1.0]]}, "its logits have 2 tokens, the model's 260"),
+        ({"kept": KEPT, "token_ids": [260] * 60}, "the token 260, the model's vocabulary has 260"),
+        ({"kept": KEPT, "tokens": [2**40]}, "the token 1099511627776, the model's vocabulary has 260"),
+        ({"kept": KEPT, "tokens": [3], "logits": [[0.5] * 260] * 2}, "logits of 2 steps and tokens of 1"),
+        ({"kept": [*KEPT[:2], KEPT[2] * 2]}, "layer 2 has 4 heads, expected 2 or 4, as many in every layer"),
     ],
 )
 def test_positions_of_another_model_or_prompt_are_unreadable(
@@ -95,7 +102,24 @@ def test_positions_of_another_model_or_prompt_are_unreadable(
     assert words in result.conclusion()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"kept": [[[0, 0], [1]]]}', '{"kept": [[[0.5], [1]]]}', "{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"kept": [[[0, 0], [1]]]}',
+        '{"kept": [[[0.5], [1]]]}',
+        '{"kept": [[[true, 5], [1]]]}',
+        "{}",
+        '{"kept": [[[0]]], "tokens": [1.7]}',
+        '{"kept": [[[0]]], "token_ids": ["1"]}',
+        '{"kept": [[[0]]], "token_ids": [-1]}',
+        '{"kept": [[[0]]], "token_ids": [1180591620717411303424]}',
+        '{"kept": [[[0]]], "logits": [[NaN]]}',
+        '{"kept": [[[0]]], "logits": [[null]]}',
+        '{"kept": ' + "[" * 5_000 + "]" * 5_000 + "}",
+    ],
+)
 def test_a_file_of_another_layout_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
@@ -108,3 +132,41 @@ def test_several_prompts_for_a_file_that_names_none_are_refused(tmp_path: Path) 
     prompts = [pk.Prompt(name, IDS, 0) for name in "ab"]
     with pytest.raises(pk.PerturbkvError, match="expected one prompt"):
         pk.audit(model("llama"), prompts, path, progress=False)
+
+
+def npz_of(path: Path, member: bytes, compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as made:
+        made.writestr("layer_0_head_0.npy", member)
+    return path
+
+
+def header(shape: str) -> bytes:
+    text = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def test_an_archive_that_unpacks_to_more_than_it_may_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = npz_of(tmp_path / "a.npz", header("(500000,)") + bytes(4_000_000))
+    monkeypatch.setattr(positions_file, "_FILE", replace(positions_file._FILE, most=2**20))
+    with pytest.raises(pk.PerturbkvError, match="it unpacks to 4,000,0.. bytes, more than 1 MiB"):
+        audited(path)
+
+
+@pytest.mark.parametrize("member", [header(f"({2**50},)"), header("(-1,)"), b"", b"no array", header("x") + bytes(8)])
+def test_an_archive_of_no_arrays_is_one_line(tmp_path: Path, member: bytes) -> None:
+    with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/audit.md lays them out"):
+        audited(npz_of(tmp_path / "a.npz", member))
+
+
+def test_a_damaged_archive_and_layers_that_are_far_apart_are_one_line(tmp_path: Path) -> None:
+    whole = as_npz(tmp_path / "a.npz").read_bytes()
+    encrypted = bytearray(whole)
+    encrypted[6] |= 1
+    for content in (b"", whole[:-30], whole[:99] + b"\xff" * 40 + whole[139:], bytes(encrypted)):
+        (tmp_path / "a.npz").write_bytes(content)
+        with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/audit.md lays them out"):
+            audited(tmp_path / "a.npz")
+    with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/audit.md lays them out"):
+        audited(as_npz(tmp_path / "b.npz", layer_1000000000_head_0=[1]))

@@ -29,7 +29,7 @@ Run = Callable[..., Any]
         (["--compare", "attention,attention"], ["different values for --compare, got attention twice"]),
         (["--policy", "streaming-llm"], ["streaming-llm", "selection 'attention'", "streaming-llm with position"]),
         (["--policy", "headkv"], ["'headkv' needs scores", "--head-scores FILE", "snapkv, h2o, pyramidkv"]),
-        (["--policy", "headkv", "--head-scores", "none.json"], ["none.json, which does not exist"]),
+        (["--policy", "headkv", "--head-scores", "none.json"], ["head scores as JSON at none.json, got nothing"]),
         (["--policy", "adakv", "--cache", "rectangular"], ["rectangular cache cannot hold", "snapkv"]),
         (["--cache", "padded"], ["unknown cache 'padded'", "ragged"]),
         (["--scenario", "context"], ["unknown scenario 'context'; known: context-only"]),
@@ -127,7 +127,7 @@ def test_data_files(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
 
     refused(heads(lines(tmp_path / "a.jsonl", {"prompt": "x"}, "{broken")), "a.jsonl, line 2", "no JSON")
     refused(heads(lines(tmp_path / "b.jsonl", {"prompt": " "})), "b.jsonl, line 1", "empty prompt")
-    refused(heads("missing.jsonl"), "missing.jsonl", "does not exist")
+    refused(heads("missing.jsonl"), "missing.jsonl", "got nothing")
     long = {"prompt": "word " * 300}
     refused(heads(lines(tmp_path / "c.jsonl", long, long)), "512 positions", "--max-tokens 511")
 

@@ -125,12 +125,12 @@ def test_a_mistake_is_told_with_file_line_and_key(
 
 
 def test_a_file_that_cannot_be_read(perturbkv: Run, tmp_path: Path) -> None:
-    refused(perturbkv("trace", "--config", "none.yaml"), "expected a sweep file (YAML) at none.yaml", "No such file")
+    refused(perturbkv("trace", "--config", "none.yaml"), "expected a sweep file (YAML) at none.yaml", "got nothing")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     refused(perturbkv("trace", "--config", "empty.yaml"), "empty.yaml: expected a mapping", "an empty file")
     (tmp_path / "latin.yaml").write_bytes(b"model: \xe9")
     refused(perturbkv("trace", "--config", "latin.yaml"), "expected a sweep file", "latin.yaml", "no UTF-8")
-    refused(perturbkv("trace", "--config", "."), "expected a sweep file (YAML) at .", "directory")
+    refused(perturbkv("trace", "--config", "."), "expected a sweep file (YAML) at .", "a folder")
 
 
 def test_what_is_typed_wrongly_is_not_blamed_on_the_file(perturbkv: Run, tmp_path: Path) -> None:
@@ -155,5 +155,5 @@ def test_what_the_prompts_refuse_is_told_with_its_line(perturbkv: Run, tmp_path:
     refused(trace("budget:\n- 0.5\n- 0.01"), "sweep.yaml:6: budget: budget 0.01 of 182 tokens", "window of 8")
     refused(trace("samples: 99"), "sweep.yaml:3: dataset: dataset", "has 6 samples, fewer than --samples 99")
     missing = "policy: headkv\nhead-scores: none.json"
-    refused(trace(missing), "sweep.yaml:5: head-scores: expected head scores at none.json")
+    refused(trace(missing), "sweep.yaml:5: head-scores: expected head scores as JSON at none.json")
     refused(trace("policy: headkv"), "sweep.yaml:4: policy: policy 'headkv' needs scores")

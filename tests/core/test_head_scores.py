@@ -120,13 +120,15 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{broken", "cannot be read"),
+        ("{broken", "got text that is no JSON"),
         ("[1]", "got list"),
         ('{"0-0": 1, "0-1": 1, "1-0": 1}', "2 layers × 2 heads in .*, got 3 and none for '1-1'"),
         ('{"0-0": 1, "0-1": 1, "1-0": 1, "1-1": 1, "2-0": 1}', "got 5 and '2-0', which the model lacks"),
         ('{"0-0": -1, "0-1": 1, "1-0": 1, "1-1": 1}', "'0-0': expected a number of at least 0"),
         ('{"0-0": "x", "0-1": 1, "1-0": 1, "1-1": 1}', "'0-0': expected a number"),
-        ('{"0-0": NaN, "0-1": 1, "1-0": 1, "1-1": 1}', "'0-0': expected a number"),
+        ('{"0-0": NaN, "0-1": 1, "1-0": 1, "1-1": 1}', "got text that is no JSON .NaN is no number"),
+        ('{"0-0": true, "0-1": 1, "1-0": 1, "1-1": 1}', "'0-0': expected a number"),
+        ('{"0-0": [1e308, 1e308], "0-1": 1, "1-0": 1, "1-1": 1}', "'0-0': expected a number"),
         ('{"0-0": [], "0-1": 1, "1-0": 1, "1-1": 1}', "'0-0': expected a number"),
         ('{"0-0": 0, "0-1": 0, "1-0": 0, "1-1": 0}', "a score above 0"),
     ],
@@ -141,5 +143,5 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, words: s
 def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="perturbkv head-scores .*what works: snapkv"):
         files.given(None, model(), "headkv", "what works: snapkv")
-    with pytest.raises(ConfigError, match="does not exist; what works: snapkv"):
+    with pytest.raises(ConfigError, match="got nothing; perturbkv head-scores measures them; what works: snapkv"):
         files.given(tmp_path / "none.json", model(), "headkv", "what works: snapkv")

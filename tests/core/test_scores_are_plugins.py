@@ -159,7 +159,7 @@ def test_a_helper_on_the_path_is_imported(peak: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("nowhere.py:Peak", "there is no file"),
+        ("nowhere.py:Peak", "expected a Python file at nowhere.py, got nothing"),
         ("mine.py:Pek", "no class 'Pek'; its classes: Peak, Other"),
         ("mine.py:Other", "expected 'mine.py:Other' to be a subclass of Score or Policy, got Other"),
         ("mine.py:Peak(sigma=1)", "no option 'sigma'; its options: tau, pool, kernel"),

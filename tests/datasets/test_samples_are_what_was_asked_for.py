@@ -174,7 +174,7 @@ def test_fewer_samples_will_do_where_nobody_asked_for_more(tmp_path: Path) -> No
 
 
 def test_a_missing_or_binary_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="does not exist"):
+    with pytest.raises(DatasetError, match="expected a jsonl file .*none.jsonl, got nothing"):
         loaded(tmp_path / "none.jsonl")
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DatasetError, match="UTF-8"):

@@ -17,7 +17,7 @@ PARTS = {
     "cli": "perturbkv.cli",
 }
 FLOORS = (
-    ("errors", "theory", "devices", "passages", "display"),
+    ("errors", "theory", "devices", "visible", "passages", "display", "reading"),
     ("configs", "room"),
     ("schema", "models", "scoring"),
     ("trace", "audit_trace"),
@@ -30,7 +30,8 @@ FLOORS = (
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
-    "errors", "passages", "display", "configs", "schema", "trace", "audit_trace", "storage", "analyses", "figures"
+    "errors", "visible", "passages", "display", "reading", "configs", "schema", "trace", "audit_trace", "storage",
+    "analyses", "figures",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {"perturbkv.trace": {"storage"}, "perturbkv.api": {"analyses"}, "perturbkv": set()}

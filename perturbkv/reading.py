@@ -1,0 +1,131 @@
+"""Files that a user names, read whole: regular ones, of a size that can be meant, in UTF-8, and JSON that is JSON.
+
+What is none of that is refused before a byte too many is read, in one line that names the file. A pipe that nobody
+writes to would be waited for, and a device never ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from perturbkv.errors import PerturbkvError
+
+MIB = 2**20
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """What a file is to be, for whoever names another one.
+
+    Attributes:
+        what: in words, such as "a sweep file (YAML)".
+        error: is raised for another file.
+        most: bytes of the largest one.
+        hint: what to do, behind a semicolon.
+    """
+
+    what: str
+    error: type[PerturbkvError]
+    most: int = 256 * MIB
+    hint: str = ""
+
+    def check(self, path: Path) -> None:
+        """Raise `error` unless a regular file of at most `most` bytes lies there."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise self.refusal(path, "nothing" if isinstance(error, FileNotFoundError) else _said(error)) from None
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode))
+        if kind:
+            raise self.refusal(path, f"{kind}, not a regular file")
+        if found.st_size > self.most:
+            raise self.refusal(path, f"{found.st_size:,} bytes, more than {self.most // MIB:,} MiB")
+
+    def read_bytes(self, path: Path) -> bytes:
+        """The file's bytes. Raises `error`."""
+        self.check(path)
+        try:
+            with path.open("rb") as stream:
+                return stream.read(self.most)
+        except OSError as error:
+            raise self.refusal(path, _said(error)) from None
+
+    def read_text(self, path: Path) -> str:
+        """The file's text, a byte order mark left out and every line's end a newline. Raises `error`."""
+        content = self.read_bytes(path)
+        try:
+            return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise self.refusal(path, f"no UTF-8 text (line {line}: {error.reason})") from None
+
+    def read_json(self, path: Path) -> Any:
+        """The value that the file holds as JSON. Raises `error`."""
+        text = self.read_text(path)
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            raise self.refusal(path, f"text that is no JSON ({error})") from None
+
+    def refusal(self, path: Path, got: str) -> PerturbkvError:
+        """The error for a file that is something else."""
+        return self.error(f"expected {self.what} at {path}, got {got}{self.hint and f'; {self.hint}'}")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, in a few words, for what is none.
+
+    Python's own parser takes NaN and Infinity too, makes infinity of 1e999, and says of deep or long ones what a user
+    cannot act upon.
+    """
+    try:
+        return json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
+        msg = f"{error.msg}: {where}"
+        raise ValueError(msg) from None
+    except RecursionError:
+        msg = "lists or objects lie too deep in one another"
+        raise ValueError(msg) from None
+
+
+def _constant(word: str) -> NoReturn:
+    msg = f"{word} is no number"
+    raise ValueError(msg)
+
+
+def _float(digits: str) -> float:
+    found = float(digits)
+    if math.isinf(found):
+        msg = f"{_cut(digits)} is beyond every number"
+        raise ValueError(msg)
+    return found
+
+
+def _int(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        msg = f"a whole number of {len(digits):,} digits"
+        raise ValueError(msg) from None
+
+
+def _cut(digits: str) -> str:
+    return digits if len(digits) <= 20 else f"{digits[:20]}…"
+
+
+def _said(error: OSError) -> str:
+    return f"'{error.strerror or os.strerror(error.errno or 0)}'"

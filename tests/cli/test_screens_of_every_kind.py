@@ -1,0 +1,118 @@
+"""Output that nobody reads, that has no room, or an encoding without our letters: no traceback, and JSON stays JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from perturbkv.cli import console
+from perturbkv.visible import plain
+
+Run = Callable[..., Any]
+COMMAND = "from perturbkv.cli.main import main; main()"
+
+
+def ran(streams: str, *argv: str, **environment: str) -> tuple[int, bytes, bytes]:
+    """The exit code of the command in a shell of its own, and both of its streams."""
+    script = f'"$@" {streams}\nexit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, "-c", COMMAND, *argv],
+        env={**os.environ, **environment}, capture_output=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_reader_who_leaves_is_no_error() -> None:
+    code, out, err = ran("| true", "policies")
+    assert (code in (0, 141), err) == (True, b"")
+
+
+def test_output_without_room_is_one_line() -> None:
+    code, _, err = ran("> /dev/full", "models")
+    assert code == 2
+    assert err.decode().count("\n") == 1
+    assert "No space left on device" in err.decode()
+
+
+def test_a_closed_output_is_no_error() -> None:
+    assert ran(">&- 2>&-", "models", "--json")[0] == 0
+
+
+def test_an_encoding_without_our_letters_gets_escapes_and_json_that_is_json() -> None:
+    code, out, err = ran("", "policies", PYTHONIOENCODING="ascii", COLUMNS="0")
+    assert (code, err) == (0, b"")
+    assert out.isascii()
+    whole = json.loads(ran("", "policies", "--json")[1])
+    assert json.loads(ran("", "policies", "--json", PYTHONIOENCODING="ascii")[1]) == whole
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("1", 20), ("33", 33)])
+def test_no_screen_is_too_narrow_to_draw_on(monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert console.screen(file=io.StringIO()).width == width
+
+
+def test_notes_are_text_in_one_line() -> None:
+    held = io.StringIO()
+    with mock.patch.object(console, "err", console.Console(file=held, force_terminal=True)):
+        console.note("[/INST] :smile: \x1b[2J\nerror: another")
+    assert held.getvalue() == "[/INST] :smile: \\x1b[2J\\nerror: another\n"
+
+
+def test_json_holds_texts_as_they_are() -> None:
+    text = "of [  1,  2 ] and [ null ] \x1b[2J \ud800 \u2028 漢"
+    document = {"text": text, "numbers": [1, 2.5, None]}
+    written = console.as_json(document)
+    assert json.loads(written.encode()) == {"schema": console.SCHEMA, **document}
+    assert '"numbers": [1, 2.5, null]' in written
+    assert json.loads(console.as_json_line(document).encode()) == document
+
+
+def test_a_long_error_shows_its_two_ends(perturbkv: Run) -> None:
+    asked = perturbkv("trace", "--policy", "x" * 9_000, "--json")
+    assert asked.code == 2
+    assert len(asked.err) < 2_100
+    assert asked.err.startswith("error: unknown policy 'xxx")
+    assert len(asked.json()["error"]["message"]) > 9_000
+
+
+@pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "a\nerror: b", "[INST] :smile:", "\udcff"])
+def test_ids_and_names_are_shown_and_stay_what_they_are(perturbkv: Run, model: Path, tmp_path: Path, name: str) -> None:
+    row = {"id": name if name != "\udcff" else "a", "prompt": f"{plain(name)} and on " * 20, "answers": ["[/INST]"]}
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text(json.dumps(row))
+    options = ["--model", model, "--budget", 24, "--window", 8, "--max-new-tokens", 2]
+    shown = perturbkv("generate", "--dataset", path, *options, "-o", "out")
+    assert shown.code == 0, shown.err
+    assert "\x1b" not in shown.out
+    assert "\nerror" not in shown.out
+    again = perturbkv("generate", "--dataset", path, *options, "-o", "out", "--json")
+    assert again.json()["samples"][0]["sample"] == row["id"]
+    assert again.json()["run"]["dataset"] == str(path)
+
+
+def test_a_file_that_is_no_answers_of_ours_is_left_alone(perturbkv: Run, model: Path, data: Path) -> None:
+    options = ["--model", model, "--dataset", data, "--samples", 1, "--budget", 24, "--window", 8]
+    options += ["--max-new-tokens", 2, "-o", "out"]
+    Path("out").mkdir()
+    kept = Path("out/generation.jsonl")
+    for content in (b"my notes\n", b"\xff\xfe", b"", b'{"run": "x"}\n'):
+        kept.write_bytes(content)
+        refused = perturbkv("generate", *options)
+        assert (refused.code, refused.err.count("\n")) == (2, 1)
+        assert kept.read_bytes() == content
+    kept.unlink()
+    assert perturbkv("generate", *options).code == 0
+    whole = kept.read_text()
+    kept.write_text(whole.splitlines()[0] + '\n{"sample": "p0"}\n')
+    refused = perturbkv("generate", *options)
+    assert (refused.code, "a line that is no answers of ours" in refused.err) == (2, True)

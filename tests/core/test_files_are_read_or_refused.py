@@ -1,0 +1,84 @@
+"""A file that a user names is a regular one of a size that can be meant, in UTF-8; JSON is JSON. Else one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from perturbkv.errors import ConfigError
+from perturbkv.reading import FileKind, parse_json
+
+KIND = FileKind("a list", ConfigError, most=2**20, hint="choose another")
+
+
+def refused(path: Path, *words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^expected a list at {path}, got .*; choose another$") as raised:
+        KIND.read_json(path)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_a_pipe_a_device_and_a_folder_are_refused_without_reading(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "a named pipe, not a regular file")
+    for name, at in (("zero", "/dev/zero"), ("itself", "itself"), ("gone", "nowhere")):
+        (tmp_path / name).symlink_to(at)
+    refused(tmp_path / "zero", "a device")
+    refused(tmp_path / "itself", "Too many levels of symbolic links")
+    refused(tmp_path / "gone", "got nothing")
+    refused(tmp_path, "a folder")
+
+
+def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's whole address has 108 bytes
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("s")
+        refused(tmp_path / "s", "a socket")
+
+
+def test_a_file_that_cannot_be_meant_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.touch()
+    os.truncate(path, 2**20)
+    refused(path, "no JSON")
+    os.truncate(path, 2**40)
+    refused(path, "1,099,511,627,776 bytes, more than 1 MiB")
+
+
+def test_text_has_newlines_alone_and_no_mark_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffa\r\nb\rc\n\u2028é".encode())
+    assert KIND.read_text(path) == "a\nb\nc\n\u2028é"
+    path.write_bytes(b"a\nb\n\xe9")
+    with pytest.raises(ConfigError, match=r"no UTF-8 text \(line 3: "):
+        KIND.read_text(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "too deep"),
+        ('{"a":' * 100_000, "too deep"),
+        ("9" * 5_000, "a whole number of 5,000 digits"),
+        ("[NaN]", "NaN is no number"),
+        ("-Infinity", "-Infinity is no number"),
+        ("[1e999]", "1e999 is beyond every number"),
+        ("[1,]", "column"),
+        ("[1,\n\n}", "line 3, column 1"),
+        ("", "column 1"),
+        ('"a\x01"', "control character"),
+    ],
+)
+def test_what_is_no_json_is_told_in_a_few_words(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=".") as raised:
+        parse_json(text)
+    assert said in str(raised.value)
+    assert len(str(raised.value)) < 100
+
+
+def test_what_is_json_is_read_as_python_reads_it() -> None:
+    text = '{"a": [1, -2.5e-3, true, null, "\\ud83d\\ude00"], "b": 123456789012345678901234567890, "c": 0.1}'
+    assert parse_json(text) == json.loads(text)
