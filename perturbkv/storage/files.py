@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -41,7 +41,8 @@ def written_whole(path: Path) -> Iterator[Path]:
                 os.fsync(stream.fileno())
             beside.replace(where)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # such as of a name that is too long
+            beside.unlink()
         remove_empty(made)
         raise
     with refusals(path):

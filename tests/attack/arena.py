@@ -15,7 +15,7 @@ from pathlib import Path
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.lock import lock_path
 from tests.attack.materials import Materials
-from tests.attack.running import Running
+from tests.attack.running import Outcome, Running
 from tests.support.growing import told
 
 SAMPLES = 6
@@ -47,14 +47,19 @@ class Arena:
         """How many samples are safe now."""
         return SAMPLES if self.trace.exists() else len(Journal(journal_path(self.trace)).sample_ids())
 
+    @staticmethod
+    def told(outcome: Outcome) -> int:
+        """How many samples a run found finished."""
+        said = _THERE.search(outcome.err)
+        return int(said[1]) if said else 0
+
     def flaw_of_rerun(self) -> str | None:
         """What is wrong with the same command's second run; None where it leaves what it should."""
         finished = self.finished()
         again = Running(RUN, self.folder).outcome(LONG_S)
         if again.code:
             return f"the second run ends with {again.code}: {again.err.strip()[-300:]}"
-        said = _THERE.search(again.err)
-        if int(said[1] if said else 0) != finished:
+        if self.told(again) != finished:
             return f"{finished} samples were finished, the second run says: {again.err.strip()[-300:]!r}"
         left = sorted(path.name for path in self.folder.iterdir() if path.name.lstrip(".").startswith("t.h5"))
         if left != ["t.h5"]:

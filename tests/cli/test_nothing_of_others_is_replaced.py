@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,6 +222,19 @@ def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkey
     assert "1 sample of 2 there already; going on" in perturbkv(*command).err
 
 
+def test_answers_on_a_full_disk_are_one_line(
+    perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
+    with monkeypatch.context() as patch:
+        patch.setattr("perturbkv.cli.generate.os", SimpleNamespace(fsync=full))
+        refused(perturbkv(*command), "expected room for generation.jsonl, got 'No space left on device'; make some")
+    assert perturbkv(*command).code == 0
+
+
 def test_where_all_samples_fail_the_reasons_are_told(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +256,7 @@ def test_where_all_samples_fail_the_reasons_are_told(
 
 def test_a_figures_name_is_no_longer_than_a_file_may_have(perturbkv: Run, tiny: list[object]) -> None:
     kinds = ("attention", "two-stage", "random", "value", "attention-unpooled", "two-stage-uniform")
-    names = [f"{policy}:{kind}" for policy in ("snapkv", "pyramidkv") for kind in kinds]
+    names = [f"{policy}:{kind}" for policy in ("snapkv", "pyramidkv", "adakv") for kind in kinds]
     ran = perturbkv("heads", *tiny, "--compare", ",".join(names), "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
     assert len("-".join(names)) > 255
