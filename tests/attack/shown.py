@@ -216,7 +216,7 @@ def _figures_or_refused(outcome: Outcome, folder: Path, word: str) -> str | None
 
 def _loose(outcome: Outcome, folder: Path, word: str) -> str | None:
     """Shown or refused; svg files are XML."""
-    flaw = kept(outcome) or (_refused(outcome, folder, word[:20]) if outcome.code == 2 else None)
+    flaw = kept(outcome) or (_refused(outcome, folder, "") if outcome.code == 2 else None)
     for path in (folder / "out").glob("*.svg"):
         try:
             ET.parse(path)
