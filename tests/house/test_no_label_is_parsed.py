@@ -97,7 +97,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
     return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=tuple(configs))
 
 
-def drawn(figure: Figure, identity: RunIdentity, stem: Path, formats: list[str]) -> list[str]:
+def drawn(figure: Figure, identity: RunIdentity, stem: Path, formats: list[str], overwrite: bool) -> list[str]:
     """In place of a figure's files: every word on it, every name of an artist, and what its metadata say."""
     gids = [str(one.get_gid()) for one in figure.findobj(Artist) if one.get_gid()]
     texts = [one.get_text() for one in figure.findobj(Text)]
