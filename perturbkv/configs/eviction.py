@@ -10,10 +10,11 @@ from typing import Any, Self
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
+from perturbkv.configs.documents import holding, nested, unnested
 from perturbkv.configs.numbers import LARGEST
 from perturbkv.configs.numbers import check as check_number
 from perturbkv.configs.option import completed
-from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity")
@@ -198,7 +199,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found[f"{name}_options"] = {option: _nested(held) for option, held in value.options.items()}
+                found[f"{name}_options"] = {option: nested(held) for option, held in value.options.items()}
         return found
 
     def _choices(self) -> list[tuple[str, Any]]:
@@ -211,8 +212,8 @@ class EvictionConfig:
         held = dict(document)
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
-            options = {option: _unnested(value) for option, value in options.items()}
-            held[name] = _holding(told, options)
+            options = {option: unnested(value) for option, value in options.items()}
+            held[name] = holding(told, options)
         return cls(**held)
 
 
@@ -226,7 +227,7 @@ def _chosen(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
     """The choice with all of its options. Raises UnknownNameError, ConfigError."""
     choice = as_choice(given)
     if choice.name not in known:
-        raise UnknownNameError(choice.name, what, known)
+        raise UnknownNameError(choice.name, what, ASKED if what == "selection" else known)
     return completed(choice, f"{what} '{choice.name}'", known[choice.name])
 
 
@@ -244,45 +245,5 @@ def _shown(value: Any) -> Any:
     return str(value) if isinstance(value, Choice) else value
 
 
-def _nested(value: Any) -> Any:
-    """An option as JSON holds it: a choice inside another as it is written, with all of its own options."""
-    if not isinstance(value, Choice):
-        return value
-    return {"choice": str(value), "options": {name: _nested(held) for name, held in value.options.items()}}
-
-
-def _unnested(value: Any) -> Any:
-    """What `_nested` made this of."""
-    if not isinstance(value, dict):
-        return value
-    told, options = as_choice(value["choice"]), {name: _unnested(held) for name, held in value["options"].items()}
-    return _holding(told, options)
-
-
-def _holding(told: Choice, options: Mapping[str, Any]) -> Choice:
-    """A choice with all of its options, those that it shows in the order in which it does: JSON sorts its keys."""
-    ordered = {name: options[name] for name in (*told.options, *options)}
-    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
-
-
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Budget) else value
-
-
-_RELEASED = {
-    "alpha": 0.5,
-    "split": "total",
-    "score": "pooled",
-    "epsilon": 1e-4,
-    "pool": "average",
-    "kernel": 5,
-    "granularity": "kv",
-    "safeguard": "guaranteed",
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "paper-v2": {"alpha": 0.5, "score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
-    "released-v2": _RELEASED,
-    "kvpress": {**_RELEASED, "window": 64, "line": "total"},
-}
-"""METHOD's table of presets, as differences from the defaults, which are `paper`; each goes to whatever has it."""

@@ -22,6 +22,8 @@ _NO_FILES = {
     stat.S_IFSOCK: "a socket",
 }
 """What is read without end, or waited for, where a file is expected."""
+_LONGEST = 480
+"""Characters of another library's message."""
 
 
 @dataclass(frozen=True)
@@ -125,22 +127,26 @@ def explained(source: Source, what: str) -> Iterator[None]:
         reason = _reason(error)
         if source.hub_id and isinstance(error, OSError):
             raise ModelError(_about_hub(source, reason)) from error
-        why = reason[:200].rstrip(":")
-        msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {why}"
+        msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {reason}"
         raise ModelError(msg) from error
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a message, and the second where the first only announces it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return told if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {told}"
+    """What somebody else's code says, in one line of whole sentences; a longer one between its words."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if text != type(error).__name__ and not isinstance(error, OSError | ValueError):
+        text = f"{type(error).__name__}: {text}"
+    if len(text) <= _LONGEST:
+        return text
+    shown = text[:_LONGEST]
+    whole = shown.rpartition(". ")[0]
+    return f"{whole}." if whole else f"{shown.rpartition(' ')[0]} …"
 
 
 def _about_hub(source: Source, reason: str) -> str:
     instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
     return (
         f"model '{source.name}' needs {source.hub_id} (config.json, tokenizer, *.safetensors) and the hub did "
-        f"not give it ({reason[:120]}); bring it with --model PATH (a folder of safetensors or a .gguf file), "
-        f"or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models){instead}"
+        f"not give it ({reason.partition('. ')[0]}); bring it with --model PATH (a folder of safetensors or a .gguf "
+        f"file), or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models){instead}"
     )
