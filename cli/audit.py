@@ -103,7 +103,9 @@ def _audited(eviction: str, asked: AuditOptions) -> AuditResult:
     place = pick_device(asked.device)
     files = open_model(asked.model, asked.seed)
     usual = 1 if isinstance(given, KeptFile) else 2
-    prompts = encode_prompts(replace(asked, samples=asked.samples or usual), files.tokenizer)
+    prompts = encode_prompts(
+        replace(asked, samples=asked.samples or usual), files.tokenizer, int(files.config.max_position_embeddings)
+    )
     adapter = load_weights(files, pick_dtype(asked.dtype, place), place, asked.seed)
     with console.progress("prompts", len(prompts)) as bar:
         return conclude(measure(adapter, prompts, given, settings, _about(prompts), progress=bar.one_more))

@@ -17,6 +17,8 @@ def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
     """Finite numbers that were given one by one or with commas. Raises ConfigError for anything else."""
     pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
     try:
+        if texts and not pieces:
+            raise ValueError
         found = tuple(float(piece) for piece in pieces)
     except ValueError:
         msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"

@@ -103,7 +103,7 @@ SAID: dict[str, Sequence[Any]] = {
     "bos_token_id": (10**6, 2**32 - 1),
     "eos_token_id": (10**6, 2**32 - 1),
     "chat_template": ("{% for", "{{ nothing.at.all }}", ""),
-    "custom_alignment": (0, 1, 7, 2**16),
+    "custom_alignment": (1, 64, 2**16),
 }
 _NEVER = ("embedding_length", "block_count", "feed_forward_length")
 

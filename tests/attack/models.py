@@ -30,7 +30,7 @@ def cases(workshop: Path, seed: int, count: int) -> Iterator[Case]:
         elif spoiled.copied:
             shutil.copytree(whole[False], model)
         name = spoiled.spoil(model) or model.name
-        words = spoiled.words or (str(name)[:100],)
+        words = spoiled.words or (str(name)[:100], "sample 'p'")
         fine = refused(*words) if spoiled.never else measured_or_refused(folder, *words)
         yield Case(spoiled.name, folder, (*TRACE, str(name)), fine)
 

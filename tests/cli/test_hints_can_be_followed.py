@@ -119,6 +119,12 @@ def test_what_is_no_number_names_its_option(perturbkv: Run, hidden: list[object]
     refused(perturbkv("trace", *instead(hidden, option, value)), option.removeprefix("--"))
 
 
+@pytest.mark.parametrize("option", ["--length", "--depth"])
+def test_a_list_of_nothing_is_not_taken_for_the_default(perturbkv: Run, hidden: list[object], option: str) -> None:
+    for nothing in ("", " ", ","):
+        refused(perturbkv("trace", *hidden, option, nothing), f"{option} takes numbers")
+
+
 def test_the_selfcheck_refuses_sizes_before_it_checks(perturbkv: Run) -> None:
     for option, value in (("--samples", 0), ("--length", 5), ("--entries", 0), ("--entries", 2**30)):
         refused(perturbkv("selfcheck", "--device", "cpu", option, value), str(value))

@@ -180,6 +180,16 @@ def test_a_gguf_header_that_says_what_cannot_be_is_refused(
     refused(path, str(path), words)
 
 
+def test_a_gguf_file_of_no_alignment_is_refused(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "model.gguf")
+    key = b"general.alignment"
+    pair = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 0)
+    content = path.read_bytes()
+    (pairs,) = struct.unpack_from("<Q", content, 16)
+    path.write_bytes(content[:16] + struct.pack("<Q", pairs + 1) + pair + content[24:])
+    refused(path, "is cut or damaged")
+
+
 def test_an_error_of_ours_and_an_interrupt_pass_what_explains_other_libraries(folder: Path) -> None:
     for error in (ModelError("ours"), KeyboardInterrupt()):
         with pytest.raises(type(error)), explained(resolve(str(folder)), "the weights"):
