@@ -50,7 +50,7 @@ def write_trace(
     Raises TraceError where the samples' axes do not fit together.
     """
     sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
-    told = {name: str(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
+    told = {name: _text(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
     with h5py.File(path, "w", libver=_VERSIONS, track_order=True) as file:
         file.attrs["format_version"] = FORMAT_VERSION
         for name, text in told.items():
@@ -62,6 +62,11 @@ def write_trace(
             _write_sample(variables, where, sample(name), filled)
         variables.write_sums()
         file.attrs[checksums.NAME] = checksums.document(told, {name: _said(file[name]) for name in file})
+
+
+def _text(value: object) -> str:
+    """A text as UTF-8 can hold it: of the name of a file, any bytes."""
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def _said(held: h5py.Dataset) -> str:
@@ -142,7 +147,7 @@ class _SummedVariable:
         return np.full(self._shape, fill_of(self._variable.dtype), dtype=self._dtype)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
-        block = np.asarray(value, dtype=self._dtype)
+        block = np.asarray(_text(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         self._held[where] = block.item() if self._dtype.kind == "O" else block
         if isinstance(where, slice):
             self._sums[0] = checksums.of(block, self._sums[0])
