@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.ablation_tables import of_setting
-from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.ingredients import BASELINE, Row, Setting, settings
+from perturbkv.analyses.arithmetic import plain
+from perturbkv.analyses.ingredients import BASELINE, Row, Setting, left_out, settings
 from perturbkv.analyses.naming import short
-from perturbkv.analyses.objects import columns_of
-from perturbkv.analyses.result import Result
+from perturbkv.analyses.of_settings import OfSettings, by_head
 from perturbkv.analyses.sentences import Case, compared, decided, difference, ends, over, same, sentence, tally
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.trace import Trace
 
@@ -26,18 +28,20 @@ _FOUND = {-1: ("less", "less"), 1: ("more", "more"), 0: ("undecided", "undecided
 
 
 @dataclass(frozen=True, repr=False)
-class Ablation(Result):
+class Ablation(OfSettings[Setting]):
     """Every setting of a trace that holds the baseline and something to compare with it.
 
+    A setting: what shares everything but selection, group's product and α.
+
     Attributes:
-        settings: what shares everything but selection, group's product and α.
-        step: decode step looked at.
-        identity: of the run, with the configurations of all settings.
+        left_out: configurations that are in none of them.
     """
 
-    settings: tuple[Setting, ...]
-    step: int
-    identity: RunIdentity
+    left_out: tuple[EvictionConfig, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        return {**super().to_dict(), "left_out": plain(list(self.left_out))}
 
     def conclusion(self) -> str:
         """By how much the two-stage selection perturbs less than the baseline, and which ingredient brings it."""
@@ -49,7 +53,9 @@ class Ablation(Result):
 
     def tables(self) -> list[Table | str]:
         """Of each setting its rows over the baseline, and what each ingredient adds to the row without it."""
-        return [part for setting in self.settings for part in of_setting(setting)]
+        policies = {setting.baseline.policy.name for setting in self.settings}
+        shown = [part for setting in self.settings for part in of_setting(setting, with_policy=len(policies) > 1)]
+        return [*shown, *([_about(self.left_out)] if self.left_out else [])]
 
     def notes(self) -> str:
         """What sums, medians and rows mean."""
@@ -61,10 +67,6 @@ class Ablation(Result):
             f"its product. {numbers.about_floor(kind.floor_relative_median)} {numbers.ABOUT_HELD}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        return {"settings": [setting.to_dict() for setting in self.settings]}
-
     def records(self) -> list[dict[str, Any]]:
         """A row per comparison, kind, layer and head: both sides' mean L1 over samples, their floor and the verdict.
 
@@ -72,13 +74,11 @@ class Ablation(Result):
         is the one that has it, `baseline` the label of the other. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         return [
-            {**told, "kind": kind, **one}
+            one
             for setting in self.settings
             for part in ("rows", "brings")
             for row in getattr(setting, part)
-            for told in [_told(part, row)]
-            for kind in ("isolated", "propagated")
-            for one in getattr(row.compared, kind).records()
+            for one in by_head(row.compared, part=part, name=row.name, alpha=row.alpha)
         ]
 
     def plot(self, width_mm: float = 174) -> Figure:
@@ -131,15 +131,15 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
         >>> pk.ablation(trace).settings[0].rows[0].compared.isolated.baseline_mean.shape
         (2, 2)
     """
-    found = settings(trace, step)
-    configs = dict.fromkeys(config for one in found for config in one.identity.configs)
-    return Ablation(found, step, identity(trace, list(configs), step))
+    return Ablation.of(trace, settings(trace, step), step, left_out=left_out(trace.run))
 
 
 def _case(name: str, row: Row) -> Case:
     return name, row.compared.propagated.sum_ratio, row.compared.propagated.sum_ratio_interval
 
 
-def _told(part: str, row: Row) -> dict[str, Any]:
-    sides = {**columns_of(row.compared.treatment), "baseline": row.compared.baseline.label()}
-    return {**sides, "part": part, "name": row.name, "alpha": row.alpha}
+def _about(left: Iterable[EvictionConfig]) -> str:
+    """Which configurations are left out, and why: 'h2o:attention, 2 × snapkv:random'."""
+    names = Counter(f"{config.policy}:{config.selection}" for config in left)
+    told = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names.items())
+    return f"left out, as nothing in their settings but controls can be held against {BASELINE}: {told}"

@@ -13,14 +13,15 @@ _COLUMNS = ("", "#α", "#held /\nfull", "", "#Σ of all\nheads", "#median\nhead"
 _KINDS = {"isolated": "isol.", "propagated": "prop."}
 
 
-def of_setting(setting: Setting) -> list[Table | str]:
-    """Its rows over the baseline, what each ingredient brings, and the lines between."""
+def of_setting(setting: Setting, with_policy: bool) -> list[Table | str]:
+    """Its rows over the baseline, what each ingredient brings, and the lines between; `with_policy` in its title."""
     shown = [_baseline(setting), *_lines(setting.rows)]
     controls = ", ".join(config.selection.name for config in setting.controls)
     absent = [f"not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
+    policy = f"{setting.baseline.policy.name} " if with_policy else ""
     title = "what each ingredient brings: L1 over that without it"
     return [
-        Table(f"{setting.setting}: L1 over the baseline's", _COLUMNS, shown),
+        Table(f"{policy}{setting.setting}: L1 over the baseline's", _COLUMNS, shown),
         _half(setting),
         f"controls, of the same budget and protection: {controls}",
         *absent,

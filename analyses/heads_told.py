@@ -9,13 +9,15 @@ from perturbkv.analyses.conclusions import ALIKE, FEW, LESS, MORE, UNDECIDED, Ou
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.naming import common, counted, folded, short, sides
+from perturbkv.analyses.naming import choices, common, counted, folded, short, sides
 from perturbkv.analyses.sentences import capital
 from perturbkv.display import Table
 
 _PAIR = ["treatment", "#heads\n+ / = / −", "#beyond\nchance\n+ / −", "#share\nbetter", "#Σ over\nbaseline's",
          "#median\nhead's", "#half\nof Σ in"]  # fmt: skip
 _PAIRS = ["treatment", "#held /\nfull", "", "#share\nbetter", "#Σ over\nbaseline's", "#beyond\nchance\n+ / −"]
+_LETTERS = 20
+"""Of a name in a table's first column."""
 
 
 def conclusion(pairs: Sequence[HeadComparison]) -> str:
@@ -145,8 +147,8 @@ def _pairs_table(pairs: Sequence[HeadComparison]) -> list[Table | str]:
     baselines = ", ".join(dict.fromkeys(sides(pair.baseline, pair.treatment)[0] for pair in pairs))
     rows = []
     for pair, words in zip(pairs, short([pair.baseline for pair in pairs], "selection"), strict=True):
-        rows.append([_name(pair), numbers.held(pair.held[1]), "isol.", *_short_row(pair.isolated)])
-        rows.append([folded(words, 20), "", "prop.", *_short_row(pair.propagated)])
+        rows.append([folded(_name(pair), _LETTERS), numbers.held(pair.held[1]), "isol.", *_short_row(pair.isolated)])
+        rows.append([folded(words, _LETTERS), "", "prop.", *_short_row(pair.propagated)])
     title = f"isolated and propagated perturbation, {DISTANCES[pairs[0].distance]}"
     return [f"baseline {baselines} · {shared}", Table(title, _PAIRS, rows)]
 
@@ -170,13 +172,13 @@ def _row(kind: HeadKind) -> list[str]:
     ]
 
 
-def _name(pair: HeadComparison, colon: str = ":") -> str:
+def _name(pair: HeadComparison) -> str:
     """The treatment in as few words as tell it from its baseline."""
-    treatment, same = pair.treatment, pair.treatment.policy.name == pair.baseline.policy.name
-    return treatment.selection.name if same else f"{treatment.policy.name}{colon}{treatment.selection.name}"
+    (baseline, _), (policy, selection) = choices(pair.baseline, pair.treatment)
+    return selection if policy == baseline else f"{policy}:{selection}"
 
 
 def _treatment(pair: HeadComparison) -> str:
     """The treatment, what both caches hold, and how many of its heads are flagged."""
     held = " → ".join(numbers.held(share) for share in pair.held)
-    return "\n".join([_name(pair, ":\n"), f"held {held}", f"σ ≤ 0.5: {int(pair.flagged.sum())}"])
+    return "\n".join([folded(_name(pair), _LETTERS), f"held {held}", f"σ ≤ 0.5: {int(pair.flagged.sum())}"])

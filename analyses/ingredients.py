@@ -10,11 +10,13 @@ from perturbkv.analyses import heads
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.method_rows import controls_of_others
 from perturbkv.analyses.naming import setting
 from perturbkv.analyses.objects import setting_object
 from perturbkv.analyses.pairing import Pair, order
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -119,17 +121,33 @@ class Setting:
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
-    """One entry per setting of the trace.
+    """One entry per setting of the trace, but for those that are a method's controls and nothing else.
 
     Raises TraceError where no setting holds the baseline and another row, and as `heads.summarise`.
     """
-    grouped = [_members(trace.run.configs[place] for place in group) for group in alike(trace.run, *_FREE)]
-    found = [_setting(trace, members, step) for members in grouped if (BASELINE, None) in members and len(members) > 1]
+    found = [_setting(trace, _members(group), step) for group in _compared(trace.run)]
     if not found:
         held = ", ".join(dict.fromkeys(config.selection.name for config in trace.run.configs))
         msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {held}"
         raise TraceError(msg)
     return tuple(found)
+
+
+def left_out(run: RunConfig) -> tuple[EvictionConfig, ...]:
+    """Configurations that are in no setting."""
+    inside = {config for group in _compared(run) for config in group}
+    return tuple(config for config in run.configs if config not in inside)
+
+
+def _compared(run: RunConfig) -> list[list[EvictionConfig]]:
+    """What shares a setting, with the baseline and another row in it."""
+    others = controls_of_others(run)
+    groups = [[run.configs[place] for place in group] for group in alike(run, *_FREE)]
+    return [group for group in groups if _has_rows(_members(group)) and not others.issuperset(group)]
+
+
+def _has_rows(members: _Members) -> bool:
+    return (BASELINE, None) in members and len(members) > 1
 
 
 def _ingredient(config: EvictionConfig) -> str:

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.analyses import heads
-from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import identity
 from perturbkv.analyses.naming import apart, common
-from perturbkv.analyses.objects import setting_object
-from perturbkv.analyses.outcomes import Divergence, Outcome, divergence, outcome
+from perturbkv.analyses.outcomes import Outcome, Outcomes, divergence
 from perturbkv.analyses.pairing import matches
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.configs.budget import entries
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -37,15 +36,18 @@ class Row(Outcome):
     """One method.
 
     Attributes:
-        config: the method.
         controls: selection -> the method against SnapKV's entries so selected, with the same window and protected
             entries; without those that the run lacks.
         beside: in what it differs from other rows of its name.
     """
 
-    config: EvictionConfig
     controls: Mapping[str, HeadComparison]
     beside: str = ""
+
+    @property
+    def config(self) -> EvictionConfig:
+        """The method."""
+        return self.compared.treatment
 
     @property
     def name(self) -> str:
@@ -57,26 +59,18 @@ class Row(Outcome):
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""
         controls = {name: one.to_dict() for name, one in self.controls.items()}
-        return {**super().to_dict(), "name": self.name, "controls": controls}
+        return {**super().to_dict(), "controls": controls}
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One budget and granularity.
+class Setting(Outcomes[Row]):
+    """One budget and granularity; the baseline is SnapKV's, the methods come by propagated perturbation.
 
     Attributes:
-        baseline: SnapKV's.
-        kl: the baseline's.
         controls: as a row's, of the baseline.
-        rows: the methods, by propagated perturbation, the least first.
-        identity: of the run.
     """
 
-    baseline: EvictionConfig
-    kl: Divergence
     controls: Mapping[str, HeadComparison]
-    rows: tuple[Row, ...]
-    identity: RunIdentity
 
     @property
     def setting(self) -> str:
@@ -85,17 +79,7 @@ class Setting:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "setting": setting_object(self.identity.configs),
-                "baseline": self.baseline,
-                "kl_median": self.kl.median,
-                "kl_median_interval": self.kl.interval,
-                "controls": {name: one.to_dict() for name, one in self.controls.items()},
-                "rows": [row.to_dict() for row in self.rows],
-            }
-        )
-        return found
+        return {**super().to_dict(), "controls": {name: one.to_dict() for name, one in self.controls.items()}}
 
 
 def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
@@ -143,11 +127,9 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Set
 
     Raises TraceError where none does, and as `heads.summarise`.
     """
-    options = {name for one in trace.run.configs for name in one.flat() if name.startswith(("policy_", "selection_"))}
-    groups = [[trace.run.configs[place] for place in group] for group in alike(trace.run, *_FREE, *options)]
     found = [
         one
-        for group in groups
+        for group in _groups(trace.run)
         if (base := baseline_of(group)) and (one := _setting(trace, group, base, step, only)).rows
     ]
     if not found:
@@ -155,6 +137,23 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Set
         msg = f"{ANALYSIS} needs {':'.join(BASELINE)} and another policy at the same budget; got a trace of {held}"
         raise TraceError(msg)
     return tuple(found)
+
+
+def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
+    """SnapKV's entries with a window or protected entries that are another method's, which they are controls of."""
+    found: set[EvictionConfig] = set()
+    for group in _groups(run):
+        if base := baseline_of(group):
+            methods = [one for one in group if one.policy.name != BASELINE[0] or _key(one) not in _wanted(base, one)]
+            keys = {key for one in methods for key in _wanted(base, one)} - _wanted(base, base)
+            found |= {one for one in group if one.policy.name == BASELINE[0] and _key(one) in keys}
+    return found
+
+
+def _groups(run: RunConfig) -> list[list[EvictionConfig]]:
+    """Configurations of equal budget and granularity."""
+    options = {name for one in run.configs for name in one.flat() if name.startswith(("policy_", "selection_"))}
+    return [[run.configs[place] for place in group] for group in alike(run, *_FREE, *options)]
 
 
 def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
@@ -165,9 +164,14 @@ def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
 
 def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
     """What is neither the baseline nor a control of something else."""
-    wanted = [control(base, one, name) for one in group if one != base for name in CONTROLS]
-    controls = {_key(one) for one in wanted if one is not None}
+    controls = {key for one in group if one != base for key in _wanted(base, one)}
     return [one for one in group if one != base and (_key(one) not in controls or one.policy.name != BASELINE[0])]
+
+
+def _wanted(base: EvictionConfig, config: EvictionConfig) -> set[tuple[Any, ...]]:
+    """What a method's controls are known by, where they are known."""
+    wanted = (control(base, config, name) for name in CONTROLS)
+    return {_key(one) for one in wanted if one is not None}
 
 
 def _key(config: EvictionConfig) -> tuple[Any, ...]:
@@ -180,7 +184,10 @@ def _setting(
     trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str]
 ) -> Setting:
     named = [one for one in _methods(group, baseline) if not only or any(matches(one, name) for name in only)]
-    rows = [_row(trace, baseline, config, group, step) for config in named]
+    rows = [
+        Row.of(trace, ANALYSIS, baseline, one, step, controls=_controls(trace, baseline, one, group, step))
+        for one in named
+    ]
     return Setting(
         baseline=baseline,
         kl=divergence(trace, ANALYSIS, baseline, step),
@@ -202,12 +209,6 @@ def _told_apart(rows: list[Row]) -> list[Row]:
 
 def _ratio(row: Row) -> float:
     return row.compared.propagated.sum_ratio
-
-
-def _row(trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int) -> Row:
-    found = outcome(trace, ANALYSIS, baseline, config, step)
-    told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    return Row(**told, config=config, controls=_controls(trace, baseline, config, group, step))
 
 
 def _controls(

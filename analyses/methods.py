@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.method_rows import Row, Setting, settings
 from perturbkv.analyses.naming import counted, folded
-from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.of_settings import OfSettings, by_head
 from perturbkv.analyses.pairing import matches
-from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import capital, decided, over
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
@@ -27,19 +24,11 @@ _OVER = ("method", "#held /\nfull", "#snapkv", "#random,\nsame ends", "#snapkv,\
 _OUTPUT = ("method", "#isolated", "#last layer's\ndrift", "#KL of the next\ntoken (nat)")
 
 
-@dataclass(frozen=True, repr=False)
-class MethodRanking(Result):
+class MethodRanking(OfSettings[Setting]):
     """Every budget and granularity of a trace that holds SnapKV and another method.
 
-    Attributes:
-        settings: methods of equal budget and granularity.
-        step: decode step looked at.
-        identity: of the run, with the configurations of all settings.
+    A setting: methods of equal budget and granularity.
     """
-
-    settings: tuple[Setting, ...]
-    step: int
-    identity: RunIdentity
 
     def conclusion(self) -> str:
         """Of each setting the method that perturbs least, and how many perturb less than SnapKV, or than chance."""
@@ -59,21 +48,13 @@ class MethodRanking(Result):
             f"samples. {numbers.ABOUT_HELD} {numbers.about_floor(kind.floor_relative_median)}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        return {"settings": [setting.to_dict() for setting in self.settings]}
-
     def records(self) -> list[dict[str, Any]]:
         """A row per method, kind, layer and head: both sides' mean L1 over samples, their floor and the verdict.
 
         `baseline` is SnapKV's label. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         return [
-            {**columns_of(row.config), "baseline": setting.baseline.label(), "name": row.name, "kind": kind, **one}
-            for setting in self.settings
-            for row in setting.rows
-            for kind in ("isolated", "propagated")
-            for one in getattr(row.compared, kind).records()
+            one for setting in self.settings for row in setting.rows for one in by_head(row.compared, name=row.name)
         ]
 
     def plot(self, width_mm: float = 174) -> Figure:
@@ -102,9 +83,7 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRank
             held = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
             msg = f"expected {name} among the trace's methods, got a trace of {held}"
             raise TraceError(msg)
-    found = settings(trace, step, only)
-    configs = dict.fromkeys(config for one in found for config in one.identity.configs)
-    return MethodRanking(found, step, identity(trace, list(configs), step))
+    return MethodRanking.of(trace, settings(trace, step, only), step)
 
 
 def _concluded(setting: Setting) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 
 SIDE = ("policy", "selection")
 """The choices that the sides of a comparison differ in."""
+_PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
 
 
 def counted(number: int, word: str, many: str = "") -> str:
@@ -39,12 +42,27 @@ def short(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     return [" ".join(told.values()) for told in apart(configs, *without)]
 
 
-def sides(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
-    """The two sides of a comparison by what of policy and selection they differ in."""
+def choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
+    """Policy and selection of both sides of a comparison, each with those of its options that tell the sides apart."""
+    both = (baseline, treatment)
     first, second = (
-        " ".join(word for choice, word in told.items() if choice in SIDE) for told in apart((baseline, treatment))
+        [_with_options(getattr(config, owner), told) for owner in SIDE]
+        for config, told in zip(both, apart(both), strict=True)
     )
     return first, second
+
+
+def sides(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
+    """The two sides of a comparison by what of policy and selection they differ in."""
+    differing = [pair for pair in zip(*choices(baseline, treatment), strict=True) if len(set(pair)) > 1]
+    first, second = (" ".join(pair[place] for pair in differing) for place in (0, 1))
+    return first, second
+
+
+def _with_options(choice: Choice, told: Mapping[str, str]) -> str:
+    """A choice as it is written, with no other options than those that are told."""
+    wanted = {*told, "kernel"} if "pool" in told else {*told}  # one word says both
+    return str(choice.without(name for name in choice.options if name not in wanted))
 
 
 def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
@@ -66,5 +84,16 @@ def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
 
 
 def folded(name: str, width: int = 16) -> str:
-    """A long name on several lines, broken between its words."""
-    return "\n".join(textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False))
+    """A long name on several lines, broken between its words; a longer word behind its brackets, colons and commas."""
+    lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(part for line in lines for part in _broken(line, width))
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """A line that is too long, which is one word, in parts that fit as far as its signs let them."""
+    parts = [""]
+    for piece in _PIECES.findall(line) if len(line) > width else [line]:
+        if parts[-1] and len(parts[-1]) + len(piece) > width:
+            parts.append("")
+        parts[-1] += piece
+    return parts

@@ -1,16 +1,20 @@
-"""What one configuration does against another, from the heads to the next token: one line of several tables."""
+"""What configurations do against another, from the heads to the next token: lines of several tables, by setting."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
 from perturbkv.analyses import heads, intervals, layers
+from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.numbers import at
+from perturbkv.analyses.objects import setting_object
 from perturbkv.analyses.reading import at_step, values
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
@@ -25,7 +29,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(ABC):
     """One configuration against a baseline.
 
     Attributes:
@@ -40,10 +44,30 @@ class Outcome:
     drift_ratio_interval: Scalar
     kl: Divergence
 
+    @classmethod
+    def of(
+        cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
+    ) -> Self:
+        """What a treatment does against the baseline. Raises as `heads.summarise` and `layers.summarise`."""
+        drift = layers.summarise(trace, baseline, treatment, step=step)
+        return cls(
+            compared=heads.summarise(trace, baseline, treatment, step),
+            drift_ratio=float(drift.ratio[-1]),
+            drift_ratio_interval=at(drift.ratio_interval, -1),
+            kl=divergence(trace, analysis, treatment, step),
+            **more,
+        )
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What its line is called."""
+
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""
         return {
             **self.compared.to_dict(),
+            "name": self.name,
             "drift_ratio": self.drift_ratio,
             "drift_ratio_interval": self.drift_ratio_interval,
             "kl_median": self.kl.median,
@@ -51,15 +75,37 @@ class Outcome:
         }
 
 
-def outcome(trace: Trace, analysis: str, baseline: EvictionConfig, config: EvictionConfig, step: int) -> Outcome:
-    """What a configuration does against the baseline. Raises as `heads.summarise` and `layers.summarise`."""
-    drift = layers.summarise(trace, baseline, config, step=step)
-    return Outcome(
-        compared=heads.summarise(trace, baseline, config, step),
-        drift_ratio=float(drift.ratio[-1]),
-        drift_ratio_interval=at(drift.ratio_interval, -1),
-        kl=divergence(trace, analysis, config, step),
-    )
+Line = TypeVar("Line", bound=Outcome)
+
+
+@dataclass(frozen=True)
+class Outcomes(Generic[Line]):
+    """One setting: what its configurations do against a baseline.
+
+    Attributes:
+        baseline: what every row is held against.
+        kl: the baseline's.
+        rows: the others, in the order in which they are shown.
+        identity: of the run.
+    """
+
+    baseline: EvictionConfig
+    kl: Divergence
+    rows: tuple[Line, ...]
+    identity: RunIdentity
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        found: dict[str, Any] = plain(
+            {
+                "setting": setting_object(self.identity.configs),
+                "baseline": self.baseline,
+                "kl_median": self.kl.median,
+                "kl_median_interval": self.kl.interval,
+                "rows": [row.to_dict() for row in self.rows],
+            }
+        )
+        return found
 
 
 def divergence(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> Divergence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -59,7 +60,19 @@ def _without(trace: Trace, name: str | None) -> str:
     whose = "the prompts" if name is None else f"'{name}'"
     return (
         f"expected the text of {whose} in {trace.source or 'this trace'}, got a trace without it (--no-text, or an "
-        "older version); the command that made it, with the same --output, adds it and measures nothing again"
+        f"older version); {_how(trace)} adds it and measures nothing again"
+    )
+
+
+def _how(trace: Trace) -> str:
+    """What to run for the text; which command made the trace, and its other options, the user knows."""
+    if not trace.source:
+        return "pk.measure with text=True and the path of its trace"
+    path = Path(trace.source)
+    output = path.parent if path.name == "trace.h5" else path
+    return (
+        "the command that made it, without --no-text and with the same --output (perturbkv … --model "
+        f"{trace.run.model} --dataset {trace.run.dataset} … --output {output}),"
     )
 
 

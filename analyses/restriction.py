@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import numbers
-from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.naming import folded, short
-from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.of_settings import OfSettings, by_head
 from perturbkv.analyses.restrictions import BASELINE, Row, Setting, settings
-from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import Case, compared, over, sentence
 from perturbkv.display import Table
 from perturbkv.trace import Trace
@@ -28,19 +25,11 @@ _HEADS = (
 _OUTPUT = ("", "#last layer's drift\nover the baseline's", "#KL of the next token\n(nat)")
 
 
-@dataclass(frozen=True, repr=False)
-class Restriction(Result):
+class Restriction(OfSettings[Setting]):
     """Every setting of a trace that holds one kept set per key/value head and something to compare with it.
 
-    Attributes:
-        settings: what shares everything but the restriction.
-        step: decode step looked at.
-        identity: of the run, with the configurations of all settings.
+    A setting: what shares everything but the restriction.
     """
-
-    settings: tuple[Setting, ...]
-    step: int
-    identity: RunIdentity
 
     def conclusion(self) -> str:
         """By how much more restricted kept sets perturb; a set per query head is no restriction."""
@@ -68,23 +57,14 @@ class Restriction(Result):
             f"{numbers.ABOUT_HELD} {numbers.about_floor(kind.floor_relative_median)}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        return {"settings": [setting.to_dict() for setting in self.settings]}
-
     def records(self) -> list[dict[str, Any]]:
         """A row per restriction, kind, layer and head: both sides' mean L1 over samples, their floor and the verdict.
 
         `baseline` is the label of the set per key/value head, `held` what the restricted cache holds over the full
         one. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
-        return [
-            {**_told(row), "kind": kind, **one}
-            for setting in self.settings
-            for row in setting.rows
-            for kind in ("isolated", "propagated")
-            for one in getattr(row.compared, kind).records()
-        ]
+        rows = [row for setting in self.settings for row in setting.rows]
+        return [one for row in rows for one in by_head(row.compared, name=row.name, held=row.compared.held[1])]
 
     def plot(self, width_mm: float = 174) -> Figure:
         """A panel per setting: each restriction's perturbation and drift over the baseline's."""
@@ -112,19 +92,12 @@ def restriction(trace: Trace, step: int = 0) -> Restriction:
         >>> [row.name for row in pk.restriction(trace).settings[0].rows]
         ['kv(block=16)', 'layer', 'query']
     """
-    found = settings(trace, step)
-    configs = dict.fromkeys(config for one in found for config in one.identity.configs)
-    return Restriction(found, step, identity(trace, list(configs), step))
+    return Restriction.of(trace, settings(trace, step), step)
 
 
 def _case(words: str, row: Row) -> Case | None:
     kind = row.compared.propagated
     return None if row.wider else (f"{words} {row.name}".strip(), kind.sum_ratio, kind.sum_ratio_interval)
-
-
-def _told(row: Row) -> dict[str, Any]:
-    sides = {**columns_of(row.compared.treatment), "baseline": row.compared.baseline.label()}
-    return {**sides, "name": row.name, "held": row.compared.held[1]}
 
 
 def _tables(setting: Setting) -> list[Table | str]:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import identity
 from perturbkv.analyses.naming import common
-from perturbkv.analyses.objects import setting_object
-from perturbkv.analyses.outcomes import Divergence, Outcome, divergence, outcome
+from perturbkv.analyses.outcomes import Outcome, Outcomes, divergence
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
@@ -22,7 +17,6 @@ _FREE = ("granularity", "granularity_block", "granularity_block_score")
 """What the rows of a setting differ in, as `EvictionConfig.flat` names it."""
 
 
-@dataclass(frozen=True)
 class Row(Outcome):
     """One restriction, against one kept set of single entries per key/value head."""
 
@@ -37,39 +31,17 @@ class Row(Outcome):
         return self.compared.treatment.granularity.name == "query"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting: everything but the restriction is shared.
+class Setting(Outcomes[Row]):
+    """Everything but the restriction is shared.
 
-    Attributes:
-        baseline: one kept set of single entries per key/value head.
-        kl: the baseline's.
-        rows: each restriction, per key/value head first, then per layer, then per query head.
-        identity: of the run.
+    The baseline is one kept set of single entries per key/value head; then come restrictions per key/value head, per
+    layer, and one per query head.
     """
-
-    baseline: EvictionConfig
-    kl: Divergence
-    rows: tuple[Row, ...]
-    identity: RunIdentity
 
     @property
     def setting(self) -> str:
         """What all rows share, in words."""
         return common((self.baseline,), "granularity")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "setting": setting_object(self.identity.configs),
-                "baseline": self.baseline,
-                "kl_median": self.kl.median,
-                "kl_median_interval": self.kl.interval,
-                "rows": [{**row.to_dict(), "name": row.name} for row in self.rows],
-            }
-        )
-        return found
 
 
 def restriction(config: EvictionConfig) -> str:
@@ -107,11 +79,6 @@ def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig]
     return Setting(
         baseline=baseline,
         kl=divergence(trace, ANALYSIS, baseline, step),
-        rows=tuple(_row(trace, baseline, config, step) for config in others),
+        rows=tuple(Row.of(trace, ANALYSIS, baseline, config, step) for config in others),
         identity=identity(trace, [baseline, *others], step),
     )
-
-
-def _row(trace: Trace, baseline: EvictionConfig, config: EvictionConfig, step: int) -> Row:
-    found = outcome(trace, ANALYSIS, baseline, config, step)
-    return Row(found.compared, found.drift_ratio, found.drift_ratio_interval, found.kl)

@@ -1,4 +1,4 @@
-"""What one head keeps and evicts of one prompt under two configurations, and what it loses with what went."""
+"""What one head keeps and evicts of one prompt under two configurations, and what it evicts adds to its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Loss:
 
     Attributes:
         position: in the prompt.
-        output: A ν of the first decode step, L1: what the output loses with it.
+        output: A ν = ‖A_i 𝒱_i‖₁, what it adds to the output under full attention, first decode step.
         share: of C = Σ A ν over all entries.
         kept_by_other: whether the other configuration keeps it.
     """

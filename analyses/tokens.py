@@ -1,4 +1,4 @@
-"""A token's fate: which words of a prompt a head keeps and evicts, and which losses move its output most."""
+"""A token's fate: which words of a prompt a head keeps and evicts, and which evicted ones add most to its output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Tokens(TokenFates, Result):
         return tokens_told.conclusion(self)
 
     def tables(self) -> Sequence[Part]:
-        """The heads that change most, the prompt by fate, and the losses that move the output most."""
+        """The heads that change most, the prompt by fate, and the evicted entries that add most to the output."""
         return tokens_told.parts(self)
 
     def notes(self) -> str:
@@ -103,7 +103,7 @@ def tokens(
     budget: float | None = None,
     everything: bool = False,
 ) -> Tokens:
-    """Which words of a prompt a head keeps and evicts under two configurations, and which losses move its output most.
+    """Which words of a prompt a head keeps and evicts under two configurations; which it evicts add most to its output.
 
     Args:
         trace: from `measure` or `read_trace`, with the prompts' text (`text=True`).

@@ -46,7 +46,8 @@ def notes(found: TokenFates) -> str:
     others = f"{counted(found.others, 'more pair')} of these sides in the trace: a budget, or options, name another."
     lines = [
         "Both sides keep the window. Output moved: isolated perturbation L over ‖o_h‖₁, first decode step.",
-        "A ν = ‖A_i 𝒱_i‖₁ of the first decode step: what the output loses with that entry alone; C: its sum over all.",
+        "A ν = ‖A_i 𝒱_i‖₁: what an entry adds to the output under full attention, first decode step; C: its sum over "
+        "all. The output moves otherwise where it goes, as what stays is weighted anew.",
         f"{numbers.ABOUT_HELD} Here {numbers.held(found.held[0])} → {numbers.held(found.held[1])}.",
         others if found.others else "",
     ]
@@ -142,7 +143,7 @@ def _piece(found: TokenFates, place: int) -> str:
 
 def _losses(found: TokenFates) -> list[Part]:
     if found.losses is None:
-        return ["which losses move the output most is not in this trace: an older version measured the sample"]
+        return ["what evicted entries add to the output is not in this trace: an older version measured the sample"]
     names = sides(found.baseline, found.treatment)
     both = zip(names, reversed(names), found.losses, strict=True)
     return [_lost(found, name, other, lost) if lost else f"{name} evicts nothing" for name, other, lost in both]
@@ -150,8 +151,8 @@ def _losses(found: TokenFates) -> list[Part]:
 
 def _lost(found: TokenFates, name: str, other: str, lost: Sequence[Loss]) -> Table:
     together = numbers.percent(sum(one.share for one in lost))
-    which = "loss that moves" if len(lost) == 1 else f"{len(lost)} losses that move"
-    title = f"{name}: the {which} the output most, {together} of C"
+    which = "evicted entry that adds" if len(lost) == 1 else f"{len(lost)} evicted entries that add"
+    title = f"{name}: the {which} most to the output, {together} of C"
     columns = ["#position", "in its context", "#A ν", "#of C", other]
     return Table(title, columns, [_loss(found, one) for one in lost])
 

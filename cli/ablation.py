@@ -62,6 +62,9 @@ def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
     if not named:
         msg = "--methods takes all, or policies such as caote,h2o; got none"
         raise ConfigError(msg)
+    if _EVERY in named and len(named) > 1:
+        msg = f"--methods takes all, which is every policy at its defaults, or names; got both in '{asked}', give one"
+        raise ConfigError(msg)
     only = () if named == [_EVERY] else tuple(apart("--methods", named))
     study = open_study("ablation", run, look, lambda: _methods(run, only))
     if study is None:
@@ -114,9 +117,11 @@ def _all(run: RunOptions) -> list[str]:
 
 def _fits(run: RunOptions, policy: type[Policy]) -> bool:
     """Whether a policy can run with the given scores, cache and granularities."""
-    shared = any(as_choice(name).name == "layer" for name in run.granularity or [])
+    asked = [as_choice(name) for name in run.granularity or []]
+    shared = any(one.name == "layer" for one in asked) and policy.budgets == "by head"
+    in_blocks = any(int(one.options.get("block", 1)) > 1 for one in asked) and policy().first_stage is not None
     scored = run.head_scores is not None or not policy.needs_scores
-    return scored and run.cache in policy.caches() and not (shared and policy.budgets == "by head")
+    return scored and run.cache in policy.caches() and not shared and not in_blocks
 
 
 def _meant(method: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from perturbkv.configs.eviction import PRESETS
+from perturbkv.configs.presets import PRESETS
 from perturbkv.models.aliases import ALIASES
 from perturbkv.selection.policies import registry as _policies
 

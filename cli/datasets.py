@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from perturbkv.cli import console, prompts
-from perturbkv.cli.options import JsonOption, RunOptions
+from perturbkv.cli.data_options import DataOptions
+from perturbkv.cli.options import JsonOption
 from perturbkv.cli.planning import encode_prompts
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
@@ -59,7 +60,7 @@ def datasets(
             raise ConfigError(msg)
         _list(as_json)
     elif show:
-        run = RunOptions(
+        run = DataOptions(
             model=model, dataset=name, samples=samples if sample is None else sample + 1, seed=seed, data_dir=data_dir,
             length=length, depth=depth, haystack=haystack, max_tokens=max_tokens, chat_template=chat_template,
         )  # fmt: skip
@@ -108,7 +109,7 @@ def _asked(worded: Wording) -> list[tuple[str, str]]:
     ]
 
 
-def _show(run: RunOptions, first: int, tokens: int, as_json: bool) -> None:
+def _show(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
     """Samples from `first` on as the model of the run would get them. Raises PerturbkvErrors."""
     from perturbkv.datasets import registry
     from perturbkv.models.loading import open_model

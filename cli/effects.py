@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perturbkv.cli.options import RunOptions
+from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import STAGED
 from perturbkv.errors import ConfigError
@@ -22,12 +22,12 @@ from perturbkv.selection import grid, spread
 class Need:
     """What makes an option matter: `met` by at least one configuration of the run, in `words` otherwise."""
 
-    met: Callable[[RunOptions, EvictionConfig], bool]
+    met: Callable[[DataOptions, EvictionConfig], bool]
     words: str
     each: bool = False
     """Whether every value that is asked for has to matter, as each gives a configuration of its own."""
 
-    def idle(self, name: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> bool:
+    def idle(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
         """Whether the option `name`, or with `each` one of its values, makes no difference to any configuration."""
         matters: dict[Any, bool] = {}
         for config in configs:
@@ -36,23 +36,23 @@ class Need:
         return not (matters and all(matters.values()))
 
 
-def _staged(run: RunOptions, config: EvictionConfig) -> bool:
+def _staged(run: DataOptions, config: EvictionConfig) -> bool:
     return config.selection.name in STAGED
 
 
-def _random(run: RunOptions, config: EvictionConfig) -> bool:
+def _random(run: DataOptions, config: EvictionConfig) -> bool:
     """Whether anything is drawn: needle's text, weights, kept entries."""
     drawn = "random" in (config.selection.name, config.policy.name)
     return drawn or run.dataset == "needle" or run.model.startswith("random:")
 
 
-def _beyond_window(run: RunOptions, config: EvictionConfig) -> bool:
+def _beyond_window(run: DataOptions, config: EvictionConfig) -> bool:
     """Whether more stays than the window, or nothing was asked; how many entries a share is, the prompt decides."""
     asked = config.protect_recent
     return isinstance(asked, float) or asked == 0 or asked > config.window
 
 
-def _from_folder(run: RunOptions, config: EvictionConfig) -> bool:
+def _from_folder(run: DataOptions, config: EvictionConfig) -> bool:
     from perturbkv.datasets.registry import is_file
 
     return run.dataset != "needle" and not is_file(run.dataset)
@@ -98,7 +98,7 @@ _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
 """Command -> what it asks of a trace that it makes, and not of a finished one."""
 
 
-def idle(command: str, name: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> str:
+def idle(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:
     """Why an option makes no difference to any of these configurations, in words; empty where it makes one."""
     need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
     if name in UNUSED.get(command, {}):
@@ -110,12 +110,12 @@ def idle(command: str, name: str, run: RunOptions, configs: Sequence[EvictionCon
     return f"has no effect here: it needs {needs}; leave it out" if needs else ""
 
 
-def check(command: str, run: RunOptions, configs: Sequence[EvictionConfig]) -> None:
+def check(command: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> None:
     """Raise ConfigError for the first option that was typed and makes no difference to the run."""
     _refuse_first(run, lambda name: idle(command, name, run, configs))
 
 
-def check_finished(command: str, run: RunOptions, path: Path) -> None:
+def check_finished(command: str, run: DataOptions, path: Path) -> None:
     """Raise ConfigError for the first option that was typed and makes no difference to a finished trace."""
     known = _ON_A_TRACE - _NOT_ON_A_TRACE.get(command, frozenset())
     instead = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
@@ -127,7 +127,7 @@ def _unused(command: str, name: str) -> str:
     return f"has no effect on {command}: {why}; leave it out" if why else ""
 
 
-def _refuse_first(run: RunOptions, reason: Callable[[str], str]) -> None:
+def _refuse_first(run: DataOptions, reason: Callable[[str], str]) -> None:
     for name in sorted(run.typed):
         if said := reason(name):
             msg = f"{spelled(name)} {said}"

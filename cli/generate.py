@@ -64,7 +64,7 @@ def generate(
         dry_run.show(planned, run.as_json)
         return
     metrics = metrics_of(planned.prompts)
-    path = run_folder(run) / _FILE
+    path = run_folder(run, run.output) / _FILE
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
     rows = _answered(planned, path, header, metrics, run.overwrite)
     if run.as_json:

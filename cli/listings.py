@@ -10,6 +10,7 @@ from typer import Argument
 
 from perturbkv.cli import completion, console
 from perturbkv.cli.options import JsonOption
+from perturbkv.configs.choice import Choice, as_choice, parse
 from perturbkv.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -68,12 +69,13 @@ def policies(
 
 
 def _list_policies(as_json: bool) -> None:
-    from perturbkv.configs.selections import SELECTIONS
-    from perturbkv.selection.policies.registry import known, pairs
+    from perturbkv.configs.selections import ASKED, GIVEN
+    from perturbkv.selection.compatibility import pairs
+    from perturbkv.selection.policies.registry import known
 
     if as_json:
         console.print_json({"policies": [
-            {"name": row.name, "summary": row.summary, "paper": row.paper, "budgets": row.budgets,
+            {"name": row.name, "summary": row.summed_up(), "paper": row.paper, "budgets": row.budgets,
              "selections": list(row.selections), "caches": list(row.caches()), "options": _told(row.options())}
             for row in known()
         ]})  # fmt: skip
@@ -82,51 +84,73 @@ def _list_policies(as_json: bool) -> None:
         "policies",
         ["policy", "what, and its own options", "budgets"],
         [
-            (row.name, f"{row.summary}\n({', '.join(row.options()) or 'none of its own'})", row.budgets)
+            (row.name, f"{row.summed_up()}\n({', '.join(row.options()) or 'none of its own'})", row.budgets)
             for row in known()
         ],
     )
     combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in pairs()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)
-    console.table("selections", ["selection", "what"], list(SELECTIONS.items()))
+    console.table("selections", ["selection", "what"], list(ASKED.items()))
     console.say("`perturbkv policies NAME` tells the options of one, with their defaults")
-    console.say("a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md)")
+    console.say(
+        "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md); what it keeps is "
+        f"measured as it is, without a selection: labels then say '{GIVEN}'"
+    )
 
 
-def _describe(name: str, as_json: bool) -> None:
-    """The options of a policy, a selection or a granularity. Raises UnknownNameError."""
+def _describe(asked: str, as_json: bool) -> None:
+    """The options of a policy, a selection or a granularity, written alone or with some of its options.
+
+    Raises UnknownNameError for another name, and ConfigError for options that it does not take.
+    """
+    from perturbkv.configs.option import completed
     from perturbkv.configs.plugins import of_file
-    from perturbkv.configs.selections import GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
+    from perturbkv.configs.selections import ASKED, GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
     from perturbkv.selection.policies import presses, registry
 
-    others = {**SELECTIONS, **GRANULARITIES}
-    if name.startswith(f"{presses.PREFIX}:"):
-        _describe_press(name, as_json)
-        return
-    if name not in others and name not in registry.names() and not of_file(name):
-        raise UnknownNameError(name, "policy or selection", [*registry.names(), *others])
-    if name in others:
-        summary, paper, options = others[name], "", {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[name]
+    choice, others = parse(asked), {**SELECTIONS, **GRANULARITIES}
+    if presses.is_press(choice):
+        _describe_press(choice, as_json)
+    elif choice.name in others:
+        options = {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS}[choice.name]
+        completed(choice, f"'{choice.name}'", options)
+        _show(choice, others[choice.name], "", options, as_json)
+    elif choice.name in registry.names() or of_file(choice.name):
+        policy, choice = registry.info(choice.name), registry.spelled(choice)
+        registry.build(choice)
+        _show(choice, policy.summed_up(), policy.paper, policy.options(), as_json)
     else:
-        policy = registry.info(name)
-        summary, paper, options = policy.summary, policy.paper, policy.options()
+        known = dict.fromkeys([*registry.names(), *ASKED, *GRANULARITIES])
+        raise UnknownNameError(asked, "policy or selection", known)
+
+
+def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
+    """What one choice is, its options, and how it is written; where it ranks by another score, who tells of that."""
+    from perturbkv.scoring.registry import OWN
+
     if as_json:
-        console.print_json({"name": name, "summary": summary, "options": _told(options)})
+        console.print_json({"name": str(choice), "summary": summary, "options": _told(options)})
         return
-    console.say(f"{name}: {summary}{f' ({paper})' if paper else ''}")
+    console.say(": ".join(filter(None, (str(choice), summary))) + (f" ({paper})" if paper else ""))
     if not options:
         console.say("It has no options of its own.")
         return
     console.table("", ["option", "default", "what"], [(key, one.written, one.about) for key, one in options.items()])
     option = next(iter(options))
-    console.say(f"written '{name}({option}={options[option].written})'")
+    example = f"{choice.name}({option}={options[option].written})"
+    console.say(f"written '{choice if choice.options else example}'")
+    if (by := choice.options.get("by", OWN)) != OWN:
+        console.say(f"it ranks by {by}: `perturbkv policies '{as_choice(by).name}'` tells the options of that")
 
 
-def _describe_press(name: str, as_json: bool) -> None:
+def _describe_press(choice: Choice, as_json: bool) -> None:
     """The parameters of a press. Raises ConfigError and UnknownNameError."""
     from perturbkv.selection.policies import presses
 
-    found = {key: _default(value) for key, value in presses.described(name).items()}
+    name = str(choice)
+    if choice.options:
+        presses.policy(choice.name).completed(choice)
+    found = {key: _default(value) for key, value in presses.described(choice.name).items()}
     summary = f"{presses.Press.summary} ({presses.Press.paper})"
     if as_json:
         told = {key: {"default": value, "about": ""} for key, value in found.items()}

@@ -11,21 +11,20 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from perturbkv.cli import completion
-from perturbkv.cli.choices import apart, check_choice, numbers
+from perturbkv.cli.choices import apart, check_choice
+from perturbkv.cli.data_options import DataOptions
+from perturbkv.cli.figure_options import LOOK, FigureOptions
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.eviction import PRESETS, EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.configs.run import CACHES, SCENARIOS
 from perturbkv.errors import ConfigError
-from perturbkv.models.aliases import DEFAULT
 from perturbkv.selection.grid import FIELDS, every, names_policy
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
-FORMATS = ("png", "svg", "pdf")
-COLUMNS = (1, 2)
-_LOOK = "Analysis and figures"
-_DATA, _EVICT, _RUN = "Model and data", "Eviction", "Running and output"
+_EVICT, _RUN = "Eviction", "Running and output"
 
 _BY_PRESET = "by preset"
 _JSON = "Print JSON (docs/json.md) instead of tables"
@@ -37,10 +36,6 @@ CompareOption = Annotated[
 ]
 
 
-def _data(*names: str, **more: Any) -> Any:
-    return Option(*names, rich_help_panel=_DATA, **more)
-
-
 def _evict(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=_EVICT, **more)
 
@@ -50,55 +45,9 @@ def _run(*names: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """What the user asked for, as typed; `configs` turns it into eviction configurations.
+class RunOptions(DataOptions):
+    """What the user asked for, as typed; `configs` turns it into eviction configurations."""
 
-    `typed` names the options that stand on the command line.
-    """
-
-    model: Annotated[
-        str,
-        _data(
-            "--model",
-            "-m",
-            metavar="NAME",
-            help="Alias, hub id, folder, .gguf file",
-            autocompletion=completion.models,
-        ),
-    ] = DEFAULT
-    dataset: Annotated[
-        str,
-        _data(
-            "--dataset",
-            "-d",
-            metavar="NAME",
-            help="needle, a LongBench name or a .jsonl file",
-            autocompletion=completion.datasets,
-        ),
-    ] = "needle"
-    samples: Annotated[int | None, _data(metavar="N", help="How many; all where there are fewer", show_default="8")] = (
-        None
-    )
-    seed: Annotated[int, _data(metavar="N", help="Of data, random weights and random selections")] = 0
-    data_dir: Annotated[
-        Path | None,
-        _data(metavar="PATH", help="LongBench's jsonl files; also PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
-    ] = None
-    length: Annotated[
-        list[str] | None,
-        _data("--length", "--lengths", metavar="N", help="needle: tokens of a prompt, also with commas"),
-    ] = None
-    depth: Annotated[
-        list[str] | None,
-        _data("--depth", "--depths", metavar="X", help="needle: where the fact lies, 0 to 1, also with commas"),
-    ] = None
-    haystack: Annotated[str, _data(metavar="NAME", help="needle: prose or noise")] = "prose"
-    max_tokens: Annotated[int | None, _data(metavar="N", help="Cut longer prompts in the middle")] = None
-    chat_template: Annotated[
-        bool | None,
-        _data("--chat-template/--no-chat-template", help="Use the model's template",
-              show_default="yes; few-shot and code: no"),
-    ] = None  # fmt: skip
     policy: Annotated[
         list[str] | None,
         _evict(
@@ -165,14 +114,11 @@ class RunOptions:
     overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Tell samples, configurations, memory; run nothing")] = False
     as_json: Annotated[bool, _run("--json", help=_JSON)] = False
-    typed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
-            raise ConfigError(msg)
-        if self.max_tokens is not None and self.max_tokens < 2:
-            msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
             raise ConfigError(msg)
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
@@ -191,20 +137,6 @@ class RunOptions:
     def step_count(self) -> int:
         """How many decode steps; 1 where the user did not say."""
         return 1 if self.steps is None else self.steps
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Needle's prompt lengths; empty if the user gave none. Raises ConfigError for anything but numbers."""
-        found = numbers("--length", self.length)
-        if any(number != int(number) for number in found):
-            msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
-            raise ConfigError(msg)
-        return tuple(map(int, found))
-
-    @property
-    def depths(self) -> tuple[float, ...]:
-        """Needle's depths; empty if the user gave none. Raises ConfigError for anything but numbers."""
-        return numbers("--depth", self.depth)
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
         """The same with these budgets, where the user chose none."""
@@ -238,8 +170,8 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class LookOptions:
-    """Which trace an analysis looks at, where in it, and how its figures come out.
+class LookOptions(FigureOptions):
+    """Which trace an analysis looks at, and where in it.
 
     `asked` holds the analysis' own options: what it is asked of the trace.
     """
@@ -247,27 +179,11 @@ class LookOptions:
     trace: Annotated[
         Path | None, Argument(help="A finished trace; without it one is made first", show_default=False)
     ] = None
-    step: Annotated[int, Option(metavar="N", help="Decode step that is looked at", rich_help_panel=_LOOK)] = 0
-    figure_format: Annotated[
-        list[str] | None,
-        Option("--format", metavar="NAME", help="png, svg, pdf", rich_help_panel=_LOOK, show_default="png, svg"),
-    ] = None
-    columns: Annotated[
-        int, Option(metavar="N", help="Figures' width: 1 (84 mm) or 2 (174 mm) columns", rich_help_panel=_LOOK)
-    ] = 2
+    step: Annotated[int, Option(metavar="N", help="Decode step that is looked at", rich_help_panel=LOOK)] = 0
     asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for suffix in self.formats:
-            check_choice("format", suffix, FORMATS)
-        if self.columns not in COLUMNS:
-            msg = f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}"
-            raise ConfigError(msg)
+        super().__post_init__()
         if self.step < 0:
             msg = f"expected a step of at least 0, got {self.step}"
             raise ConfigError(msg)
-
-    @property
-    def formats(self) -> list[str]:
-        """Which files each figure becomes."""
-        return self.figure_format or ["png", "svg"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.eviction import EvictionConfig
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
 
-def encode_prompts(options: RunOptions, tokenizer: Any) -> Prompts:
+def encode_prompts(options: DataOptions, tokenizer: Any) -> Prompts:
     """Load the dataset and encode it. Raises DatasetError and ConfigError for all that is wrong with the data."""
     from perturbkv.datasets.prompts import load
 
@@ -38,6 +39,7 @@ def plan(
     from perturbkv.pipeline.plan import Placement, Settings
     from perturbkv.pipeline.plan import plan as plan_run
     from perturbkv.scoring import head_scores, value_norms
+    from perturbkv.selection import compatibility
     from perturbkv.selection.policies import registry as policies
 
     datasets.check_name(options.dataset)
@@ -47,7 +49,7 @@ def plan(
     files = open_model(options.model, options.seed)
     positions.check(configs, files.config, files.name)
     needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
-    scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, policies.works())
+    scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, compatibility.works())
     settings = Settings(
         steps=options.step_count,
         scenario=options.scenario,

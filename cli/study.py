@@ -51,9 +51,7 @@ class Study:
     @property
     def width_mm(self) -> int:
         """Printed width of the figures."""
-        from perturbkv.figures import style
-
-        return style.COLUMN_MM if self.look.columns == 1 else style.WIDE_MM
+        return self.look.width_mm
 
     def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
         """Write a figure in every format asked for."""
@@ -137,7 +135,7 @@ def open_study(
     if run.dry_run:
         dry_run.show(planned, run.as_json)
         return None
-    folder = run_folder(run)
+    folder = run_folder(run, run.output)
     path = folder / "trace.h5"
     _check_free(folder, name, look, run, path)
     return Study(name, read_trace(make_trace(run, planned, path)), folder, look, run.as_json)

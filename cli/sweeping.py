@@ -23,7 +23,7 @@ from perturbkv.configs.choice import as_choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
-from perturbkv.selection import spread
+from perturbkv.selection import compatibility, spread
 from perturbkv.selection.grid import FIELDS, asked, check_told, combinations, configuration, unique
 from perturbkv.selection.policies import registry
 from perturbkv.selection.spread import Asked
@@ -106,7 +106,7 @@ def _made(combination: dict[str, Any], entries: Entries, cache: str) -> Asked:
     except BudgetError as error:  # each value alone is right: budget and window do not go together
         raise _blamed(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
-        registry.check(made.config, cache)
+        compatibility.check(made.config, cache)
     except ConfigError as error:
         config = made.config
         fits = config.selection.name in registry.info(config.policy.name).selections

@@ -30,8 +30,9 @@ def tokens(
 ) -> None:
     """Show the words that a head keeps and evicts.
 
-    Under two configurations, in colours or, without them, in marks; then the ten lost entries of each that move the
-    head's output most. Without --head the one whose output the treatment changes most is shown, and others are named.
+    Under two configurations, in colours or, without them, in marks; then the ten evicted entries of each that add
+    most to the head's output. Without --head the one whose output the treatment changes most is shown, and others are
+    named.
     """
     from perturbkv.analyses.tokens import ANALYSIS
     from perturbkv.analyses.tokens import tokens as ask

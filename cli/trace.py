@@ -51,7 +51,7 @@ def trace(
     if run.dry_run:
         dry_run.show(planned, run.as_json)
         return
-    target = run_folder(run)
+    target = run_folder(run, run.output)
     path = make_trace(run, planned, target if target.suffix in _HDF5 else target / "trace.h5")
     failures = report(path, run.as_json)
     if failures:

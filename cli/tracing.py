@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perturbkv.cli import console
+from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import RunOptions
 from perturbkv.errors import InterruptedRunError
 
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
 
-def run_folder(options: RunOptions) -> Path:
+def run_folder(options: DataOptions, output: Path | None) -> Path:
     """`--output`, or runs/<time>-<model>-<dataset>."""
-    if options.output is not None:
-        return options.output
+    if output is not None:
+        return output
     names = [Path(name).stem if "/" in name else name for name in (options.model, options.dataset)]
     slug = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-") for name in names)
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"

@@ -13,11 +13,11 @@ from matplotlib.lines import Line2D
 
 from perturbkv.analyses.bound_tightness import BoundTightness
 from perturbkv.analyses.intervals import LEAST
-from perturbkv.analyses.naming import budgets
+from perturbkv.analyses.naming import budgets, folded
 from perturbkv.analyses.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.analyses.tightness import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.figures import heatmaps, style
+from perturbkv.figures import heatmaps, keys, style
 from perturbkv.figures.labels import by_held, symbols
 
 _ROW_MM, _NARROW_MM = 72, 120
@@ -26,7 +26,8 @@ _LEAST_IN_BIN = 10
 """A bin with fewer values says nothing of a distribution."""
 _BANDS = 2
 """More curves than this carry no bands: these would hide each other."""
-_WIDE = 5
+_WIDE, _LETTERS, _ACROSS = 5, 16, 34
+"""Maps beside each other, letters over one, and letters under a panel."""
 
 
 def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
@@ -34,16 +35,39 @@ def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
     with style.use():
         narrow = width_mm < style.WIDE_MM
         configs = by_held(result.shown, lambda config: config.held)
-        figure = style.figure(width_mm, _NARROW_MM if narrow else _ROW_MM)
+        ranked = _in_order([one for one in result.agreements if one.correlations], configs)
+        named, settings = _named(configs, ranked)
+        said = f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}"
+        further = keys.height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, said, width_mm)
+        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (further if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
             panel.yaxis.label.set_size(6.5)
         legend = style.legend_beside if narrow else style.legend_below
-        legend(axes[0], _ratios(axes[0], configs), 2)
-        legend(axes[1], _against_mass(axes[1], configs), 3)
-        legend(axes[2], _agreement(axes[2], _in_order(result.agreements, configs)), 2)
-        style.foot(figure, result.identity, f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}")
+        legend(axes[0], _ratios(axes[0], configs, named.ticks), 2)
+        curves = _against_mass(axes[1], configs, named.ticks)
+        legend(axes[1], [] if named.key else curves, 3)
+        legend(axes[2], _agreement(axes[2], ranked, settings), 2)
+        for panel in (axes[0], axes[2]) if named.key else ():
+            panel.set_xlabel("configuration, named below", size="medium")
+        style.foot(figure, result.identity, said)
+        below = style.foot_mm(result.identity, said, width_mm)
+        keys.draw(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
+
+
+def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[keys.Names, list[str]]:
+    """What stands under the first panel with its key, and what under the last: a setting has its configuration's."""
+    shown = [config.config for config in configs]
+    firsts = budgets([agreement.telling for agreement in ranked], "selection")
+    own = budgets(shown)
+    if keys.fits(own) and keys.fits(firsts):
+        return keys.names(own, False), keys.names(firsts, False).ticks
+    found = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
+    others = [name for name, place in zip(firsts, found, strict=True) if place is None]
+    named, further = keys.names([*own, *others], True), iter(range(len(own), len(own) + len(others)))
+    settings = [named.ticks[next(further) if place is None else place] for place in found]
+    return keys.Names(named.ticks[: len(own)], named.key), settings
 
 
 def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
@@ -91,12 +115,9 @@ def _map(name: str, config: Tightness) -> heatmaps.Map:
 
 
 def _names(configs: Sequence[Tightness]) -> list[str]:
-    return _lines([shown.config for shown in configs])
-
-
-def _lines(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
-    """Names of budgets, each part on a line of its own: ticks stand close together."""
-    return ["\n".join(parts) for parts in budgets(configs, *without)]
+    """Names of budgets, each part on lines of its own: maps stand close together."""
+    names = budgets([shown.config for shown in configs])
+    return ["\n".join(folded(part, _LETTERS) for part in parts) for parts in names]
 
 
 def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
@@ -105,7 +126,14 @@ def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
     return f"budget b ({' or '.join(units)})" if units else "budget b"
 
 
-def _ratios(axes: Axes, configs: Sequence[Tightness]) -> list[Line2D]:
+def _name_budgets(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
+    """The axis' name, smaller where it would leave a panel of a third of a page."""
+    axes.set_xlabel(_budget_axis(configs))
+    if len(axes.get_xlabel()) > _ACROSS:
+        axes.xaxis.label.set_fontsize(6.2)
+
+
+def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
     """Median and quartiles of each ratio; where σ ≤ 0.5 the median alone, hollow beside it. Returns the legend."""
     colours = style.category_colours(len(RATIOS))
     for place, config in enumerate(configs):
@@ -118,8 +146,9 @@ def _ratios(axes: Axes, configs: Sequence[Tightness]) -> list[Line2D]:
                 axes.plot([x + 0.08], [flagged], color="0.6", marker="o", markersize=2.4, markerfacecolor="white",
                           markeredgewidth=0.7, gid=f"flagged {name}")  # fmt: skip
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(configs)), _names(configs))
-    axes.set(xlabel=_budget_axis([shown.config for shown in configs]), ylabel="ratio (1 = tight)")
+    axes.set_xticks(range(len(configs)), names)
+    _name_budgets(axes, [shown.config for shown in configs])
+    axes.set_ylabel("ratio (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
@@ -141,11 +170,11 @@ def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) 
     axes.plot([x], [middle], color=colour, marker="o", markersize=3.2, gid=gid)
 
 
-def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> list[Artist]:
+def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Artist]:
     """L/θ by retained mass, a curve per budget, with bands where these are few. Returns the legend."""
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
     colours, top = style.ordered_colours(len(configs)), 0.0
-    for name, config, colour in zip(_names(configs), configs, colours, strict=True):
+    for name, config, colour in zip(names, configs, colours, strict=True):
         held = config.mass.count >= _LEAST_IN_BIN
         low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
         if len(configs) <= _BANDS:
@@ -161,20 +190,19 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness]) -> list[Artist]:
     return list(axes.get_legend_handles_labels()[0])
 
 
-def _agreement(axes: Axes, agreements: Sequence[RankAgreement]) -> list[Line2D]:
+def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]) -> list[Line2D]:
     """Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow.
 
     No point where fewer than five samples have such heads. Returns the legend.
     """
-    ranked = [agreement for agreement in agreements if agreement.correlations]
-    firsts = [agreement.telling for agreement in ranked]
     for place, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
             if correlation.evidence_samples >= LEAST:
                 _correlation(axes, place, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(ranked)), _lines(firsts, "selection"))
-    axes.set(xlabel=_budget_axis(firsts), ylabel="Spearman's ρ with L")
+    axes.set_xticks(range(len(ranked)), names)
+    _name_budgets(axes, [agreement.telling for agreement in ranked])
+    axes.set_ylabel("Spearman's ρ with L")
     bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
     low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
     axes.set(ylim=(low, 1.04), xlim=(-0.6, max(len(ranked), 1) - 0.4))

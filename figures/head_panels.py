@@ -17,9 +17,12 @@ from perturbkv.figures.head_points import limits, outside, scatter
 from perturbkv.figures.heads import legend, told
 from perturbkv.figures.labels import by_held, held_sides
 
-_LINE_MM, _AROUND_MM, _BAR_MM = 2.9, 28.0, 12.0
+_LINE_MM, _AROUND_MM, _BAR_MM, _AXIS_MM = 2.9, 28.0, 12.0, 8.0
+"""Of a title's line, all around the panels, the bar below them, an axis' name where the last row is not full."""
 _MANY, _WIDE_MANY = 6, 9
 """More pairs than these stand closer, in one column and in two, so that the figure stays on its page."""
+
+_SAID = "in the titles: isolated / propagated · ▼: heads outside the axes"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: flo
         titles = _titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _LINE_MM * max(title.count("\n") + 1 for title in titles)
-        figure = style.figure(width_mm, rows * height + _AROUND_MM + (_BAR_MM if narrow else 0))
+        shared, said = _shared(ordered), f"{_SAID} · {told(ordered[0])}"
+        further = style.long_foot_mm(identity, said, width_mm) + style.long_title_mm(shared, width_mm)
+        further += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
+        figure = style.figure(width_mm, rows * height + _AROUND_MM + further + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
         ends = limits([result.propagated for result in ordered])
         for panel, result, title in zip(axes.flat, ordered, titles, strict=False):
@@ -69,10 +75,8 @@ def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: flo
         axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
                           handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
         style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right")
-        style.title(figure, _shared(ordered))
-        style.foot(
-            figure, identity, f"in the titles: isolated / propagated · ▼: heads outside the axes · {told(ordered[0])}"
-        )
+        style.title(figure, shared)
+        style.foot(figure, identity, said)
     return figure
 
 

@@ -9,19 +9,21 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.naming import counted, sides
+from perturbkv.analyses.naming import counted, folded, sides
 from perturbkv.figures import style
 from perturbkv.figures.head_points import FLAG_COLOUR, limits, outside, scatter
 from perturbkv.figures.labels import held_sides
 
-_HEIGHT_MM, _NARROW_MM = 103, 92
+_HEIGHT_MM, _NARROW_MM, _LINE_MM = 103, 92, 3.2
+_LETTERS, _TITLE_LINES = 40, 4
+"""Of a title's or an axis' line, and lines of a usual title."""
 
 
 def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
     """Two log-log panels, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
     with style.use():
-        narrow = width_mm < style.WIDE_MM
-        figure = style.figure(width_mm, _NARROW_MM * 2 if narrow else _HEIGHT_MM)
+        narrow, height = width_mm < style.WIDE_MM, _LINE_MM * _further_lines(result)
+        figure = style.figure(width_mm, (_NARROW_MM + height) * 2 if narrow else _HEIGHT_MM + height)
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
             _panel(panel, result, name)
@@ -47,8 +49,8 @@ def _panel(axes: Axes, result: HeadComparison, name: str) -> None:
     baseline, treatment = sides(result.baseline, result.treatment)
     ends = limits([kind])
     scatter(axes, kind, result.flagged, ends)
-    axes.set_xlabel(f"{baseline}, {name} perturbation ({unit})")
-    axes.set_ylabel(f"{treatment}, {name} perturbation ({unit})")
+    axes.set_xlabel(_axis(baseline, name, unit))
+    axes.set_ylabel(_axis(treatment, name, unit))
     axes.set_title(_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=7.5)
     beyond = int(outside(kind, ends).sum())
     if beyond:
@@ -60,7 +62,20 @@ def _title(kind: HeadKind, name: str, over: str) -> str:
     counts = f"{kind.improved_count} better, {kind.worsened_count} worse, {kind.tied_count} tied"
     beyond = f"beyond chance: {kind.decided.better} better, {kind.decided.worse} worse"
     ratio = style.ratio(kind.sum_ratio, kind.sum_ratio_interval)
-    return f"{name}: {share} of heads better\n{over}: {ratio}\n{counts}\n{beyond}"
+    lines = [f"{name}: {share} of heads better", f"{over}: {ratio}", counts, beyond]
+    return "\n".join(folded(line, _LETTERS) for line in lines)
+
+
+def _axis(side: str, name: str, unit: str) -> str:
+    return folded(f"{side}, {name} perturbation ({unit})", _LETTERS)
+
+
+def _further_lines(result: HeadComparison) -> int:
+    """How many lines long names take beyond a figure of short ones: of the title and of the axis below."""
+    baseline, _ = sides(result.baseline, result.treatment)
+    unit = DISTANCES[result.distance].unit
+    title = _title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
+    return title.count("\n") + 1 - _TITLE_LINES + _axis(baseline, "propagated", unit).count("\n")
 
 
 def legend(result: HeadComparison) -> list[Line2D]:

@@ -45,7 +45,7 @@ def _panel(axes: Axes, result: Setting) -> None:
             if found is not None:
                 _point(axes, place, name, found.propagated)
     axes.set_yticks(range(len(result.rows)), [row.name for row in result.rows])
-    axes.set(ylim=(len(result.rows) - 0.5, -0.5), xlabel="propagated, Σ of all heads: ratio (log axis)")
+    axes.set(ylim=(len(result.rows) - 0.5, -0.5), xlabel="propagated Σ L1: ratio (log axis)")
     style.log_axes(axes, x=True)
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")

@@ -26,8 +26,8 @@ COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
 _SCREEN_DPI = 100
 _FOOT_POINTS = 5.0
-_LINE_MM = 2.4
-_TITLE_LETTER_MM = 1.8
+_LINE_MM, _USUAL_LINES = 2.4, 5
+_TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
 
 
 @contextmanager
@@ -135,8 +135,16 @@ def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str) -
 
 def title(drawn: Figure, text: str) -> None:
     """What the whole figure shows, at its upper left, on as many lines as it needs."""
-    room = int(drawn.get_figwidth() * _INCH_MM / _TITLE_LETTER_MM)
-    drawn.suptitle(folded(text, room), x=0.008, ha="left", fontsize=8, fontweight="bold")
+    drawn.suptitle(_title(text, drawn.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold")
+
+
+def long_title_mm(text: str, width_mm: float) -> float:
+    """By how much the whole figure's title is taller than a usual one of two lines."""
+    return max(0, _title(text, width_mm).count("\n") - 1) * _TITLE_MM
+
+
+def _title(text: str, width_mm: float) -> str:
+    return folded(text, int(width_mm / _TITLE_LETTER_MM))
 
 
 def note(axes: Axes, text: str, middle: bool = False) -> None:
@@ -165,17 +173,43 @@ def foot(drawn: Figure, identity: RunIdentity, said: str = "") -> None:
 
     `said` stands before it: n, what its intervals are, what a tie is.
     """
-    told = [said] if said else []
-    lines = [part for line in [*told, *identity.lines()] for part in _wrapped(line, drawn.get_figwidth())]
-    height = drawn.get_figheight() * _INCH_MM
-    share = (len(lines) * _LINE_MM + 1.5) / height
-    engine = drawn.get_layout_engine()
-    if engine is not None:
-        engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
+    lines = _foot(identity, said, drawn.get_figwidth() * _INCH_MM)
+    lay_out_above(drawn, _foot_mm(lines))
     drawn.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
     if identity.random_weights:
         said = drawn.get_suptitle()
         drawn.suptitle(f"random weights · {said}" if said else "random weights", color="#b00020", fontweight="bold")
+
+
+def lay_out_above(drawn: Figure, foot_mm: float) -> None:
+    """Leave the lowest part of the figure to what stands there already."""
+    share, engine = foot_mm / height_mm(drawn), drawn.get_layout_engine()
+    if engine is not None:
+        engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
+
+
+def height_mm(drawn: Figure) -> float:
+    """Of a figure as it is printed."""
+    return float(drawn.get_figheight() * _INCH_MM)
+
+
+def long_foot_mm(identity: RunIdentity, said: str, width_mm: float) -> float:
+    """By how much a foot is taller than a usual one, for which a figure has room."""
+    return max(0.0, foot_mm(identity, said, width_mm) - _USUAL_LINES * _LINE_MM)
+
+
+def foot_mm(identity: RunIdentity, said: str, width_mm: float) -> float:
+    """The height that `foot` takes."""
+    return _foot_mm(_foot(identity, said, width_mm))
+
+
+def _foot(identity: RunIdentity, said: str, width_mm: float) -> list[str]:
+    told = [said] if said else []
+    return [part for line in [*told, *identity.lines()] for part in _wrapped(line, width_mm / _INCH_MM)]
+
+
+def _foot_mm(lines: Sequence[str]) -> float:
+    return len(lines) * _LINE_MM + 1.5
 
 
 def _wrapped(line: str, width_inches: float) -> list[str]:

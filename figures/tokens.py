@@ -1,4 +1,4 @@
-"""A prompt as a strip cut into rows, a cell per token: who keeps it, and which losses move the output most."""
+"""A prompt as a strip cut into rows, a cell per token: who keeps it, and which evicted ones add most to the output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PER_ROW = {True: 50, False: 100}
 
 
 def draw(found: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
-    """Rows of tokens; a triangle stands on each of the ten losses of the baseline (▼) and of the treatment (▲)."""
+    """Rows of tokens; a triangle stands on the ten largest losses of the baseline (▼) and of the treatment (▲)."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         per_row = max(_PER_ROW[narrow], ceil(sqrt(len(found.fates))))
@@ -33,9 +33,7 @@ def draw(found: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
         _marks(axes, found, per_row)
         axes.set_title(_title(found), loc="left")
         figure.legend(handles=_legend(found), loc="outside upper left", ncols=2 if narrow else 4)
-        style.foot(
-            figure, found.identity, f"held / full {held_sides(found.held)} · ▼ ▲: the losses with the largest A ν"
-        )
+        style.foot(figure, found.identity, f"held / full {held_sides(found.held)} · ▼ ▲: evicted, the largest A ν")
     return figure
 
 

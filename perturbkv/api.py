@@ -32,6 +32,7 @@ from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
 from perturbkv.scoring import head_scores, value_norms
+from perturbkv.selection import compatibility
 from perturbkv.selection.grid import unique
 from perturbkv.selection.policies import registry as policies
 from perturbkv.storage.trace_file import read_trace
@@ -302,7 +303,7 @@ def _planned(
     )
     _check_model(model)
     for config in chosen:
-        policies.check(config, settings.cache)
+        compatibility.check(config, settings.cache)
     needed = any(policies.info(config.policy.name).needs_scores for config in chosen)
     scores = head_scores.checked(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)

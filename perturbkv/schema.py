@@ -136,7 +136,7 @@ VARIABLES: dict[str, Variable] = {
         optional=True,
     ),
     "lost_output": Variable(
-        _LOST, "L1", "A ν of these positions at step 0: what the output loses with each", "float32", optional=True
+        _LOST, "L1", "A ν of these positions at step 0: what each adds to the output", "float32", optional=True
     ),
     "weighted_norm": Variable(("layer", "head"), "L1", "C at step 0, the sum of A ν over all entries", optional=True),
     "prompt_count": Variable((), "token", "tokens of the prompt that are stored; 0 without its text", "int64", True),

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache
 
+from perturbkv.configs.option import KINDS
+from perturbkv.configs.plugins import said
 from perturbkv.errors import ConfigError, UnreadableError
 
 FUNCTION, CLASS, PRESS = "function", "cache class", "press"
@@ -55,6 +57,7 @@ def eviction(made: Any, name: str, options: Mapping[str, Any] | None = None, dec
     chosen, own = dict(options or {}), getattr(made, "decode", None) or decode
     if inspect.isclass(made) and issubclass(made, Cache):
         _check_options(made, name, chosen)
+        _check_made(made, name, chosen)
         return Eviction(name, CLASS, _reading(lambda: made(**chosen)), own)
     if inspect.isclass(made) or not callable(made):
         msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {made!r}"
@@ -87,3 +90,33 @@ def _check_options(made: Any, name: str, options: Mapping[str, Any], given: tupl
         known = ", ".join(map(str, takes)) or "nothing"
         msg = f"{name} cannot be called like this ({error}); it takes {', '.join(given)}{'; ' if given else ''}{known}"
         raise ConfigError(msg) from None
+    for option, value in options.items():
+        _check_kind(signature.parameters.get(option), option, value, name)
+
+
+def _check_kind(parameter: inspect.Parameter | None, option: str, value: Any, name: str) -> None:
+    """Raise ConfigError for a value of another type than the option's annotation says, or its default is."""
+    if parameter is None or value is None or (kind := _kind(parameter)) is None:
+        return
+    kinds, words = KINDS[kind]
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, kinds):
+        msg = f"expected {option} of {name} to be {words} ({parameter}), got '{value}'"
+        raise ConfigError(msg)
+
+
+def _kind(parameter: inspect.Parameter) -> type | None:
+    """The plain type of an option; a number that is not annotated may be any. None: not known, or of several."""
+    written, default = parameter.annotation, parameter.default
+    if written is inspect.Parameter.empty:
+        return float if type(default) is int else type(default) if type(default) in KINDS else None
+    said = written.__name__ if isinstance(written, type) else str(written).removesuffix(" | None")
+    return {kind.__name__: kind for kind in KINDS}.get(said)
+
+
+def _check_made(made: type[Cache], name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the class cannot be made with these options: before a model is loaded."""
+    try:
+        made(**options)
+    except Exception as error:
+        msg = f"{name} cannot be made: {said(error)}"
+        raise ConfigError(msg) from error

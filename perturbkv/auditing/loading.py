@@ -13,6 +13,7 @@ from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
 from perturbkv.auditing.presses import of_press
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import FIRST, Choice, parse
+from perturbkv.configs.plugins import said
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.policies.presses import is_press
 
@@ -71,7 +72,7 @@ def _module(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        msg = f"{path} cannot be run: {type(error).__name__}: {error}"
+        msg = f"{path} cannot be run: {said(error)}"
         raise ConfigError(msg) from error
     return module
 

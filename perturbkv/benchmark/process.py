@@ -20,11 +20,13 @@ import transformers
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
+Result = dict[str, Any]
+"""What one piece of work measured, as JSON holds it."""
 _EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc hands freed memory back at once, so that a process's peak counts what is held and not what it may reuse."""
 
 
-def in_process(work: str, *, exact_peak: bool = False, **arguments: Any) -> dict[str, Any]:
+def in_process(work: str, *, exact_peak: bool = False, **arguments: Any) -> Result:
     """What `work.<work>(**arguments)` returns in a fresh process. Raises PerturbkvError where that fails."""
     command = [sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
     surroundings = os.environ | (_EXACT_PEAK if exact_peak else {})
@@ -33,7 +35,7 @@ def in_process(work: str, *, exact_peak: bool = False, **arguments: Any) -> dict
         lines = finished.stderr.strip().splitlines() or ["no message"]
         msg = f"the benchmark's process '{work}' failed: {lines[-1]}"
         raise PerturbkvError(msg)
-    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    result: Result = json.loads(finished.stdout.splitlines()[-1])
     return result
 
 

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from perturbkv.benchmark.norms import norms, norms_peak
 from perturbkv.benchmark.presses import side_by_side
-from perturbkv.benchmark.process import peak, seconds, wait
+from perturbkv.benchmark.process import Result, peak, seconds, wait
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.loading import load_model, pick_device
+from perturbkv.models.loading import load_model
 from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import generate, read_evicting
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.timing import timed
-from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
@@ -36,7 +36,6 @@ _SELECTIONS = ("attention", "two-stage")
 _LATER = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "knorm", "value-norm",
           "expected-attention", "lava", "defensive")  # fmt: skip
 """Scores that need no replay of the context."""
-Result = dict[str, Any]
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
@@ -159,55 +158,6 @@ def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool) 
         held.append(read.cache.nbytes)
 
     return {"peak": peak(work, adapter.device)[1], "cache": held[0]}
-
-
-def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """ν head by head: every head's projections are written, then summed."""
-    kv_heads, _, d_head = value.shape
-    group = w_o.shape[1] // (kv_heads * d_head)
-    return torch.stack(
-        [
-            (value[head // group] @ w_o[:, head * d_head : (head + 1) * d_head].T).abs().sum(dim=-1)
-            for head in range(kv_heads * group)
-        ]
-    )
-
-
-_NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value_norms, "loop": loop_norms}
-
-
-def _layer(entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
-    place, d_head = pick_device(device), d_model // heads
-    generator = torch.Generator(place).manual_seed(0)
-    made: dict[str, Any] = {"generator": generator, "device": place, "dtype": getattr(torch, dtype)}
-    return torch.randn(kv_heads, entries, d_head, **made), torch.randn(d_model, d_model, **made) / d_model**0.5
-
-
-@torch.inference_mode()
-def norms(repeats: int, **shapes: Any) -> Result:
-    """Seconds of ν and of the loop, in turns; the rate of the same device's matrix product, and of ν's."""
-    value, w_o = _layer(**shapes)
-    found: dict[str, list[float]] = {name: [] for name in _NORMS}
-    for turn in range(repeats + 1):
-        for name, compute in _NORMS.items():
-            spent = seconds(lambda compute=compute: compute(value, w_o), value.device)  # type: ignore[misc]
-            found[name] += [spent] if turn else []
-    square = torch.randn_like(w_o)
-    product = min(seconds(lambda: w_o @ square, value.device) for _ in range(repeats + 1))
-    operations = 2 * value.shape[1] * w_o.numel()
-    return {
-        "seconds": found,
-        "matmul_rate": 2 * len(w_o) ** 3 / product,
-        "rate": [operations / spent for spent in found["ours"]],
-    }
-
-
-@torch.inference_mode()
-def norms_peak(which: str, **shapes: Any) -> Result:
-    """Bytes that ν (`ours`) or the loop takes beside inputs and result."""
-    value, w_o = _layer(**shapes)
-    before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
-    return {"extra": most - before}
 
 
 @torch.inference_mode()

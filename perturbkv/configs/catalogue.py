@@ -82,9 +82,7 @@ class Catalogue(Generic[_Class]):
         return _modules(self.package, self.besides)
 
     def _ours(self, name: str) -> type[_Class]:
-        module = importlib.import_module(f"{self.package}.{name.replace('-', '_')}")
-        (found,) = (one for one in vars(module).values() if inspect.isclass(one) and vars(one).get("name") == name)
-        return cast("type[_Class]", found)
+        return cast("type[_Class]", _class_of(f"{self.package}.{name.replace('-', '_')}", name))
 
     def _of_kind(self, found: object, name: str, error: type[ConfigError | PluginError] = PluginError) -> type[_Class]:
         """The class, checked. Raises the error for what is none of this kind."""
@@ -108,6 +106,14 @@ def _modules(package: str, besides: tuple[str, ...]) -> list[str]:
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return [module.name.replace("_", "-") for module in pkgutil.iter_modules(folders) if module.name not in besides]
+
+
+@functools.cache
+def _class_of(module: str, name: str) -> type:
+    """The class of this name in a module of ours."""
+    held = vars(importlib.import_module(module)).values()
+    (found,) = (one for one in held if inspect.isclass(one) and vars(one).get("name") == name)
+    return found
 
 
 @functools.cache

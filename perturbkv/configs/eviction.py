@@ -9,13 +9,15 @@ from typing import Any, Self
 
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
-from perturbkv.configs.choice import DEEPEST, Choice, as_choice
+from perturbkv.configs.choice import Choice, as_choice
+from perturbkv.configs.documents import check_fields, check_options, holding, nested, unnested
 from perturbkv.configs.option import completed
-from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity")
 """What is written `name(option=value)`."""
+_KNOWN = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS}
 _PROTECTED = ("protect_first", "protect_recent")
 
 
@@ -195,7 +197,7 @@ class EvictionConfig:
         for name, value in self._choices():
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
-                found[f"{name}_options"] = {option: _nested(held) for option, held in value.options.items()}
+                found[f"{name}_options"] = {option: nested(held) for option, held in value.options.items()}
         return found
 
     def _choices(self) -> list[tuple[str, Any]]:
@@ -208,33 +210,11 @@ class EvictionConfig:
         held = dict(document)
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
-            options = {option: _unnested(value) for option, value in options.items()}
-            _check_options(name, told.name, options)
-            held[name] = _holding(told, options)
-        for name in ("budget", "window", *_PROTECTED):
-            _check_number(name, held[name])
-        if not isinstance(held.get("twin", ""), str):
-            msg = f"twin of a configuration cannot be '{held['twin']}'"
-            raise ConfigError(msg)
+            options = {option: unnested(value) for option, value in options.items()}
+            check_options(f"{name} '{told.name}'", options, _KNOWN.get(name, {}).get(told.name, {}))
+            held[name] = holding(told, options)
+        check_fields(held)
         return cls(**held)
-
-
-def _check_number(name: str, value: Any) -> None:
-    """Raise ConfigError unless a document's number is one: a window whole, a budget whole or a share."""
-    if isinstance(value, bool) or not isinstance(value, int if name == "window" else int | float):
-        msg = f"{name} of a configuration cannot be '{value}'"
-        raise ConfigError(msg)
-
-
-def _check_options(what: str, name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless options are plain values, and those that are known here within their range."""
-    known = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS}.get(what, {}).get(name, {})
-    for option, value in options.items():
-        if option in known:
-            known[option].checked(value, option, f"{what} '{name}'")
-        elif not isinstance(value, bool | int | float | str | Choice | None):
-            msg = f"{option} of {what} '{name}' cannot be '{value}'"
-            raise ConfigError(msg)
 
 
 def _budget(given: Budget | float | str) -> Budget:
@@ -247,7 +227,7 @@ def _chosen(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
     """The choice with all of its options. Raises UnknownNameError, ConfigError."""
     choice = as_choice(given)
     if choice.name not in known:
-        raise UnknownNameError(choice.name, what, known)
+        raise UnknownNameError(choice.name, what, ASKED if what == "selection" else known)
     return completed(choice, f"{what} '{choice.name}'", known[choice.name])
 
 
@@ -265,48 +245,5 @@ def _shown(value: Any) -> Any:
     return str(value) if isinstance(value, Choice) else value
 
 
-def _nested(value: Any) -> Any:
-    """An option as JSON holds it: a choice inside another as it is written, with all of its own options."""
-    if not isinstance(value, Choice):
-        return value
-    return {"choice": str(value), "options": {name: _nested(held) for name, held in value.options.items()}}
-
-
-def _unnested(value: Any, depth: int = DEEPEST) -> Any:
-    """What `_nested` made this of, at most `depth` choices inside each other."""
-    if not isinstance(value, dict):
-        return value
-    if not depth:
-        msg = f"expected at most {DEEPEST} choices inside each other in a configuration, got more"
-        raise ConfigError(msg)
-    told = as_choice(value["choice"])
-    return _holding(told, {name: _unnested(held, depth - 1) for name, held in value["options"].items()})
-
-
-def _holding(told: Choice, options: Mapping[str, Any]) -> Choice:
-    """A choice with all of its options, those that it shows in the order in which it does: JSON sorts its keys."""
-    ordered = {name: options[name] for name in (*told.options, *options)}
-    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
-
-
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Budget) else value
-
-
-_RELEASED = {
-    "alpha": 0.5,
-    "split": "total",
-    "score": "pooled",
-    "epsilon": 1e-4,
-    "pool": "average",
-    "kernel": 5,
-    "granularity": "kv",
-    "safeguard": "guaranteed",
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "paper-v2": {"alpha": 0.5, "score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
-    "released-v2": _RELEASED,
-    "kvpress": {**_RELEASED, "window": 64, "line": "total"},
-}
-"""METHOD's table of presets, as differences from the defaults, which are `paper`; each goes to whatever has it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from typing import Any
 from perturbkv.configs.choice import FIRST, Choice, as_choice
 from perturbkv.errors import ConfigError, UnknownNameError
 
-_KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
+KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     str: ((str,), "a name"),
 }
+"""Type of an option -> what may be given, and how that is called."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Option:
         """
         if self.call and isinstance(value, str | Choice):
             return value if value == self.default else as_choice(value)
-        kinds, words = _KINDS[type(self.default)]
+        kinds, words = KINDS[type(self.default)]
         value = "none" if value is None and "none" in self.known else value
         what = f"{name} of {of}" if of else name
         if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, kinds):
@@ -95,6 +97,13 @@ class WithOptions:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         ordered = sorted(fields, key=lambda field: field.name not in own)
         return {field.name: field.metadata["option"] for field in ordered}
+
+    @classmethod
+    def summed_up(cls) -> str:
+        """What it is in a line: its own `summary`, else its docstring's first line, else the summary of its base."""
+        said = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+        made = said.startswith(f"{cls.__name__}(")  # by `dataclass`, of a class that says nothing
+        return str(vars(cls).get("summary") or ("" if made else said) or getattr(cls, "summary", ""))
 
 
 def completed(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:

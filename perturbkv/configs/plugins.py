@@ -93,6 +93,17 @@ def said(error: BaseException) -> str:
     """An error of somebody else's code in one line."""
     text = " ".join(str(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}".rstrip(": ") + where
+    said_by = f"{type(error).__name__}: {text}".rstrip(": ")
+    if not (frames := traceback.extract_tb(error.__traceback__)):
+        return said_by
+    file = Path(frames[-1].filename)
+    return f"{said_by} ({file.name}, line {frames[-1].lineno}){_beside(error, file.parent)}"
+
+
+def _beside(error: BaseException, folder: Path) -> str:
+    """What to do where a file cannot import what lies beside it: it is loaded by itself."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    there = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+    if not isinstance(error, ImportError) or not there:
+        return ""
+    return f"; files beside it are imported by their names with PYTHONPATH={folder} before the command"

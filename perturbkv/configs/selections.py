@@ -20,6 +20,8 @@ SELECTIONS = {
     "position": "by position, as the policy says (streaming-llm only)",
     GIVEN: "what a policy from outside kept itself (names with a colon only)",
 }
+ASKED = {name: what for name, what in SELECTIONS.items() if name != GIVEN}
+"""Those that can be asked for."""
 _STAGE1 = {
     "alpha": Option(0.25, "share of stage 1, 0 to 1; without stages: of its own ranking, for the bounds", high=1),
     "split": Option("prefix", "what alpha is a share of: prefix (b − w), or total (b, the window in stage 1)",

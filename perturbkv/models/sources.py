@@ -18,6 +18,8 @@ from perturbkv.models.aliases import ALIASES, EMBEDDED, EMBEDDED_WHEEL, INSTALL_
 
 _UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
 """What transformers, safetensors and gguf raise for files that are missing, cut or of another kind."""
+_LONGEST = 480
+"""Characters of their message."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,27 @@ def explained(source: Source, what: str) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = _reason(error)
         if source.hub_id and isinstance(error, OSError):
             raise ModelError(_about_hub(source, reason)) from error
-        why = reason[:200].rstrip(":")
-        msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {why}"
+        msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {reason}"
         raise ModelError(msg) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What somebody else's code says, in one line of whole sentences; a longer one between its words."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if len(text) <= _LONGEST:
+        return text
+    shown = text[:_LONGEST]
+    whole = shown.rpartition(". ")[0]
+    return f"{whole}." if whole else f"{shown.rpartition(' ')[0]} …"
 
 
 def _about_hub(source: Source, reason: str) -> str:
     instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
     return (
         f"model '{source.name}' needs {source.hub_id} (config.json, tokenizer, *.safetensors) and the hub did "
-        f"not give it ({reason[:120]}); bring it with --model PATH (a folder of safetensors or a .gguf file), "
-        f"or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models){instead}"
+        f"not give it ({reason.partition('. ')[0]}); bring it with --model PATH (a folder of safetensors or a .gguf "
+        f"file), or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models){instead}"
     )

@@ -25,7 +25,7 @@ from perturbkv.pipeline.prefill import Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
 from perturbkv.pipeline.sources import sources
 from perturbkv.scoring.layer_view import LayerView
-from perturbkv.selection.policies import registry
+from perturbkv.selection import compatibility
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
@@ -39,13 +39,13 @@ def check_asked(configs: Iterable[EvictionConfig], most: int | None, compress_ev
         msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
         raise ConfigError(msg)
     for config in configs:
-        registry.check_generating(config)
+        compatibility.check_generating(config)
         if compress_every is not None:
             _check_compressing(config, compress_every)
 
 
 def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
-    registry.check_compressible(config)
+    compatibility.check_compressible(config)
     budget = config.budget.value
     if not isinstance(budget, int) or budget >= compress_every:
         msg = (
@@ -107,7 +107,7 @@ def read_evicting(
     window = max((config.window for config in configs), default=1)
     whole = len(context) <= above
 
-    waits = not whole and any(registry.needs_all_layers(config) for config in configs)
+    waits = not whole and any(compatibility.needs_all_layers(config) for config in configs)
     given = sources(adapter, context, [] if whole else configs, {})
 
     def evict(found: Statistics, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a head's output loses with single evicted entries: those whose ‖A_i 𝒱_i‖₁ = A_i ν_i is largest.
+"""What single evicted entries add to a head's output under full attention: those of the largest ‖A_i 𝒱_i‖₁ = A_i ν_i.
 
 Of the first decode step, for every configuration and head. Nothing here waits for the device.
 """

@@ -16,6 +16,7 @@ from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_sliding_window
 from perturbkv.models.loading import ModelFiles, load_weights
+from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def plan(
         generate=generate,
         plugins={name: version for config in configs for name, version in registry.plugins(config).items()},
     )
-    for name in registry.counted_twice(run.configs):
+    for name in compatibility.counted_twice(run.configs):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     batches = _batches(files, run, prompts, placement.dtype, resources)
     return Plan(files, placement, prompts, run, resources, batches, settings.text, loaded)
@@ -140,7 +141,7 @@ def fitting(
     for config in configs:
         try:
             for prompt in prompts:
-                registry.check_ends(config, len(prompt.parts(scenario)[0]))
+                compatibility.check_ends(config, len(prompt.parts(scenario)[0]))
         except BudgetError as error:
             refused[str(config.budget)] = error
         else:

@@ -25,8 +25,9 @@ from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Asked
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.given import Group, kept_groups
+from perturbkv.selection.layer_statistics import Ends, LayerStatistics
 from perturbkv.selection.policies import registry
-from perturbkv.selection.ranking import Ends, LayerStatistics, Scores
+from perturbkv.selection.ranking import Scores
 
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]

@@ -25,8 +25,8 @@ from perturbkv.pipeline.prefill import layer_norms
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection.kept_sets import select
+from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.policies import registry
-from perturbkv.selection.ranking import LayerStatistics
 
 
 @dataclass(frozen=True)

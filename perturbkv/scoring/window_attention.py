@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv.theory import WORK
@@ -34,6 +34,16 @@ def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[T
         return score
     pooling = F.max_pool1d if kind == "max" else F.avg_pool1d
     return pooling(score.unsqueeze(0), kernel, stride=1, padding=kernel // 2).squeeze(0)
+
+
+def pool_signed(
+    score: Float[Tensor, "head prefix"], kind: str, kernel: int, there: Bool[Tensor, "head prefix"]
+) -> Float[Tensor, "head prefix"]:
+    """As `pool`, of scores that may be below 0: zeros beyond the ends and where no entry is `there` do not count."""
+    if kind != "average":
+        return pool(score.masked_fill(~there, -torch.inf), kind, kernel)
+    counted = pool(there.to(score.dtype), kind, kernel)
+    return pool(score.masked_fill(~there, 0.0), kind, kernel) / counted.clamp(min=torch.finfo(score.dtype).tiny)
 
 
 def reduce_group(

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from perturbkv.configs.choice import Choice, as_choice, halves, parse
-from perturbkv.configs.eviction import CHOICES, PRESETS, EvictionConfig
+from perturbkv.configs.eviction import CHOICES, EvictionConfig
+from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.selection import effects, spread
+from perturbkv.selection import compatibility, effects, spread
 from perturbkv.selection.policies import registry
 from perturbkv.selection.spread import Asked
 
@@ -43,7 +44,7 @@ def grid(
 
     Args:
         budget: tokens (128), a fraction (0.05), either as text, or a `Budget`.
-        preset: names of `perturbkv.configs.eviction.PRESETS`.
+        preset: names of `perturbkv.configs.presets.PRESETS`.
         policy: names of policies, each with its own options if they are not to be the defaults: `adakv(floor=0.1)`.
         selection: names of `SELECTIONS`, likewise: `two-stage(alpha=0.5)`, or `policy:selection`. A policy's name alone
             stands for its first selection; `random` alone is the selection.
@@ -71,7 +72,7 @@ def every(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[EvictionCo
     """`grid`, whether or not every choice makes a difference."""
     made = [asked(**combination) for combination in combinations(choices)]
     for one in made:
-        registry.check(one.config, cache)
+        compatibility.check(one.config, cache)
     check_told(made)
     return unique(one.config for one in made)
 

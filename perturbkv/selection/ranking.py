@@ -6,98 +6,24 @@ Equal scores go to the earlier position on every device: orders come from a stab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.scoring.window_attention import pool, reduce_group, seeded
+from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
 from perturbkv.selection import blocks
 from perturbkv.selection.competition import in_order
+from perturbkv.selection.layer_statistics import Ends, LayerStatistics, Score, at_ends
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
 
-Score = Float[Tensor, "kept_head prefix"]
 _Made = TypeVar("_Made")
-OfModel = Callable[[EvictionConfig, "Ends", Hashable, Callable[[Iterable[Score]], Any]], Any]
-
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """What selections may look at in one layer; prefix = n − window entries.
-
-    Attributes:
-        accumulated: the unpooled score, Ā of SnapKV: a row per query head, or per key/value head.
-        norms: ν per query head.
-        kv_heads: number of key/value heads.
-        layer, layers: which of how many.
-        sample: the sample's id, for the seed of `random`.
-        realised: A of the first decoding query per query head; None where it is not known.
-        head_scores: given scores of all query heads of the model, (layer, head); empty where there are none.
-        valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
-        first_stage: what a policy's own stage 1 ranks by, unpooled; rows of its own. None where none has one.
-        of_model: makes something of the competing scores of all layers for a configuration, once for each key.
-    """
-
-    accumulated: Float[Tensor, "rows prefix"]
-    norms: Float[Tensor, "head prefix"]
-    kv_heads: int
-    layer: int
-    layers: int
-    sample: str
-    realised: Float[Tensor, "head prefix"] | None = None
-    head_scores: Sequence[Sequence[float]] = ()
-    valid: Bool[Tensor, "kept_head prefix"] | None = None
-    first_stage: Float[Tensor, "first_rows prefix"] | None = None
-    of_model: OfModel | None = None
-
-    @property
-    def prefix(self) -> int:
-        """Entries before the window."""
-        return self.accumulated.shape[1]
-
-    @property
-    def hindsight(self) -> Float[Tensor, "head prefix"]:
-        """A of the first decoding query. Raises ConfigError where it is not known."""
-        if self.realised is None:
-            msg = "a selection by hindsight looks at the next query, which is not known here; choose another selection"
-            raise ConfigError(msg)
-        return self.realised
-
-    @property
-    def begin(self) -> Int[Tensor, " #kept_head"]:
-        """Place of each kept set's first entry."""
-        if self.valid is None:
-            return torch.zeros(1, dtype=torch.int64, device=self.norms.device)
-        return self.prefix - self.valid.sum(dim=-1)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What of a budget is settled before any score is looked at, in entries or blocks.
-
-    Attributes:
-        first, recent: those before the window that always stay.
-        free: those per kept set, on the average, that are shared out by score.
-    """
-
-    first: int
-    recent: int
-    free: int
-
-    @property
-    def always(self) -> int:
-        """At both ends together."""
-        return self.first + self.recent
-
-    def competing(self, prefix: int) -> slice:
-        """The places between both ends."""
-        return slice(self.first, prefix - self.recent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +42,6 @@ def rank(score: Score) -> Ranking:
     order = score.sort(dim=-1, descending=True, stable=True).indices
     places = torch.arange(score.shape[-1], device=score.device).expand_as(order)
     return Ranking(order, torch.empty_like(order).scatter_(-1, order, places).to(torch.int32))
-
-
-def at_ends(place: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
-    """Whether a place is one of the `first` ones from `begin` on, or of the `recent` ones before `end`."""
-    return ((place >= begin) & (place < begin + first)) | (place >= end - recent)
 
 
 class Scores:
@@ -216,10 +137,19 @@ class Scores:
         kind, kernel = _pooling(config, pooled)
         if own := registry.build(config.policy).score.reduces:
             key = ("pooled", sets, own, kind, kernel)
-            return self.once(key, lambda: self.reduced(config, pool(given, kind, kernel), own))
+            return self.once(key, lambda: self.reduced(config, self._pooled(config, given, pooled), own))
         how = config.granularity.options.get("reduce", "mean")
         reduced = self.once(("attention", sets, how), lambda: self.reduced(config, given, how))
-        return self.once(("pooled", sets, how, kind, kernel), lambda: pool(reduced, kind, kernel))
+        return self.once(("pooled", sets, how, kind, kernel), lambda: self._pooled(config, reduced, pooled))
+
+    def _pooled(self, config: EvictionConfig, score: Tensor, pooled: bool) -> Score:
+        """Pooled as the policy says."""
+        kind, kernel = _pooling(config, pooled)
+        if not registry.build(config.policy).score.signed:
+            return pool(score, kind, kernel)
+        valid = self.statistics.valid
+        there = torch.ones_like(score, dtype=torch.bool) if valid is None else valid
+        return pool_signed(score, kind, kernel, there.repeat_interleave(len(score) // len(there), dim=0))
 
     def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
         """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""

@@ -13,7 +13,7 @@ from typing import Any
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
-from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import ASKED, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import effects
 from perturbkv.selection.policies import registry
@@ -140,5 +140,5 @@ def _options(name: str, owner: str) -> Mapping[str, Option]:
         return registry.info(name).options()
     known = SELECTION_OPTIONS if owner == "selection" else GRANULARITY_OPTIONS
     if name not in known:
-        raise UnknownNameError(name, owner, known)
+        raise UnknownNameError(name, owner, ASKED if owner == "selection" else known)
     return known[name]

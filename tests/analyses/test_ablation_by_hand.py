@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses import ingredients
+from perturbkv.analyses.ablation import ablation
 from perturbkv.analyses.intervals import Interval
+from perturbkv.analyses.method_rows import control
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
+from perturbkv.selection.policies.registry import resolved
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.measured import MEASURED, config, hand_made
@@ -97,6 +100,32 @@ def test_controls_protect_what_the_methods_protect() -> None:
     assert bare.controls == (configs[0], configs[2])
     assert kept.controls == (configs[3], configs[5])
     assert isolated(kept.rows) == pytest.approx({"two-stage α=0.25": 1 / 3, "random": 2})
+
+
+METHODS = [config("h2o:attention"), config("tova:attention")]
+OTHERS = [resolved(control(CHAIN[0], one, name)) for one in METHODS for name in ("attention", "random")]
+
+
+def test_controls_of_other_methods_are_no_settings_and_the_result_names_what_it_leaves_out() -> None:
+    chain = [config(name) for name in ("attention", "two-stage", "random")]
+    result = ablation(made([*chain, *METHODS, *OTHERS], [4, 2, 9, 5, 6, 7, 8, 7, 8]))
+    (found,) = result.settings
+    assert isolated(found.rows) == pytest.approx({"two-stage α=0.25": 0.5, "random": 2.25})
+    assert result.left_out == (*METHODS, *OTHERS)
+    assert set(result.identity.configs) == set(chain)
+    told = " ".join(repr(result).split())
+    assert "can be held against attention: h2o:attention, tova:attention, 2 × snapkv:attention, 2 × snapkv" in told
+    assert "left out" not in repr(ablation(made(chain, [4, 2, 9])))
+
+
+def test_controls_beside_rows_of_their_own_stay() -> None:
+    """SnapKV's, though another method has its window; and those of another window, which is no other method's alone."""
+    usual = [config(name) for name in ("attention", "random", "caote:attention")]
+    wide = [config(name, window=40) for name in ("attention", "random")]
+    staged = [config(name, window=1) for name in ("attention", "two-stage", "random")]
+    result = ablation(made([*usual, *wide, *staged, METHODS[1]], [4, 2, 3, 2, 1, 5, 2, 6, 7]))
+    assert [one.baseline.window for one in result.settings] == [32, 40, 1]
+    assert result.left_out == (usual[2], METHODS[1])
 
 
 def test_knowing_the_query_is_told_with_and_without_the_norms() -> None:

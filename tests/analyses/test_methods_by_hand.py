@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 from perturbkv.analyses.method_rows import control, protection, settings
 from perturbkv.analyses.methods import methods
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.selection.policies.registry import resolved
-from perturbkv.trace import Trace
-from tests.support.measured import config, hand_made
+from tests.support.measured import config, one_head
 
 KV = {"granularity": "kv"}
 SNAPKV = config("attention", 128, **KV)
@@ -23,24 +20,6 @@ STAGED = config("two-stage", 128, **KV)
 CONTROLS = [resolved(control(SNAPKV, one, name)) for one in (SNAPKV, H2O, TOVA) for name in ("random", "attention")]
 L1 = {SNAPKV: 10.0, H2O: 12.0, TOVA: 9.0, STAGED: 8.0}
 BY_CHANCE = {CONTROLS[0]: 40.0, CONTROLS[2]: 6.0, CONTROLS[3]: 8.0, CONTROLS[4]: 90.0, CONTROLS[5]: 18.0}
-
-
-def made(values: dict[EvictionConfig, float], samples: int = 6) -> Trace:
-    """One head; sample i perturbs i + 1 times as much as the first, drifts as much squared, KL is a hundredth."""
-    configs = list(values)
-    each = (1 + np.arange(samples))[:, None] * np.array(list(values.values()))
-    floor = np.full((samples, 1, 1), 1e-9)
-    arrays = {
-        "perturbation_isolated": each[:, :, None, None],
-        "perturbation_propagated": 2 * each[:, :, None, None],
-        "noise_floor": floor,
-        "noise_floor_isolated": floor,
-        "hidden_drift_l1": each[:, :, None] ** 2,
-        "hidden_noise_floor": np.full((samples, 1), 1e-9),
-        "logit_kl": each / 100,
-        "sigma_stage1": np.full((samples, len(configs), 1, 1), 0.9),
-    }
-    return hand_made(configs, arrays)
 
 
 def test_protection_is_read_from_options_of_policy_and_score() -> None:
@@ -75,18 +54,18 @@ def test_controls_pool_as_the_baseline_does() -> None:
 
 def test_rows_of_one_name_say_in_what_they_differ() -> None:
     other = config("h2o:attention", 128, protect_first=4, **KV)
-    (found,) = settings(made({**L1, other: 11.0}))
+    (found,) = settings(one_head({**L1, other: 11.0}))
     assert [row.name for row in found.rows] == ["snapkv:two-stage", "tova", "h2o protect-first=4", "h2o"]
 
 
 def test_where_everything_is_protected_the_baseline_is_too() -> None:
     both = [config(name, 128, protect_first=4) for name in ("attention", "caote:attention")]
-    (found,) = settings(made(dict.fromkeys(both, 2.0)))
+    (found,) = settings(one_head(dict.fromkeys(both, 2.0)))
     assert (found.baseline, [row.name for row in found.rows]) == (both[0], ["caote"])
 
 
 def test_rows_are_ordered_by_what_they_perturb_and_held_against_both_controls() -> None:
-    (found,) = settings(made({**L1, **BY_CHANCE}))
+    (found,) = settings(one_head({**L1, **BY_CHANCE}))
     assert found.baseline == SNAPKV
     assert [row.name for row in found.rows] == ["snapkv:two-stage", "tova", "h2o"]
     assert [row.compared.propagated.sum_ratio for row in found.rows] == pytest.approx([0.8, 0.9, 1.2])
@@ -103,29 +82,29 @@ def test_rows_are_ordered_by_what_they_perturb_and_held_against_both_controls() 
 
 
 def test_the_conclusion_names_the_best_and_counts_both_comparisons() -> None:
-    said = methods(made({**L1, **BY_CHANCE})).conclusion()
+    said = methods(one_head({**L1, **BY_CHANCE})).conclusion()
     assert said == (
         "At b=128 kv, snapkv:two-stage perturbs least (0.80 [0.80, 0.80] of snapkv's); of 3 methods 2 perturb less and "
         "1 more than snapkv; 2 perturb less and 1 more than random entries under the same protection. (n = 6 samples)"
     )
-    said = methods(made({SNAPKV: 5.0, H2O: 12.0})).conclusion()
+    said = methods(one_head({SNAPKV: 5.0, H2O: 12.0})).conclusion()
     assert "snapkv perturbs least (h2o is next, 2.40 of it)" in said
 
 
 def test_budgets_and_granularities_stand_apart() -> None:
     other = {config("attention", 64): 4.0, config("tova:attention", 64): 3.0}
-    found = settings(made({**L1, **other}))
+    found = settings(one_head({**L1, **other}))
     assert [(one.setting, len(one.rows)) for one in found] == [("b=64 query", 1), ("b=128 kv", 3)]
 
 
 def test_a_trace_of_one_method_says_what_it_needs() -> None:
     with pytest.raises(TraceError, match="methods needs snapkv:attention and another policy at the same budget; got"):
-        methods(made({SNAPKV: 1.0, CONTROLS[0]: 2.0}))
+        methods(one_head({SNAPKV: 1.0, CONTROLS[0]: 2.0}))
 
 
 def test_tables_fit_80_columns_and_figures_are_drawn() -> None:
     for samples in (1, 3, 6):
-        result = methods(made({**L1, **BY_CHANCE}, samples))
+        result = methods(one_head({**L1, **BY_CHANCE}, samples))
         assert max(map(len, repr(result).splitlines())) <= 80
         assert len(result.plot().axes[0].get_yticklabels()) == 3
     assert {row["name"] for row in result.records()} == {"snapkv:two-stage", "tova", "h2o"}

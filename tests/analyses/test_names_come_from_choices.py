@@ -7,9 +7,10 @@ import json
 import pytest
 
 from perturbkv.analyses.identity import MOST_NAMED, identity
-from perturbkv.analyses.naming import apart, budgets, common, setting, short, sides
+from perturbkv.analyses.naming import apart, budgets, common, folded, setting, short, sides
 from perturbkv.analyses.objects import config_object, config_of, run_object, setting_object
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.selection.grid import configuration
@@ -42,7 +43,27 @@ def test_sides_are_told_by_what_they_differ_in() -> None:
     assert sides(treatment, other) == ("snapkv", "adakv")
     assert sides(baseline, other) == ("snapkv attention", "adakv two-stage")
     inside = configuration(64, policy="streaming-llm(positions=in-cache)", selection="position")
-    assert sides(treatment, inside) == ("snapkv two-stage", "streaming-llm position")
+    assert sides(treatment, inside) == ("snapkv two-stage", "streaming-llm(positions=in-cache) position")
+
+
+def test_sides_say_the_options_that_tell_them_apart() -> None:
+    usual, by = config("attention", policy="adakv"), config("attention", policy="adakv(caote(pool=max))")
+    assert sides(config("attention"), by) == ("snapkv", "adakv(by=caote(pool=max))")
+    assert sides(usual, by) == ("adakv", "adakv(by=caote(pool=max))")
+    assert sides(by, config("two-stage", policy="adakv(caote(pool=max))")) == ("attention", "two-stage")
+    unpooled = config("attention", policy="snapkv(pool=average, kernel=5)")
+    assert sides(config("attention"), unpooled) == ("snapkv", "snapkv(pool=average, kernel=5)")
+    assert sides(config("two-stage"), config("two-stage", alpha=0.5)) == ("two-stage", "two-stage(alpha=0.5)")
+    plugin = EvictionConfig(64, Choice("mine.py:Peak", {"tau": 2.0}, frozenset()), "attention")
+    assert sides(plugin, config("attention", policy="random")) == ("mine.py:Peak(tau=2.0)", "random")
+
+
+def test_a_long_word_is_folded_behind_its_signs_and_a_short_one_is_not() -> None:
+    assert folded("snapkv two-stage-uniform") == "snapkv\ntwo-stage-uniform"
+    press = "kvpress:CriticalKVPress(SnapKVPress(window_size=64)) given"
+    assert folded(press, 30) == "kvpress:CriticalKVPress(\nSnapKVPress(window_size=64))\ngiven"
+    assert folded(press, 52) == press.replace(" ", "\n")
+    assert folded("adakv(floor=0.1):two-stage", 40) == "adakv(floor=0.1):two-stage"
 
 
 def test_what_one_protects_and_the_other_does_not_is_no_common_choice() -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from perturbkv.analyses.naming import common
@@ -12,33 +12,18 @@ from perturbkv.analyses.restrictions import settings
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-from tests.support.measured import config, hand_made
+from tests.support.measured import config, one_head
 from tests.support.traces import run_config
 
 ASKED = ("query", "layer(block=16)", "kv", "layer", "kv(block=32)", "kv(block=16, block_score=max)", "kv(block=16)")
 CONFIGS = [config("two-stage", 128, granularity=name) for name in ASKED]
-L1 = [2.0, 15.0, 10.0, 12.0, 14.0, 11.0, 13.0]
-HELD = [0.5, 0.2, 0.25, 0.25, 0.2, 0.2, 0.2]
+OTHER = config("attention", 128, granularity="kv")
+L1 = dict(zip([*CONFIGS, OTHER], [2.0, 15.0, 10.0, 12.0, 14.0, 11.0, 13.0, 20.0], strict=True))
+HELD = dict(zip([*CONFIGS, OTHER], [0.5, 0.2, 0.25, 0.25, 0.2, 0.2, 0.2, 0.25], strict=True))
 
 
-def made(configs: list[EvictionConfig] = CONFIGS, samples: int = 6, scale: float = 1.0) -> Trace:
-    """One head; sample i perturbs and drifts i + 1 times as much as the first; KL is 1 … 6 times a configuration's."""
-    values = np.array([L1[CONFIGS.index(one)] for one in configs])
-    factor = 1 + np.arange(samples)
-    each = factor[:, None] * values
-    floor = np.full((samples, 1, 1), 1e-9)
-    arrays = {
-        "perturbation_isolated": scale * each[:, :, None, None],
-        "perturbation_propagated": 2 * each[:, :, None, None],
-        "noise_floor": floor,
-        "noise_floor_isolated": floor,
-        "hidden_drift_l1": each[:, :, None] ** 2,
-        "hidden_noise_floor": np.full((samples, 1), 1e-9),
-        "logit_kl": each / 100,
-        "sigma_stage1": np.full((samples, len(configs), 1, 1), 0.9),
-        "held_share": np.tile([HELD[CONFIGS.index(one)] for one in configs], (samples, 1)),
-    }
-    return hand_made(configs, arrays)
+def made(configs: Sequence[EvictionConfig] = CONFIGS, samples: int = 6) -> Trace:
+    return one_head({one: L1[one] for one in configs}, samples, [HELD[one] for one in configs])
 
 
 def test_every_restriction_is_held_against_single_entries_per_key_value_head() -> None:
@@ -76,14 +61,8 @@ def test_tables_fit_80_columns_and_show_what_each_cache_holds() -> None:
 
 
 def test_settings_do_not_mix_what_else_differs() -> None:
-    other = config("attention", 128, granularity="kv")
-    many = [*CONFIGS, other]
-    L1.append(20.0), HELD.append(0.25), CONFIGS.append(other)  # type: ignore[func-returns-value]
-    try:
-        (found,) = settings(made(many))
-        assert other not in found.identity.configs
-    finally:
-        L1.pop(), HELD.pop(), CONFIGS.pop()
+    (found,) = settings(made([*CONFIGS, OTHER]))
+    assert OTHER not in found.identity.configs
 
 
 def test_other_analyses_pair_blocks_with_blocks_of_the_same_size() -> None:

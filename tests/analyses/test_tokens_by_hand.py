@@ -143,8 +143,9 @@ def test_the_first_complete_sample_with_text_is_taken() -> None:
     bare = SampleTrace("bare", {name: array for name, array in sample("bare").arrays.items() if name not in TEXT})
     trace = pk.Trace.of(run_config(3), [FailedSample("broken", "it broke"), bare, sample("third")], {})
     assert pk.tokens(trace).prompt.sample == "third"
-    with pytest.raises(TraceError, match="expected the text of 'bare' in this trace, got a trace without it"):
+    with pytest.raises(TraceError, match="expected the text of 'bare' in this trace, got a trace without it") as raised:
         pk.tokens(trace, "bare")
+    assert "pk.measure with text=True and the path of its trace adds it" in str(raised.value)
     with pytest.raises(TraceError, match=r"complete samples \(third\), got 'broken', which failed: it broke"):
         pk.tokens(trace, "broken")
 
@@ -190,7 +191,7 @@ def test_missing_places_of_losses_are_left_out() -> None:
     found = pk.tokens(made(sample(lost_position=lost, lost_output=output)), "p0", 0, 0)
     assert found.losses is not None
     assert [len(side) for side in found.losses] == [1, 0]
-    assert "attention: the loss that moves the output most, 50 % of C" in repr(found)
+    assert "attention: the evicted entry that adds most to the output, 50 % of C" in repr(found)
     assert "two-stage evicts nothing" in repr(found)
 
 

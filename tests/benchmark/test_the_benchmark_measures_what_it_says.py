@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from perturbkv.benchmark import rows, suite, work
+from perturbkv.benchmark import norms, rows, suite, work
 from perturbkv.benchmark.comparison import compare, other_settings
 from perturbkv.benchmark.process import in_process
 from perturbkv.cli.console import SCHEMA
@@ -99,9 +99,9 @@ def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_ke
 
 
 def test_the_loop_that_value_norms_are_held_against_computes_them_too() -> None:
-    value, w_o = work._layer(entries=9, d_model=24, heads=4, kv_heads=2, **CPU)
+    value, w_o = norms._layer(entries=9, d_model=24, heads=4, kv_heads=2, **CPU)
     expected = naive.projected_value_norms(value.double().numpy(), w_o.double().numpy(), 4)
-    for compute in work._NORMS.values():
+    for compute in norms._NORMS.values():
         np.testing.assert_allclose(compute(value, w_o), expected, rtol=1e-5)
 
 

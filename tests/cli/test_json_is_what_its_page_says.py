@@ -25,6 +25,10 @@ ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+?) \| .+ \|$", re.MULTILINE)
 ALSO = re.compile(r"^All keys of `([^`]+)`, and:$", re.MULTILINE)
 PLAIN: dict[str, Any] = {"text": str, "integer": int, "number": int | float | None, "boolean": bool, "any": object}
 Page = dict[str, dict[str, str]]
+ELSEWHERE = {
+    ("provenance", "kvpress_version"): "kvpress needs an older transformers; tests/kvpress hold it in one of their own",
+}
+"""Rows of the page that no command of this environment prints -> why."""
 
 
 def read_page(text: str) -> Page:
@@ -123,7 +127,7 @@ def test_every_key_of_every_document_stands_on_the_page_with_its_type(documents:
     assert walk.wrong == []
     rows = {(section, key) for section, keys in walk.page.items() for key in keys}
     shared = {(section, key) for section, key in rows if section in ("every document", "every analysis")}
-    assert rows - walk.seen - shared == set()  # nothing stands there that no command prints
+    assert rows - walk.seen - shared == set(ELSEWHERE)  # nothing else stands there that no command prints
 
 
 def test_a_key_that_is_not_documented_and_a_type_that_is_another_are_found() -> None:

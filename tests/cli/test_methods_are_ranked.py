@@ -30,9 +30,16 @@ def test_methods_are_measured_with_controls_of_the_same_protection(perturbkv: Ru
 
 
 def test_what_cannot_be_ranked_is_one_line_before_anything_is_measured(perturbkv: Run, tiny: list[object]) -> None:
-    for asked, said in (("snapkv", "needs another method than snapkv"), (",", "got none"), ("nope", "unknown policy")):
+    wrong = {
+        "snapkv": "needs another method than snapkv",
+        ",": "got none",
+        "nope": "unknown policy",
+        "all,caote": "--methods takes all, which is every policy at its defaults, or names; got both in 'all,caote'",
+    }
+    for asked, said in wrong.items():
         ran = perturbkv("ablation", *tiny, "--methods", asked, "-o", "none")
         assert (ran.code, said in " ".join(ran.err.split())) == (2, True), ran.err
+        assert len(ran.err.splitlines()) == 1
     assert not Path("none").exists()
 
 
@@ -41,3 +48,18 @@ def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None
     ran = perturbkv("ablation", *roomier, "--methods", "all", "--dry-run")
     assert ran.code == 0, ran.err
     assert "left out, as it needs head scores, another cache or another granularity: headkv" in ran.err
+    in_blocks = perturbkv("ablation", *roomier, "--methods", "all", "--granularity", "kv(block=4)", "--dry-run")
+    assert in_blocks.code == 0, in_blocks.err
+    assert "granularity: defensive, defensive-layer, headkv" in " ".join(in_blocks.err.split())
+
+
+def test_an_ablation_of_ranked_methods_compares_what_shares_a_setting(perturbkv: Run, tiny: list[object]) -> None:
+    asked = ("--methods", "tova,h2o,pyramidkv,pyramidkv:two-stage,snapkv:two-stage", "-o", "out")
+    assert perturbkv("ablation", *tiny, *asked).code == 0
+    document = perturbkv("ablation", "out/trace.h5", "-o", "chain", "--json").json()
+    held = {one["baseline"]["policy"]: [row["name"] for row in one["rows"]] for one in document["settings"]}
+    assert len(document["settings"]) == 2
+    assert held == {"snapkv": ["two-stage", "random"], "pyramidkv": ["two-stage"]}
+    said = " ".join(perturbkv("ablation", "out/trace.h5", "-o", "chain").out.split())
+    assert "can be held against attention: tova:attention, h2o:attention, snapkv:random, snapkv:" in said
+    assert all(f"{policy} b=24 w=8" in said for policy in held)

@@ -177,6 +177,7 @@ def test_info_reports_the_padding_of_ragged_caches(perturbkv: Run, tiny: list[ob
 
 
 def test_policies_tell_what_combines_with_what(perturbkv: Run) -> None:
+    from perturbkv.selection import compatibility
     from perturbkv.selection.policies import registry
 
     told = " ".join(perturbkv("policies").out.split())
@@ -184,5 +185,5 @@ def test_policies_tell_what_combines_with_what(perturbkv: Run) -> None:
     for info in registry.known():
         assert info.name in told
     refused = perturbkv("trace", "--policy", "streaming-llm", "--selection", "two-stage")
-    for row in registry.pairs():
+    for row in compatibility.pairs():
         assert f"{row[0]} with {row[1]} in a {row[2]} cache" in refused.err

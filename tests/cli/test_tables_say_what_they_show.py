@@ -21,14 +21,18 @@ from perturbkv.analyses import (
     numbers,
     rank_agreement,
 )
+from perturbkv.analyses import head_comparisons as heads
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sign_flips import decide
 from perturbkv.cli import console
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import as_text
 from tests.analyses.test_bounds_by_hand import one_config
 from tests.analyses.test_bounds_by_hand import ranked as bounded
 from tests.analyses.test_needle_and_horizon_by_hand import MOVED, SCORES, growing, ranked
 from tests.figures.test_odd_data_give_a_figure import CONFIGS, made
+from tests.support.measured import config, hand_made
 
 
 def said(shown: Callable[..., None], *results: object) -> str:
@@ -50,6 +54,21 @@ def test_ranks_of_methods_say_what_their_caches_hold() -> None:
     told = told_by(needle.needle(trace))
     assert told.count("held 0.48 to 0.51") == 2  # the circular ones apart
     assert "Only methods of one budget, one granularity and one protection are ranked together" in told
+
+
+def test_screens_of_heads_say_options_that_one_side_alone_has_though_all_rows_share_them() -> None:
+    by = [config("attention", budget, policy=policy) for budget in (64, 128) for policy in ("snapkv", "adakv(caote)")]
+    trace = hand_made(by, {"perturbation_isolated": np.ones((5, 4, 1, 1))})
+    result = heads.compare_heads(trace, "snapkv:attention", "adakv:attention")
+    for found in (result, result[:1]):
+        assert "adakv(by=caote())" in found.conclusion()
+        assert "adakv(by=caote())" in " ".join(as_text(found.tables(), width=200).split())
+    plugin = Choice("mine.py:Peak", {"tau": 2.0}, frozenset())
+    ours = [EvictionConfig(budget, plugin, name) for budget in (64, 128) for name in ("attention", "two-stage")]
+    random = [config("attention", budget, policy="random") for budget in (64, 128)]
+    trace = hand_made([*ours, *random], {"perturbation_isolated": np.ones((5, 6, 1, 1))})
+    headline = heads.compare_heads(trace, "attention", ["two-stage", "random:attention"]).tables()[0]
+    assert "tau=2.0" in headline
 
 
 def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() -> None:

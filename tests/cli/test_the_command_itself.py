@@ -15,6 +15,7 @@ from typer.main import get_command
 
 import perturbkv as pk
 from perturbkv.cli.main import app
+from tests.support.asked import refused
 
 Run = Callable[..., Any]
 
@@ -160,6 +161,54 @@ def test_a_policy_tells_its_options(perturbkv: Run, name: str, options: dict[str
     assert all(len(line) <= 80 for line in shown.out.splitlines())
     assert all(option in shown.out for option in options)
     assert perturbkv("policies", "adavk").code == 2
+
+
+SCORE = """
+from dataclasses import dataclass
+import perturbkv as pk
+
+@dataclass(frozen=True)
+class P(pk.Score):
+    {doc}
+    tau: float = pk.option(1.0, "exponent")
+
+    def score(self, layer):
+        return layer.attention[..., : layer.prefix].amax(dim=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("doc", "first"),
+    [('"""The largest attention.\n\n    More."""', "my.py:P: The largest attention."), ("", "my.py:P")],
+)
+def test_a_score_of_a_file_says_what_its_docstring_says(perturbkv: Run, doc: str, first: str) -> None:
+    Path("my.py").write_text(SCORE.format(doc=doc))
+    shown = perturbkv("policies", "my.py:P")
+    assert shown.code == 0, shown.err
+    assert shown.out.splitlines()[0] == first
+
+
+def test_a_choice_with_options_is_described_and_checked(perturbkv: Run) -> None:
+    Path("my.py").write_text(SCORE.format(doc=""))
+    shown = " ".join(perturbkv("policies", "adakv(my.py:P)").out.split())
+    assert shown.startswith("adakv(by=my.py:P): snapkv's score; a layer's heads compete for its budget")
+    assert "it ranks by my.py:P: `perturbkv policies 'my.py:P'` tells the options of that" in shown
+    assert "written 'two-stage(alpha=0.5)'" in perturbkv("policies", "two-stage(alpha=0.5)").out
+    for wrong, said in {
+        "adakv(flor=1)": "policy 'adakv' has no option 'flor'",
+        "adakv(my.py:Q)": "my.py has no class 'Q'",
+        "two-stage(alpha=2)": "alpha of 'two-stage' must lie in [0, 1], got 2",
+    }.items():
+        refused(perturbkv("policies", wrong), said)
+
+
+def test_what_can_be_chosen_is_listed_once_and_what_cannot_is_not(perturbkv: Run) -> None:
+    known = perturbkv("policies", "nope").err.partition("known: ")[2].strip().split(", ")
+    assert len(known) == len(set(known))
+    assert {"random", "two-stage", "kv"} <= set(known)
+    assert "given" not in known
+    assert not re.search(r"^given\b", perturbkv("policies").out, re.MULTILINE)
+    assert "given" not in perturbkv("trace", "--selection", "nope").err
 
 
 def test_options_are_written_behind_their_policy(perturbkv: Run) -> None:

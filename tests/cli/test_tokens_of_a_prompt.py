@@ -33,7 +33,9 @@ def test_the_prompt_is_shown_with_its_fates_and_losses(perturbkv: Run, traced: P
     shown = re.sub(r"\[[-=]|[-=]\]|\{\+|\+\}", "", ran.out.partition("both evict")[2])
     assert "".join(SENTENCE.split()) in "".join(shown.replace("␣", " ").split())
     for side in ("attention", "two-stage"):
-        assert f"{side}: the 10 losses that move the output most" in " ".join(ran.out.split())
+        assert f"{side}: the 10 evicted entries that add most to the output" in " ".join(ran.out.split())
+    assert "what an entry adds to the output under full attention" in " ".join(ran.out.split())
+    assert "loses" not in ran.out
     assert "\x1b" not in ran.out
     assert not list(Path().glob("*.json"))
 
@@ -68,6 +70,8 @@ def test_a_run_without_text_leaves_none_and_tokens_says_how_to_get_it(perturbkv:
     assert (ran.code, ran.out) == (2, "")
     assert len(ran.err.strip().splitlines()) == 1
     assert "expected the text of the prompts in out/trace.h5, got a trace without it (--no-text" in ran.err
+    how = f"(perturbkv … --model {tiny[1]} --dataset {tiny[3]} … --output out), adds it"
+    assert f"the command that made it, without --no-text and with the same --output {how}" in ran.err
     again = perturbkv("heads", *tiny, "-o", "out", "--format", "png")
     assert "the text of 2 samples that were measured without it is added; --no-text" in " ".join(again.err.split())
     assert re.search(r"^text +stored", perturbkv("info", "out/trace.h5").out, re.MULTILINE)

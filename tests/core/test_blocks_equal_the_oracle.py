@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.configs.blocks import Blocks
-from perturbkv.configs.eviction import PRESETS
+from perturbkv.configs.presets import PRESETS
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection import blocks
 from perturbkv.selection.grid import configuration, grid

@@ -18,11 +18,13 @@ from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import defensive
 from perturbkv.scoring.scores.defensive import Defensive
 from perturbkv.scoring.scores.lava import LAVa
+from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import ranking_groups, select
+from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.lava import entropy
-from perturbkv.selection.ranking import LayerStatistics, Scores
+from perturbkv.selection.ranking import Scores
 from tests.oracle import later_scores as naive
 from tests.oracle import policies
 from tests.oracle.selection import top
@@ -236,9 +238,9 @@ def test_budgets_of_the_whole_model_need_the_whole_model() -> None:
 @pytest.mark.parametrize("policy", ["lava", "defensive", "defensive-layer", "kvzip", "kvzip-plus"])
 def test_what_decoding_forgets_cannot_be_compressed_again(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"policy '{policy}' looks at what decoding forgets, or at all layers"):
-        registry.check_compressible(config(policy))
+        compatibility.check_compressible(config(policy))
     with pytest.raises(ConfigError, match="by head, which a rectangular cache cannot hold"):
-        registry.check(config(policy), "rectangular")
+        compatibility.check(config(policy), "rectangular")
 
 
 def test_lava_ranks_by_another_score_and_not_by_its_own() -> None:
@@ -253,10 +255,10 @@ def test_lava_ranks_by_another_score_and_not_by_its_own() -> None:
 
 def test_signed_scores_have_no_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = config("lava")
-    registry.check(chosen)
+    compatibility.check(chosen)
     monkeypatch.setattr(LAVa, "signed", True)
     with pytest.raises(ConfigError, match="policy 'lava' multiplies or mixes scores"):
-        registry.check(chosen)
+        compatibility.check(chosen)
 
 
 def test_blocks_of_all_layers_compete_and_a_stage_of_single_entries_has_none() -> None:
@@ -270,4 +272,4 @@ def test_blocks_of_all_layers_compete_and_a_stage_of_single_entries_has_none() -
     kept, _ = found(chosen, given_scores)
     assert [[len(row) for row in layer] for layer in kept] == [[4 * count + 6 for count in row] for row in counts]
     with pytest.raises(ConfigError, match="policy 'defensive' chooses single entries in a stage 1 of its own"):
-        registry.check(config("defensive", granularity="kv(block=4)"))
+        compatibility.check(config("defensive", granularity="kv(block=4)"))

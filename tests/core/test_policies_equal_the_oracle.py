@@ -12,9 +12,11 @@ from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.scores import h2o
+from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.policies import registry
-from perturbkv.selection.policies.base import LayerBudget, apportion
+from perturbkv.selection.policies.base import apportion
 from perturbkv.selection.policies.headkv import head_budgets
 from perturbkv.selection.policies.pyramidkv import layer_budgets, whole_budgets
 from tests.oracle import policies as naive
@@ -154,14 +156,14 @@ def test_impossible_pairs_are_refused_with_all_that_works(
     policy: str, fields: dict[str, str], cache: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        registry.check(config(policy, **fields), cache)
+        compatibility.check(config(policy, **fields), cache)
     assert words in str(refused.value)
-    for row in registry.pairs():
+    for row in compatibility.pairs():
         assert all(cell in str(refused.value) for cell in row)
 
 
 def test_every_policy_stands_in_one_row_of_the_table() -> None:
-    listed = [name for row in registry.pairs() for name in row[0].split(", ")]
+    listed = [name for row in compatibility.pairs() for name in row[0].split(", ")]
     assert sorted(listed) == sorted(info.name for info in registry.known())
     with pytest.raises(UnknownNameError, match="known: pyramidkv"):
         registry.info("pyramid")

@@ -15,6 +15,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
 from perturbkv.pipeline import foreign
+from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies import presses, registry
 from tests.support.traces import sample_trace, trace
@@ -143,6 +144,6 @@ def test_given_kept_sets_have_a_name_and_nothing_else() -> None:
     with pytest.raises(ConfigError, match="the window must hold at least 1 query, got 0"):
         EvictionConfig(128, window=0)
     with pytest.raises(ConfigError, match="policy 'snapkv' does not combine with selection 'given'"):
-        registry.check(configuration(128, selection="given"))
+        compatibility.check(configuration(128, selection="given"))
     with pytest.raises(UnknownNameError, match="unknown policy 'other:mine'"):
         registry.info("other:mine")

@@ -13,6 +13,7 @@ import torch
 
 import perturbkv as pk
 from perturbkv.configs import catalogue
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, PluginError, UnknownNameError
@@ -21,6 +22,7 @@ from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.registry import SCORES
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores.snapkv import SnapKV
+from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 from tests.support.layers import layer_view
 
@@ -133,6 +135,27 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
         catalogue.installed.cache_clear()
 
 
+@pytest.mark.parametrize("line", ["import beside", "from beside.deeper import what"])
+def test_a_file_that_imports_what_lies_beside_it_is_told_how(peak: Path, line: str) -> None:
+    (peak.parent / "beside.py").write_text("what = 1\n")
+    peak.write_text(f"{line}\n{PEAK}")
+    with pytest.raises(PluginError, match="cannot be loaded: ModuleNotFoundError: No module named 'beside'") as raised:
+        registry.info("mine.py:Peak")
+    how = f"files beside it are imported by their names with PYTHONPATH={peak.parent} before the command"
+    assert str(raised.value).endswith(f"(mine.py, line 1); {how}")
+    peak.write_text(f"import nowhere_at_all\n{PEAK}")
+    with pytest.raises(PluginError, match="nowhere_at_all") as raised:
+        registry.info("mine.py:Peak")
+    assert "PYTHONPATH" not in str(raised.value)
+
+
+def test_a_helper_on_the_path_is_imported(peak: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (peak.parent / "beside_the_score.py").write_text("exponent = 3.0\n")
+    peak.write_text(f"from beside_the_score import exponent\n{PEAK.replace('1.0', 'exponent')}")
+    monkeypatch.syspath_prepend(peak.parent)
+    assert registry.info("mine.py:Peak").options()["tau"].default == 3.0
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -242,7 +265,7 @@ def test_a_score_that_holds_value_norms_is_told_where_they_are_multiplied_in_aga
         *pk.grid(64, policy=("caote", "snapkv", "adakv(obcache-value)"), selection=("attention", "two-stage")),
         *pk.grid(64, policy="dropkv", selection="two-stage-uniform"),
     ]
-    assert registry.counted_twice(asked) == ["caote", "obcache-value"]
+    assert compatibility.counted_twice(asked) == ["caote", "obcache-value"]
 
 
 def test_a_budget_that_a_scores_own_first_entries_fill_is_refused() -> None:
@@ -251,10 +274,10 @@ def test_a_budget_that_a_scores_own_first_entries_fill_is_refused() -> None:
     with pytest.raises(
         BudgetError, match="keeps 28 entries of 100, no more than policy 'value-norm' always keeps: the "
     ):
-        registry.check_ends(small, 100)
-    registry.check_ends(enough, 100)
-    registry.check_ends(all_of_it, 100)
-    registry.check_ends(pk.grid(12, selection="streaming-llm:position", window=8)[0], 100)
+        compatibility.check_ends(small, 100)
+    compatibility.check_ends(enough, 100)
+    compatibility.check_ends(all_of_it, 100)
+    compatibility.check_ends(pk.grid(12, selection="streaming-llm:position", window=8)[0], 100)
 
 
 def test_heads_in_parts_give_what_the_whole_layer_gives() -> None:
@@ -273,3 +296,10 @@ def test_needs_are_known_names() -> None:
 
 def test_scores_that_differ_in_pooling_alone_are_computed_once() -> None:
     assert SnapKV(pool="max").unpooled() == SnapKV(pool="average", kernel=3).unpooled()
+
+
+def test_the_policy_that_a_score_is_is_made_once() -> None:
+    """It is looked up some ten times per layer and configuration; making a class takes a millisecond."""
+    for name in ("snapkv", "caote", "knorm"):
+        assert registry.info(name) is registry.info(name)
+        assert registry.build(Choice(name)) is registry.build(Choice(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -15,6 +16,8 @@ from perturbkv.scoring import registry
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.rotation import Rotation
+from perturbkv.selection.grid import configuration
+from perturbkv.selection.ranking import LayerStatistics, Scores
 from tests.oracle import scores as naive
 from tests.support.layers import SCALE, layer_view
 from tests.support.models import HEADS
@@ -206,3 +209,24 @@ def test_distances_are_exact_for_the_heaviest_entry() -> None:
     assert (seen.distances[..., 2] / direct).sub(1).abs().max() < 1e-5, "o carries the rounding of v"
     np.testing.assert_allclose(seen.distances[..., 2], left.mass.square() * left.apart, rtol=1e-15)
     np.testing.assert_allclose(seen.outputs, seen.attention @ seen.values, rtol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["max", "average"])
+@pytest.mark.parametrize("begin", [0, 3])
+def test_scores_below_zero_are_pooled_over_the_entries_that_are_there(kind: str, begin: int) -> None:
+    """Zeros beyond the ends would be the best scores of all."""
+    n, kernel = 11, 5
+    score = -torch.rand((2, n), generator=torch.Generator().manual_seed(3), dtype=torch.float64) - 1
+    there = (torch.arange(n) >= begin).expand(2, -1)
+    statistics = LayerStatistics(
+        score.masked_fill(~there, 0.0), torch.ones((2, n)), 2, 0, 1, "s", valid=there if begin else None
+    )
+    chosen = configuration(
+        4, policy=f"knorm(pool={kind}, kernel={kernel})", selection="attention", granularity="kv", window=1
+    )
+    found = Scores(statistics).attention(chosen)
+    for head in range(2):
+        for place in range(begin, n):
+            inside = [float(score[head, i]) for i in range(max(begin, place - 2), min(n, place + 3))]
+            expected = max(inside) if kind == "max" else math.fsum(inside) / len(inside)
+            assert float(found[head, place]) == pytest.approx(expected, rel=1e-12)

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.configs.eviction import PRESETS, EvictionConfig
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import select
-from perturbkv.selection.ranking import LayerStatistics, rank
+from perturbkv.selection.layer_statistics import LayerStatistics
+from perturbkv.selection.ranking import rank
 from tests.oracle import selection as naive
 from tests.support.models import HEADS
 

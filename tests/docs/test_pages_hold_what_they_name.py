@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perturbkv.selection.policies import registry
 from tests.support.folders import model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +114,20 @@ def test_what_is_not_there_is_found() -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall((ROOT / "README.md").read_text())}
     assert {page for page in PAGES if page.parent.name == "docs"} <= linked
+
+
+def policy_rows(text: str) -> set[str]:
+    """Rows of the table of policies, as they stand in a page."""
+    return set(re.findall(r"^\| `[a-z0-9-]+` \| [^|]+ \| (?:uniform|by head|by layer) \| .*\|$", text, re.MULTILINE))
+
+
+def test_the_page_on_usage_holds_every_policy_as_it_is_listed() -> None:
+    expected = set()
+    for policy in registry.known():
+        own = ", ".join(f"`{name}`" for name in policy.options() if name not in ("pool", "kernel"))
+        expected.add(f"| `{policy.name}` | {policy.summed_up()} | {policy.budgets} | {own} |")
+    assert policy_rows((ROOT / "docs" / "usage.md").read_text()) == expected
+    assert policy_rows("| `a` | b | by head | `c` |\n| d | e | uniform | |\n") == {"| `a` | b | by head | `c` |"}
 
 
 def test_every_picture_is_shown() -> None:

@@ -14,8 +14,8 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import generation
 from perturbkv.pipeline.generation import answer, read_evicting
 from perturbkv.pipeline.recompression import mean_entries
+from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.policies import registry
 from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
@@ -240,9 +240,11 @@ def test_a_long_prompt_is_compressed_while_it_is_read() -> None:
 def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
     for policy in ("h2o", "scissorhands"):
         with pytest.raises(ConfigError, match="--compress-every works with snapkv"):
-            registry.check_compressible(config(policy))
+            compatibility.check_compressible(config(policy))
     for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"):
-        registry.check_compressible(config(policy))
+        compatibility.check_compressible(config(policy))
+    with pytest.raises(ConfigError, match="compares all heads of a layer, whose entries differ"):
+        compatibility.check_compressible(config("adakv(by=tova)"))
     for name in ("hindsight", "hindsight-attention"):
         with pytest.raises(ConfigError, match=f"'{name}' looks at the next query"):
-            registry.check_generating(config("snapkv", selection=name))
+            compatibility.check_generating(config("snapkv", selection=name))

@@ -15,8 +15,8 @@ from perturbkv.errors import ConfigError
 from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.prefill import asked, prefill
 from perturbkv.pipeline.samples import trace_sample
+from perturbkv.selection.compatibility import check_compressible
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.policies.registry import check_compressible
 from tests.oracle import scores as naive
 from tests.oracle.decoder import Decoder
 from tests.support.models import FAMILIES, exact_adapter, tiny_adapter, token_ids

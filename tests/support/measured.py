@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,26 @@ def hand_made(
             made[name] = _with_step(name, np.asarray(values[place], dtype=VARIABLES[name].dtype))
         samples.append(SampleTrace(f"s{place}", made))
     return trace(*samples, failures=failures, configs=tuple(configs))
+
+
+def one_head(perturbs: Mapping[EvictionConfig, float], samples: int = 6, held: Sequence[float] = ()) -> Trace:
+    """One head; sample i perturbs i + 1 times as much as the first, drifts as much squared, KL is a hundredth.
+
+    `held`: of each configuration, entries over the full cache's; some where nothing is said.
+    """
+    each = (1 + np.arange(samples))[:, None] * np.array(list(perturbs.values()))
+    floor = np.full((samples, 1, 1), 1e-9)
+    arrays = {
+        "perturbation_isolated": each[:, :, None, None],
+        "perturbation_propagated": 2 * each[:, :, None, None],
+        "noise_floor": floor,
+        "noise_floor_isolated": floor,
+        "hidden_drift_l1": each[:, :, None] ** 2,
+        "hidden_noise_floor": np.full((samples, 1), 1e-9),
+        "logit_kl": each / 100,
+        "sigma_stage1": np.full((samples, len(perturbs), 1, 1), 0.9),
+    }
+    return hand_made(list(perturbs), arrays | ({"held_share": np.tile(held, (samples, 1))} if held else {}))
 
 
 def _with_step(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -25,7 +25,8 @@ from perturbkv.configs.budget import entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.selection.competition import beyond, counted
-from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
+from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.policies.base import Pooled, apportion
 
 
 @dataclass(frozen=True)

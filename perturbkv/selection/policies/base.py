@@ -7,9 +7,8 @@ named as the file is, that brings its options and replaces what differs; every s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -20,13 +19,10 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
 from perturbkv.configs.selections import GIVEN, SELECTIONS
-from perturbkv.errors import ConfigError
 from perturbkv.scoring import registry as scores
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores.snapkv import SnapKV
-from perturbkv.selection.competition import counted, in_order_of_all
-
-_Made = TypeVar("_Made")
+from perturbkv.selection.layer_budget import LayerBudget
 
 
 @runtime_checkable
@@ -44,66 +40,6 @@ class LatestFirst:
     def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
         """The place itself."""
         return place
-
-
-@dataclass(frozen=True)
-class LayerBudget:
-    """What budgets may look at in one layer; of whole blocks every entry here is a block (`configs.blocks`).
-
-    Attributes:
-        kept_heads: kept sets of the layer.
-        kept: entries per kept set on the average, all that stays.
-        always: those of them that stay in every kept set: the window and what is protected.
-        layer, layers: which of how many.
-        prefix: entries beside those that always stay, alike in all layers; where a cache that has grown uneven is
-            compressed again, more than any budget, and the selection keeps what there is.
-        heads_in_order: the kept set of every entry before the window, by descending pooled score; entries that always
-            stay, and those that a kept set lacks, come last.
-        head_scores: given scores of all heads, for headkv.
-        of_model: makes something of all layers' scores (kept_head, place), in their order, once for each hashable key;
-            what always stays is not among them. None where a cache is compressed again, layer by layer.
-        window: of what always stays that which the window takes.
-    """
-
-    kept_heads: int
-    kept: int
-    always: int
-    layer: int
-    layers: int
-    prefix: int
-    heads_in_order: Callable[[], Int[Tensor, " entry"]]
-    head_scores: Float[Tensor, "layer kept_head"] | None = None
-    of_model: Callable[[Any, Callable[[Iterable[Tensor]], Any]], Any] | None = None
-    window: int = 0
-
-    @property
-    def free(self) -> int:
-        """Entries per kept set, on the average, beside those that always stay: what is shared out."""
-        return self.kept - self.always
-
-    def all_layers(self, key: Any, make: Callable[[Iterable[Tensor]], _Made]) -> _Made:
-        """What `make` gives of all layers' scores, made once. Raises ConfigError where they are not there."""
-        if self.of_model is None:
-            msg = "budgets that look at all layers need a whole prompt; choose another policy"
-            raise ConfigError(msg)
-        made: _Made = self.of_model(key, make)
-        return made
-
-    def of_the_layers_largest(self) -> Int[Tensor, " kept_head"]:
-        """How many of the layer's largest scores each of its kept sets has."""
-        order = self.heads_in_order()[: self.kept_heads * self.free]
-        return counted(order, self.kept_heads).to(torch.int64)
-
-    def of_the_models_largest(self) -> Int[Tensor, " kept_head"]:
-        """How many of the largest scores of all layers each of this layer's kept sets has."""
-        rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
-        order = self.all_layers("order", in_order_of_all)
-        counts = self.all_layers(("counts", self.free), lambda _: counted(order[:total], rows).to(torch.int64))
-        return counts.view(self.layers, -1)[self.layer]
-
-    def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
-        """The same number of entries for every kept set."""
-        return torch.full((self.kept_heads,), entries, dtype=torch.int64)
 
 
 BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", GIVEN))
@@ -240,7 +176,8 @@ class ByScore(Policy):
             "name": name,
             "scored": scored,
             "score_options": tuple(one.name for one in options if one.name not in scored.by_place),
-            **{kept: getattr(scored, kept) for kept in ("summary", "paper", "own_window", "own_defaults")},
+            "summary": scored.summed_up(),
+            **{kept: getattr(scored, kept) for kept in ("paper", "own_window", "own_defaults")},
         }
         made = [(one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options]
         return dataclasses.make_dataclass(scored.__name__, made, bases=(ByScore,), namespace=told, frozen=True)

@@ -28,7 +28,8 @@ from perturbkv.configs.option import option
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import defensive
 from perturbkv.scoring.scores.snapkv import SnapKV
-from perturbkv.selection.policies.base import BY_SCORE, LayerBudget, Policy
+from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.policies.base import BY_SCORE, Policy
 from perturbkv.theory import WORK
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection.policies.base import LayerBudget
+from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.policies.defensive import DefensiveKV
 
 

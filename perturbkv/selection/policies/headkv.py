@@ -20,7 +20,8 @@ from torch import Tensor
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.errors import ConfigError
-from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
+from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.policies.base import Pooled, apportion
 
 
 @dataclass(frozen=True)

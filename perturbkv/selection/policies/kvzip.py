@@ -23,7 +23,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import kvzip
-from perturbkv.selection.policies.base import BY_SCORE, LayerBudget, Policy
+from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.policies.base import BY_SCORE, Policy
 
 
 @dataclass(frozen=True)

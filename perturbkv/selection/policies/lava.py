@@ -37,7 +37,8 @@ from perturbkv.scoring.registry import build
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import lava
 from perturbkv.selection.competition import counted
-from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
+from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.policies.base import Pooled, apportion
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.selection.policies.base import LayerBudget, Pooled, apportion
+from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.policies.base import Pooled, apportion
 
 
 @dataclass(frozen=True)

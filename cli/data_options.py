@@ -1,0 +1,93 @@
+"""Which model and which prompts: the options that every command has that runs a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from perturbkv.cli import completion
+from perturbkv.cli.choices import numbers
+from perturbkv.errors import ConfigError
+from perturbkv.models.aliases import DEFAULT
+
+DATA = "Model and data"
+"""Where the help lists them."""
+
+
+def _data(*names: str, **more: Any) -> Any:
+    return Option(*names, rich_help_panel=DATA, **more)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Model and data as the user asked for them.
+
+    `typed` names the options, of all that the command has, that stand on the command line.
+    """
+
+    model: Annotated[
+        str,
+        _data(
+            "--model",
+            "-m",
+            metavar="NAME",
+            help="Alias, hub id, folder, .gguf file",
+            autocompletion=completion.models,
+        ),
+    ] = DEFAULT
+    dataset: Annotated[
+        str,
+        _data(
+            "--dataset",
+            "-d",
+            metavar="NAME",
+            help="needle, a LongBench name or a .jsonl file",
+            autocompletion=completion.datasets,
+        ),
+    ] = "needle"
+    samples: Annotated[int | None, _data(metavar="N", help="How many; all where there are fewer", show_default="8")] = (
+        None
+    )
+    seed: Annotated[int, _data(metavar="N", help="Of data, random weights and random selections")] = 0
+    data_dir: Annotated[
+        Path | None,
+        _data(metavar="PATH", help="LongBench's jsonl files; also PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
+    ] = None
+    length: Annotated[
+        list[str] | None,
+        _data("--length", "--lengths", metavar="N", help="needle: tokens of a prompt, also with commas"),
+    ] = None
+    depth: Annotated[
+        list[str] | None,
+        _data("--depth", "--depths", metavar="X", help="needle: where the fact lies, 0 to 1, also with commas"),
+    ] = None
+    haystack: Annotated[str, _data(metavar="NAME", help="needle: prose or noise")] = "prose"
+    max_tokens: Annotated[int | None, _data(metavar="N", help="Cut longer prompts in the middle")] = None
+    chat_template: Annotated[
+        bool | None,
+        _data("--chat-template/--no-chat-template", help="Use the model's template",
+              show_default="yes; few-shot and code: no"),
+    ] = None  # fmt: skip
+    typed: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 2:
+            msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
+            raise ConfigError(msg)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Needle's prompt lengths; empty if the user gave none. Raises ConfigError for anything but numbers."""
+        found = numbers("--length", self.length)
+        if any(number != int(number) for number in found):
+            msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
+            raise ConfigError(msg)
+        return tuple(map(int, found))
+
+    @property
+    def depths(self) -> tuple[float, ...]:
+        """Needle's depths; empty if the user gave none. Raises ConfigError for anything but numbers."""
+        return numbers("--depth", self.depth)
