@@ -1,4 +1,4 @@
-"""What a configuration's JSON holds: choices inside choices and back, and what its numbers and options may be."""
+"""Choices inside choices as JSON holds them, and back; what stands in a file is held against its kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
-from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.option import Option
 from perturbkv.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def nested(value: Any) -> Any:
 
 
 def unnested(value: Any, depth: int = DEEPEST) -> Any:
-    """What `nested` made this of. Raises ConfigError where more than `depth` choices are inside each other."""
+    """What `nested` made this of. Raises ConfigError for more than `depth` choices inside each other."""
     if not isinstance(value, dict):
         return value
     if not depth:
@@ -34,19 +34,25 @@ def holding(told: Choice, options: Mapping[str, Any]) -> Choice:
     return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
 
 
-def check_kind(name: str, value: Any) -> None:
-    """Raise ConfigError unless a document's number is one: a window whole, a budget whole or a share."""
-    if isinstance(value, bool) or not isinstance(value, int if name == "window" else int | float):
-        msg = f"{name} of a configuration cannot be '{value}'"
-        raise ConfigError(msg)
+def check_fields(document: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a configuration's window is whole and its budget and what it protects are numbers."""
+    kinds: Mapping[str, Any] = {
+        "window": int,
+        **dict.fromkeys(("budget", "protect_first", "protect_recent"), int | float),
+        "twin": str,
+    }
+    for name, kind in kinds.items():
+        value = document.get(name, "")
+        if name in document and (isinstance(value, bool) or not isinstance(value, kind)):
+            msg = f"{name} of a configuration cannot be '{value}'"
+            raise ConfigError(msg)
 
 
-def check_options(what: str, name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless options are plain values, and those that are known here within their range."""
-    known = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS}.get(what, {}).get(name, {})
-    for option, value in options.items():
-        if option in known:
-            known[option].checked(value, option, f"{what} '{name}'")
+def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Option]) -> None:
+    """Raise ConfigError unless options are plain values or choices, and the `known` ones within their range."""
+    for name, value in options.items():
+        if name in known:
+            known[name].checked(value, name, owner)
         elif not isinstance(value, bool | int | float | str | Choice | None):
-            msg = f"{option} of {what} '{name}' cannot be '{value}'"
+            msg = f"{name} of {owner} cannot be '{value}'"
             raise ConfigError(msg)

@@ -10,7 +10,7 @@ from typing import Any, Self
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
-from perturbkv.configs.documents import check_kind, check_options, holding, nested, unnested
+from perturbkv.configs.documents import check_fields, check_options, holding, nested, unnested
 from perturbkv.configs.numbers import LARGEST
 from perturbkv.configs.numbers import check as check_number
 from perturbkv.configs.option import completed
@@ -19,6 +19,7 @@ from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity")
 """What is written `name(option=value)`."""
+_KNOWN = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS}
 _PROTECTED = ("protect_first", "protect_recent")
 
 
@@ -213,13 +214,9 @@ class EvictionConfig:
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
             options = {option: unnested(value) for option, value in options.items()}
-            check_options(name, told.name, options)
+            check_options(f"{name} '{told.name}'", options, _KNOWN.get(name, {}).get(told.name, {}))
             held[name] = holding(told, options)
-        for name in ("budget", "window", *_PROTECTED):
-            check_kind(name, held[name])
-        if not isinstance(held.get("twin", ""), str):
-            msg = f"twin of a configuration cannot be '{held['twin']}'"
-            raise ConfigError(msg)
+        check_fields(held)
         return cls(**held)
 
 

@@ -169,10 +169,10 @@ def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
     if not path.exists():
         raise TraceError(_missing(path))
     _FILE.check(path)
-    if stamp is None:  # with one it was looked through before
-        check_heaps(path)
     with opened_file(path) as file:
-        if stamp is not None and path.stat().st_mtime_ns != stamp:
+        if stamp is None:  # with one it was looked through before
+            check_heaps(path)
+        elif path.stat().st_mtime_ns != stamp:
             msg = f"expected the trace at {path} as it was, got one written since; open it again"
             raise TraceError(msg)
         yield file

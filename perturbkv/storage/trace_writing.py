@@ -55,7 +55,7 @@ def write_trace(
     Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the file.
     """
     sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
-    told = {name: str(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
+    told = {name: _text(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
     _check_room(path.parent, least_bytes(sizes, names))
 
     def write(stop: Event) -> None:
@@ -96,6 +96,11 @@ def _begun(
         file.attrs[name] = text
     _write_coordinates(file, sizes, sample_ids, labels)
     return _Variables(file, {name: one for name, one in STORED.items() if name in names | FLAGS.keys()}, sizes)
+
+
+def _text(value: object) -> str:
+    """A text as UTF-8 can hold it: of the name of a file, any bytes."""
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def _said(held: h5py.Dataset) -> str:
@@ -176,7 +181,7 @@ class _SummedVariable:
         return np.full(self._shape, fill_of(self._variable.dtype), dtype=self._dtype)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
-        block = np.asarray(value, dtype=self._dtype)
+        block = np.asarray(_text(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         self._held[where] = block.item() if self._dtype.kind == "O" else block
         if isinstance(where, slice):
             self._sums[0] = checksums.of(block, self._sums[0])

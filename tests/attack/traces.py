@@ -59,17 +59,22 @@ READERS = (
 )
 _QUICK = tuple(reader for reader in READERS if not set(reader.argv) & {"--format", "trace"})
 """Those that draw nothing, and so give their whole answer in a moment."""
+_FEW = 100
+"""Cases for which no needle trace is made and nothing is drawn: each reader's own answer costs a second or more."""
 
 
 def cases(workshop: Path, seed: int, count: int) -> Iterator[Case]:
     """So many spoilt files, of every kind as many of a hundred as of the thousand."""
     bench = _Bench(workshop)
+    readers, quick = (READERS, _QUICK) if count >= _FEW else (_QUICK[:4], _QUICK[:4])
     kinds = [spoil for table in (trace_bytes.SPOILS, trace_edits.ALONE, trace_edits.SUMMED)
              for spoil, often in table.items() for _ in range(often)]  # fmt: skip
     order = np.random.default_rng(seed).permutation(len(kinds))
     for number in range(count):
         place = int(order[number % len(kinds)])
-        yield bench.case(kinds[place], number, np.random.default_rng([seed, number]))
+        draw = np.random.default_rng([seed, number])
+        chosen = readers if draw.integers(3) else quick
+        yield bench.case(kinds[place], chosen[number % len(chosen)], number, draw)
 
 
 class _Bench:
@@ -81,8 +86,16 @@ class _Bench:
         line = "The quick brown fox jumps over the lazy dog. "
         rows = [json.dumps({"id": f"p{place}", "prompt": f"{place} " + line * 2}) for place in range(2)]
         (workshop / "prompts.jsonl").write_text("\n".join(rows))
-        self._whole = {False: self._made(_TRACE, _NAME), True: self._made((*_NEEDLE, "out"), "out/trace.h5")}
+        self._whole: dict[bool, bytes] = {}
         self._said: dict[Reader, dict[str, str]] = {}
+
+    def _content(self, reader: Reader) -> bytes:
+        """The whole trace that the reader takes."""
+        needle = reader.of_needle
+        if needle not in self._whole:
+            made = ((*_NEEDLE, "out"), "out/trace.h5") if needle else (_TRACE, _NAME)
+            self._whole[needle] = self._made(*made)
+        return self._whole[needle]
 
     def _made(self, argv: tuple[str, ...], name: str) -> bytes:
         folder = self.workshop / f"whole-{argv[0]}"
@@ -91,11 +104,10 @@ class _Bench:
         assert done.code == 0, done
         return (folder / name).read_bytes()
 
-    def case(self, spoil: Callable[..., Any], number: int, draw: np.random.Generator) -> Case:
+    def case(self, spoil: Callable[..., Any], reader: Reader, number: int, draw: np.random.Generator) -> Case:
         """One spoilt file before one reader."""
-        reader = READERS[number % len(READERS)] if draw.integers(3) else _QUICK[number % len(_QUICK)]
         expected = self._expected(reader)
-        folder = self._folder(f"case-{number}", self._whole[reader.of_needle])
+        folder = self._folder(f"case-{number}", self._content(reader))
         stripped = _spoil(folder / _NAME, spoil, draw)
         before = (folder / _NAME).read_bytes()
         name = f"{number} {spoil.__name__}{' without sums' * stripped}: {reader.argv[0]}"
@@ -116,7 +128,7 @@ class _Bench:
     def _expected(self, reader: Reader) -> dict[str, str]:
         """What the reader says and leaves of the whole file."""
         if reader not in self._said:
-            content = self._whole[reader.of_needle]
+            content = self._content(reader)
             folder = self._folder(f"expected-{len(self._said)}", content)
             done = run(reader.argv, folder, limit=120, module=reader.module)
             assert done.code == 0, (reader, done)

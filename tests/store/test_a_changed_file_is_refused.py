@@ -16,10 +16,11 @@ from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 from tests.store.test_a_trace_file_keeps_its_word import write
 from tests.support.changed import changing, without_sums
-from tests.support.traces import sample_trace
+from tests.support.traces import run_config, sample_trace
 
 Change = Callable[[h5py.File], object]
 AXES = ("sample", "config", "step", "layer", "head")
@@ -382,6 +383,13 @@ def test_what_a_reader_does_not_know_is_passed_over(path: Path) -> None:
         file["theta"].attrs["note"], file.attrs["also"] = "mine", np.arange(3)
     assert str(everything(read_trace(path))) == expected
     assert describe(path) == told
+
+
+def test_texts_that_are_no_unicode_are_written_as_one_can_read_them(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.h5", run_config(1), ["a"], {"model": "folder\udcff"})
+    writer.append(FailedSample("a", "no \udcff here"))
+    trace = read_trace(writer.finish())
+    assert (trace.attrs["model"], trace.failures["a"]) == ("folder\\udcff", "no \\udcff here")
 
 
 def test_sums_are_taken_away_by_the_helper_of_these_tests(path: Path) -> None:
