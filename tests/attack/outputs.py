@@ -174,5 +174,5 @@ def cases(workshop: Path, seed: int, count: int) -> Iterator[Case]:
         folder = workshop / f"case-{number}"
         copied(materials, folder)
         argv, fine = one.make(folder)
-        yield Case(one.name, folder, tuple(argv), fine, one.before)
+        yield Case(one.name, folder, tuple(argv), fine, before=one.before)
         shutil.rmtree(folder)

@@ -92,7 +92,7 @@ def _of_screen(name: str, screen: Screen, code: int | None, argv: tuple[str, ...
 
     def make(shop: Shop, folder: Path) -> Case:
         words = tuple(str(shop.trace) if word == "TRACE" else word for word in argv)
-        return Case(name, folder, words, lambda outcome: _flaw(outcome, screen, wanted), screen.run)
+        return Case(name, folder, words, lambda outcome: _flaw(outcome, screen, wanted), start=screen.run)
 
     return make
 

@@ -117,7 +117,7 @@ class _Bench:
             shutil.rmtree(folder)
             return flaw
 
-        return Case(name, folder, reader.argv, fine, reader.module)
+        return Case(name, folder, reader.argv, fine, module=reader.module)
 
     def _folder(self, name: str, content: bytes) -> Path:
         folder = self.workshop / name
