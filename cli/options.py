@@ -100,7 +100,7 @@ class RunOptions(DataOptions):
     ] = None
     text: Annotated[
         bool,
-        _run("--text/--no-text", help="Keep the prompts' text in the trace, for perturbkv tokens", show_default="yes"),
+        _run("--text/--no-text", help="Keep the prompts' text in the trace", show_default="yes"),
     ] = True
     max_memory: Annotated[
         str | None,

@@ -180,9 +180,9 @@ def _check_free(
     path = folder / "summary.json"
     check_place(path)
     free_figures(folder, stems, look.formats, run.overwrite)
-    before = _read_summary(path) if path.exists() else None  # of ours it has to be with --overwrite too
-    if before is None or run.overwrite:
+    if run.overwrite or not path.exists():
         return
+    before = _read_summary(path)
     if before["trace_digest"] != digest and Path(before["trace"]).resolve() != trace.resolve():
         msg = f"{path} is of another trace, {before['trace']}; give another --output, or --overwrite to replace it"
         raise ConfigError(msg)

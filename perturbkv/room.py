@@ -7,9 +7,8 @@ before it is asked for; what could not be known is told in one line when it was 
 from __future__ import annotations
 
 import re
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,9 +43,16 @@ def free(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     held = psutil.Process().memory_info()
     machine = psutil.virtual_memory().available + psutil.swap_memory().free
-    soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    own = [limit - held.rss for limit in soft if limit != resource.RLIM_INFINITY]
-    return max(0, int(min(machine, *own, *(limit - held.rss for limit in _container()))))
+    return max(0, int(min(machine, *(limit - held.rss for limit in (*_process(), *_container())))))
+
+
+def _process() -> Iterator[int]:
+    """What this process may take, where the system has such limits."""
+    with suppress(ImportError):
+        import resource
+
+        soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+        yield from (limit for limit in soft if limit != resource.RLIM_INFINITY)
 
 
 def _container() -> Iterator[int]:

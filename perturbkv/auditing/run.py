@@ -73,6 +73,8 @@ def audit(
     """
     reference.check(adapter)
     used = (prompt_of(eviction, prompts),) if isinstance(eviction, KeptFile) else tuple(prompts)
+    for prompt in prompts:  # a file's own tokens are its own affair
+        check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     for prompt in used:
         _check_length(adapter, prompt, situations.needed(settings.steps, settings.situations))
     kind = POSITIONS if isinstance(eviction, KeptFile) else eviction.kind
@@ -91,7 +93,6 @@ def audit(
 
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
-    check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     check_length(prompt, adapter.positions, steps)
     check_sliding_window(adapter.config, len(prompt.token_ids) + steps, prompt.sample_id, adapter.name, steps)
     if len(prompt.token_ids) <= situations.BLOCK:

@@ -159,6 +159,7 @@ def _command(
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (round(limit), round(limit) + 1))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and pass that on
     os.chdir(folder)
     os.environ |= {"COLUMNS": "80", "PERTURBKV_CACHE": str(cache)}
     sys.argv = ["perturbkv", *argv]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import OutputError, TraceError
-from perturbkv.storage import trace_file
+from perturbkv.storage import trace_writing
 from perturbkv.storage.journal import journal_path
 from perturbkv.storage.stream import Stream
 from perturbkv.storage.writer import TraceWriter
@@ -98,8 +98,8 @@ def test_a_write_that_the_system_refuses_ends_in_an_error_and_not_in_a_crash(tmp
 def test_too_little_room_is_known_before_the_file_is_begun(
     measured_run: TraceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_file.shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))  # type: ignore[attr-defined]
-    monkeypatch.setattr(trace_file, "Stream", None)
+    monkeypatch.setattr(trace_writing.shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(trace_writing, "Stream", None)
     with pytest.raises(OutputError, match=r"expected room for .*, got '[\d,]+ bytes needed, 1,000 free'"):
         measured_run.finish()
 
@@ -108,7 +108,7 @@ def test_what_is_asked_for_at_least_is_no_more_than_the_file_takes(
     measured_run: TraceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(trace_file, "_check_room", lambda folder, needed: asked.append(needed))
+    monkeypatch.setattr(trace_writing, "_check_room", lambda folder, needed: asked.append(needed))
     kept = sum(len(measured(name, CONFIGS).arrays["kept_position"]) for name in measured_run.sample_ids)
     assert measured_run.finish().stat().st_size >= asked[0] >= 4 * kept
 
@@ -134,7 +134,7 @@ def test_a_full_disk_while_a_sample_is_kept_leaves_the_others(tmp_path: Path, mo
 def test_ctrl_c_in_the_final_write_ends_it_between_samples(
     tmp_path: Path, measured_run: TraceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, write = list[int](), trace_file._write_sample
+    written, write = list[int](), trace_writing._write_sample
 
     def interrupted(file: Any, where: int, *more: Any) -> None:
         write(file, where, *more)
@@ -143,7 +143,7 @@ def test_ctrl_c_in_the_final_write_ends_it_between_samples(
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trace_file, "_write_sample", interrupted)
+        patch.setattr(trace_writing, "_write_sample", interrupted)
         with pytest.raises(KeyboardInterrupt):
             measured_run.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["t.h5.journal"]
