@@ -42,8 +42,12 @@ def free(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     held = psutil.Process().memory_info()
-    machine = psutil.virtual_memory().available + psutil.swap_memory().free
-    return max(0, int(min(machine, *(limit - held.rss for limit in (*_process(), *_container())))))
+    swap = 0
+    with suppress(OSError):  # of a container that does not show it
+        swap = psutil.swap_memory().free
+    machine = psutil.virtual_memory().available + swap
+    limits = [limit - held.rss for limit in (*_process(), *_container())]
+    return max(0, int(min([machine, *limits])))
 
 
 def _process() -> Iterator[int]:
@@ -57,8 +61,9 @@ def _process() -> Iterator[int]:
 
 def _container() -> Iterator[int]:
     for path in _LIMITS:
-        if path.exists() and (text := path.read_text().strip()).isdigit():
-            yield int(text)
+        with suppress(OSError):
+            if (text := path.read_text().strip()).isdigit():
+                yield int(text)
 
 
 def check(needed: int, device: torch.device, what: str, instead: str) -> None:

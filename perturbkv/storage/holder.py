@@ -8,14 +8,16 @@ import platform
 import uuid
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Self
 
 import psutil
 
 SILENCE_S = 300.0
 """After so long without a heartbeat a holder on another machine counts as dead."""
-_SAME_START_S = 2.0
-"""How far two readings of one process's start may lie apart, as clocks are set."""
+_SAME_START = 2.0
+"""How far two readings of one process's start may lie apart."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,9 @@ class Holder:
     """Who writes an output.
 
     Attributes:
-        host: the machine, with its namespace of process ids: containers of one name do not see each other's.
-        pid, started: the process and its start in seconds since 1970, as ids come again.
+        host: the machine since it was started, with its namespace of process ids: machines and containers of one name
+            do not see each other's.
+        pid, started: the process and when it started, as ids come again.
         since: when it began to write.
         token: tells two locks of one process apart.
     """
@@ -38,8 +41,8 @@ class Holder:
     @classmethod
     def here(cls) -> Self:
         """Of the process that asks, from now on."""
-        started, since = psutil.Process().create_time(), datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(_host(), os.getpid(), started, since, uuid.uuid4().hex)
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(_host(), os.getpid(), _started(os.getpid()), since, uuid.uuid4().hex)
 
     @classmethod
     def read(cls, text: str) -> Self | None:
@@ -57,9 +60,8 @@ class Holder:
         if self.host != _host():
             return silence_s > SILENCE_S
         try:
-            process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.started) < _SAME_START_S
-            return not is_same or process.status() == psutil.STATUS_ZOMBIE
+            is_same = abs(_started(self.pid) - self.started) < _SAME_START
+            return not is_same or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
@@ -67,9 +69,17 @@ class Holder:
         return f"process {self.pid} on {self.host.split()[0]}, since {self.since}"
 
 
-def _host() -> str:
-    """The machine, with the namespace of its process ids where Linux tells it."""
+def _started(pid: int) -> float:
+    """When a process started: on Linux in ticks since the machine did, which setting its clock does not change."""
     try:
-        return f"{platform.node() or '?'} {os.readlink('/proc/self/ns/pid')}"
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return float(psutil.Process(pid).create_time())
+
+
+def _host() -> str:
+    """The machine, where Linux tells it with its start and the namespace of its process ids."""
+    try:
+        return f"{platform.node() or '?'} {os.readlink('/proc/self/ns/pid')} {_BOOT.read_text().strip()}"
     except OSError:
         return platform.node() or "?"

@@ -181,8 +181,9 @@ class Journal:
 
 
 def _own(file: Path) -> bool:
-    """Whether a journal has files of such a name, half written ones among them."""
-    return file.name == _RUN or file.suffix == ".npz" or ".tmp" in file.name
+    """Whether a journal has files of such a name, half written ones among them, or a file system leaves such."""
+    left = file.name.startswith(".nfs") or file.name in (".DS_Store", "Thumbs.db", "desktop.ini")
+    return file.name == _RUN or file.suffix == ".npz" or ".tmp" in file.name or left
 
 
 def _relabelled(entry: Entry, older: Mapping[str, str]) -> Entry:

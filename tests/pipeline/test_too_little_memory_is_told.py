@@ -56,6 +56,15 @@ def test_free_memory_is_that_of_the_machine_at_most() -> None:
     assert 0 < room.free(CPU) <= psutil.virtual_memory().total + psutil.swap_memory().total
 
 
+def test_what_a_system_does_not_show_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden() -> Any:
+        raise FileNotFoundError(2, "No such file", "/proc/vmstat")
+
+    monkeypatch.setattr("psutil.swap_memory", hidden)
+    monkeypatch.setattr(room, "_LIMITS", (tmp_path / "none", tmp_path))
+    assert room.free(CPU) > 0
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

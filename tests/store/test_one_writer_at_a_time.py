@@ -56,7 +56,8 @@ def test_the_second_writer_is_told_who_writes_and_since_when(tmp_path: Path) -> 
     path = tmp_path / "new" / "t.h5"
     with Lock(path):
         said = json.loads(lock_path(path).read_text())
-        assert (said["pid"], said["started"]) == (os.getpid(), psutil.Process().create_time())
+        started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        assert (said["pid"], said["started"]) == (os.getpid(), started)
         for attempt in (lambda: Lock(path).__enter__(), lambda: check_free(path)):
             with pytest.raises(OutputError, match=f"held by process {os.getpid()} on .*, since {said['since'][:10]}"):
                 attempt()
@@ -91,6 +92,20 @@ def test_another_machine_is_believed_until_it_is_silent(tmp_path: Path) -> None:
     assert not is_free(path)
     held_by(path, elsewhere(), SILENCE_S + 20)
     assert is_free(path)
+
+
+def test_a_machine_of_the_same_name_is_another_one(tmp_path: Path) -> None:
+    """Its processes are not here, and yet they live."""
+    name, namespace, _ = Holder.here().host.split()
+    held_by(tmp_path / "t.h5", replace(Holder.here(), host=f"{name} {namespace} another-start", pid=2**22, token="a"))
+    assert not is_free(tmp_path / "t.h5")
+
+
+def test_a_clock_that_is_set_kills_no_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_by(tmp_path / "t.h5", replace(Holder.here(), token="another lock of this process"))
+    created = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: created(process) + 3600)
+    assert not is_free(tmp_path / "t.h5")
 
 
 def test_a_holder_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

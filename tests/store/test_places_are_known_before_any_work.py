@@ -74,3 +74,11 @@ def test_somebody_elses_journal_is_left_alone(tmp_path: Path, inside: bool) -> N
         with pytest.raises(OutputError, match=r"expected a run's journal at .*t\.h5\.journal, got .*; move it away"):
             opened(tmp_path / "t.h5", OLD, overwrite=overwrite)
     assert notes.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", [".nfs0000a1b", ".DS_Store"])
+def test_what_a_file_system_leaves_in_a_journal_is_nobodys(tmp_path: Path, name: str) -> None:
+    journal = journal_path(tmp_path / "t.h5")
+    journal.mkdir()
+    (journal / name).write_bytes(b"left")
+    assert opened(tmp_path / "t.h5", OLD).missing()
