@@ -85,14 +85,17 @@ class FileKind:
         return self.error(f"expected {self.what} at {path}, got {got}{self.hint and f'; {self.hint}'}")
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, finite: bool = True) -> Any:
     """The value of a JSON text. Raises ValueError, in a few words, for what is none.
+
+    `finite`: whether NaN and infinities are none, which Python writes into JSON.
 
     Python's own parser takes NaN and Infinity too, makes infinity of 1e999, and says of deep or long ones what a user
     cannot act upon.
     """
     try:
-        return json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
+        numbers = {"parse_constant": _constant, "parse_float": _float} if finite else {}
+        return json.loads(text, parse_int=_int, **numbers)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
         msg = f"{error.msg}: {where}"

@@ -116,7 +116,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _parse(content: str, place: int, where: str) -> Row:
     try:
-        found = parse_json(content)
+        found = parse_json(content, finite=False)  # of the numbers in a row none but ids is read
     except ValueError as error:
         msg = f"{where}: expected a JSON object, got text that is no JSON ({error})"
         raise DatasetError(msg) from None

@@ -31,7 +31,7 @@ def loaded(path: Path) -> Any:
         ('{"prompt": "a", "id": "\\udfff"}', "half of a surrogate pair"),
         (json.dumps({"prompt": "a", "id": "x" * 1001}), "at most 1,000 characters, got 1,001"),
         ('{"prompt": "a", "id": ' + "9" * 5_000 + "}", "a whole number of 5,000 digits"),
-        ('{"prompt": "a", "more": NaN}', "NaN is no number"),
+        ('{"prompt": "a", "id": NaN}', "expected `id` to be text or a whole number"),
         ('{"prompt": "a", "more": ' + "[" * 10_000, "too deep"),
     ],
 )
@@ -41,6 +41,12 @@ def test_a_row_that_cannot_be_stored_is_told_with_its_line(tmp_path: Path, row: 
     with pytest.raises(DatasetError, match=f"^{path}, line 2: ") as raised:
         loaded(path)
     assert said in str(raised.value)
+
+
+def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "score": NaN, "more": [-Infinity, 1e400]}')
+    assert [sample.prompt for sample in loaded(path)] == ["a"]
 
 
 @pytest.mark.parametrize("name", ["a\tb", "\x1b[2J", "\u202eb", "7" * 900, "=1+1", "🙂"])
