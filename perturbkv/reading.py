@@ -94,8 +94,9 @@ def parse_json(text: str, finite: bool = True) -> Any:
     cannot act upon.
     """
     try:
-        numbers = {"parse_constant": _constant, "parse_float": _float} if finite else {}
-        return json.loads(text, parse_int=_int, **numbers)
+        if not finite:
+            return json.loads(text, parse_int=_int)
+        return json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
         msg = f"{error.msg}: {where}"
