@@ -17,9 +17,9 @@ from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.storage.layout import FORMAT_VERSION
 from perturbkv.storage.trace_file import describe, read_trace
 from perturbkv.storage.writer import TraceWriter
-from perturbkv.trace import FailedSample, SampleTrace
+from perturbkv.trace import FailedSample
 from tests.support.changed import changing
-from tests.support.traces import KEPT, run_config, sample_trace
+from tests.support.traces import KEPT, run_config, sample_trace, write
 
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
 GOLDEN = Path(__file__).parent / "golden" / "trace-v1.h5"
@@ -28,13 +28,6 @@ GOLDEN_3 = GOLDEN.with_name("measured-v3.h5")
 
 
 GOLDEN_THETA = [40.52332799, 34.65600929, 39.2767747, 39.47052015, 31.53859482, 22.91896914, 23.67227235]
-
-
-def write(path: Path, *samples: SampleTrace | FailedSample, **run: object) -> Path:
-    writer = TraceWriter(path, run_config(len(samples), **run), [s.sample_id for s in samples], {"model": "m"})
-    for sample in samples:
-        writer.append(sample)
-    return writer.finish()
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

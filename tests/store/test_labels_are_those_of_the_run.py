@@ -15,10 +15,10 @@ from perturbkv.errors import TraceError
 from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.trace_file import describe, read_trace
-from tests.store.test_a_trace_file_keeps_its_word import GOLDEN, GOLDEN_2, write
+from tests.store.test_a_trace_file_keeps_its_word import GOLDEN, GOLDEN_2
 from tests.support.changed import changing
 from tests.support.measured import MEASURED
-from tests.support.traces import run_config, sample_trace
+from tests.support.traces import run_config, sample_trace, write
 
 FIRST, SECOND = run_config().labels()
 

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
+import pytest
 
+from perturbkv.errors import TraceError
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.trace import FailedSample, Trace
+from tests.support.traces import sample_trace, write
+
+Change = Callable[[h5py.File], object]
+AXES = ("sample", "config", "step", "layer", "head")
 SUMS = "crc32"
+
+
+def whole_file(path: Path) -> Path:
+    """A trace of two samples that hold every variable, and one that failed."""
+    samples = [
+        sample_trace(name, steps=2, layers=3, heads=2, seed=place, optional=True, keys=4 + place)
+        for place, name in enumerate(("a", "b"))
+    ]
+    return write(path, *samples, FailedSample("c", "it broke"), steps=2)
+
+
+def everything(trace: Trace) -> dict[str, Any]:
+    """Every array, those that are read when they are asked for too."""
+    return {name: np.asarray(trace.arrays[name]).tolist() for name in trace.arrays}
+
+
+def refusal(path: Path) -> str:
+    """What is said of a file that reading the whole of it refuses."""
+    with pytest.raises(TraceError) as told:
+        everything(read_trace(path))
+    said = str(told.value)
+    assert str(path) in said
+    assert "\n" not in said
+    return said.replace(f" in {path}", "")
 
 
 def without_sums(file: h5py.File) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy as np
 from perturbkv.configs.run import RunConfig
 from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.selection.grid import configuration
-from perturbkv.trace import SampleTrace, Trace
+from perturbkv.storage.writer import TraceWriter
+from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 KEPT, TOKENS = 3, 64
 """Entries kept of how many; TOKENS of the prompt's text too."""
@@ -20,6 +22,14 @@ KEPT, TOKENS = 3, 64
 def run_config(samples: int = 2, steps: int = 1, **more: Any) -> RunConfig:
     configs = tuple(configuration(64, selection=name) for name in ("attention", "two-stage"))
     return RunConfig(**{"model": "m", "dataset": "d", "configs": configs, "samples": samples, "steps": steps, **more})
+
+
+def write(path: Path, *samples: SampleTrace | FailedSample, **run: object) -> Path:
+    """The trace file of these samples."""
+    writer = TraceWriter(path, run_config(len(samples), **run), [s.sample_id for s in samples], {"model": "m"})
+    for sample in samples:
+        writer.append(sample)
+    return writer.finish()
 
 
 def sample_trace(
