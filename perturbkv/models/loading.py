@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from perturbkv.models.quiet import quiet
 from perturbkv.models.sources import Source, explained, resolve
 from perturbkv.models.stored_weights import Stored
 from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.models.wholeness import whole_model
+from perturbkv.models.wholeness import check_shapes, whole_model
 
 DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
 _DEVICES: Mapping[str, Callable[[], int]] = {
@@ -86,11 +88,16 @@ class ModelFiles:
         """What is known of a model whose weights are loaded already."""
         return cls(model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights)
 
-    def parameters(self) -> int:
-        """How many weights the model has. Raises ModelError where no model can be made of its configuration."""
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Weight -> shape, by the configuration. Raises ModelError where no model can be made of it."""
         with explained(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
-        return sum(parameter.numel() for parameter in model.parameters())
+        return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+    def parameters(self) -> int:
+        """How many weights the model has. Raises what `shapes` raises."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 @quiet()
@@ -153,6 +160,8 @@ def load_weights(
     if files.source is None:
         model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
+        if not files.stored.quantised:
+            check_shapes(files.name, files.shapes, stored_weights.shapes(files.source))
         model = _read_weights(files.source, dtype)
     model = _spread(model, files.name) if spread else _aligned(model.to(device))
     found = Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)

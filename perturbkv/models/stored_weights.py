@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -14,8 +16,10 @@ from perturbkv.errors import ModelError
 from perturbkv.models import gguf_header
 from perturbkv.models.gguf_header import StoredTensor
 from perturbkv.models.sources import Source, explained
+from perturbkv.reading import FileKind
 
 _FLOAT = re.compile(r"B?F\d")
+_INDEX = FileKind("an index of safetensors", ModelError)
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -58,6 +62,15 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
     return Stored(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))
 
 
+def shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """Weight -> shape, as the headers of a folder's safetensors say; nothing of other sources."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in [] if source.hub_id or source.gguf_file else _weights(source.path):
+        with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return found
+
+
 def _method(about: dict[str, Any]) -> str:
     """For example `bitsandbytes int4`."""
     method = str(getattr(about.get("quant_method"), "value", about.get("quant_method", "quantised")))
@@ -68,7 +81,7 @@ def _method(about: dict[str, Any]) -> str:
 def _kinds(source: Source) -> Counter[str]:
     """How many tensors of each type a folder's safetensors hold."""
     kinds: Counter[str] = Counter()
-    for file in sorted(source.path.glob("*.safetensors")):
+    for file in _weights(source.path):
         with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
             found = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
         if wrong := next((name for name, kind in found.items() if not _FLOAT.match(kind)), ""):
@@ -79,3 +92,16 @@ def _kinds(source: Source) -> Counter[str]:
             raise ModelError(msg)
         kinds.update(found.values())
     return Counter({_NAMES.get(kind, kind): count for kind, count in kinds.items()})
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The safetensors that transformers reads: the whole, else the parts that the index names; else whatever is there.
+
+    Files that cannot be read are told of where they are.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return [whole]
+    with suppress(ModelError, AttributeError, KeyError, TypeError):
+        return sorted({folder / str(name) for name in _INDEX.read_json(index)["weight_map"].values()})
+    return sorted(folder.glob("*.safetensors"))
