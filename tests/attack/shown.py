@@ -280,7 +280,7 @@ def places() -> dict[str, Place]:
         "--compare": Place(_of_option("heads", "TRACE", "--compare=attention,WORD"), _loose),
         "a command": Place(_of_option("x WORD"), _refused),
         "an option": Place(_of_option("heads", "--x WORD"), _loose, lambda word: "=" not in word),
-        "a trace's path": Place(_of_option("info", "x WORD"), _refused),
+        "a trace's path": Place(_of_option("info", "x WORD"), _refused, lambda word: "//" not in word),
         "an error in JSON": Place(
             _of_option("info", "--json", "xWORD"),
             lambda outcome, folder, word: None if json.loads(outcome.out)["error"] else "no error",
