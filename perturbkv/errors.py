@@ -66,8 +66,13 @@ class TraceUnavailableError(TraceError):
     def __init__(self, path: Path, error: OSError) -> None:
         if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
             got = "one that another program has open for writing; close it there, and try again"
+        elif error.errno is None:
+            got = (
+                "one that is marked as open for writing; close it where it is open, or, where that program was killed, "
+                f"take the mark away with HDF5's own 'h5clear -s {path}'"
+            )
         else:
-            got = f"'{os.strerror(error.errno or 0)}' from the system; nothing is known of the file"
+            got = f"'{os.strerror(error.errno)}' from the system; nothing is known of the file"
         super().__init__(f"expected a trace file (HDF5) at {path}, got {got}")
 
 

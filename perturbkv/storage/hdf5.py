@@ -22,6 +22,8 @@ from perturbkv.storage.layout import AXES, STORED
 
 _FAILURES = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
 """What h5py raises on a file that is not in order."""
+_OPEN = "already open for write"
+"""What HDF5 says of a file that was not closed after it had been open for writing; nothing of it need be damaged."""
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
 _HERE = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
 _UNSTORED = 16 * 2**20
@@ -36,7 +38,7 @@ def opened_file(path: Path) -> Iterator[StoredFile]:
     try:
         file = h5py.File(path, "r")
     except _FAILURES as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and (error.errno is not None or _OPEN in str(error)):
             raise TraceUnavailableError(path, error) from error
         msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
         raise TraceError(msg) from error

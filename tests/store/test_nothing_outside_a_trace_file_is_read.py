@@ -156,3 +156,11 @@ def test_a_file_that_is_being_written_is_not_called_damaged(path: Path) -> None:
             with pytest.raises(TraceUnavailableError, match="another program has open for writing; close it there"):
                 read(path)
         held.communicate("\n")
+
+
+def test_a_file_whose_writer_was_killed_is_not_called_damaged(path: Path) -> None:
+    killed = "import h5py, os, sys; held = h5py.File(sys.argv[1], 'r+'); os._exit(9)"
+    subprocess.run([sys.executable, "-c", killed, path], check=False)
+    for read in (read_trace, lambda path: TraceWriter(path, run_config(1), ["s0"], {}, overwrite=True)):
+        with pytest.raises(TraceUnavailableError, match=f"marked as open for writing; .* 'h5clear -s {path}'"):
+            read(path)
