@@ -1,0 +1,139 @@
+"""RULER's tasks as lm-eval 0.4.13 describes them: which function makes one, how long an answer is, what grades it.
+
+Its `tasks/ruler/*.yaml` are read as files, each with the one that it includes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perturbkv.datasets import wording
+from perturbkv.datasets.ruler.running import run_file
+from perturbkv.errors import DatasetError
+
+PREFIX = "ruler:"
+INSTALL = 'pip install "perturbkv[ruler]"'
+CONTEXT = "{context}"
+_FETCHING = ("lm_eval", "datasets", "requests", "tqdm")
+METRICS = {"process_results": "string_match_all", "process_results_part": "string_match_part"}
+"""lm-eval's function that grades -> the metric that it calls."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """How RULER asks and grades.
+
+    Attributes:
+        name: with `ruler:` before it.
+        maker: file and function that make its rows: `vt_utils`, `get_vt_dataset`.
+        template: of a prompt and mostly its answer's beginning, with `{context}` in it.
+        grader: the function of `common_utils` that grades an answer.
+        generation_length: tokens of an answer at most.
+        until: texts before which an answer ends.
+        delimiter: between prompt and answer's beginning, where no chat template stands between them.
+        version: of lm-eval.
+    """
+
+    name: str
+    maker: tuple[str, str]
+    template: str
+    grader: str
+    generation_length: int
+    until: tuple[str, ...]
+    delimiter: str
+    version: str
+
+    @property
+    def metric(self) -> str:
+        """The metric's own name."""
+        return METRICS[self.grader]
+
+    @property
+    def question_begins(self) -> str:
+        """What the template goes on with behind the context, up to the first word's end: the question begins there."""
+        found = re.match(r"\s*\S+", self.template.partition(CONTEXT)[2])
+        return found[0] if found else ""
+
+    def record(self) -> dict[str, Any]:
+        """What was used, for the trace."""
+        return {
+            "from": f"lm-eval {self.version}",
+            "template": self.template,
+            "generation_length": self.generation_length,
+            "metric": self.metric,
+            "until": list(self.until),
+            "chat_template": True,
+        }
+
+
+def folder() -> Path:
+    """lm-eval's folder of RULER, found without importing it. Raises DatasetError where lm-eval is missing."""
+    return wording.lm_eval_folder("RULER's tasks come from lm-eval", "ruler", INSTALL)
+
+
+def read(name: str) -> Task:
+    """One of RULER's tasks. Raises DatasetError where lm-eval is missing, or is another than ours."""
+    where = folder()
+    try:
+        found = _merged(where / f"{name.removeprefix(PREFIX)}.yaml")
+        file, function = str(found["custom_dataset"]).split(".")
+        answer = found["generation_kwargs"]
+        made = Task(
+            name,
+            (file, function),
+            _template(where / f"{file}.py"),
+            str(found["process_results"]).removeprefix("common_utils."),
+            int(answer["max_gen_toks"]),
+            tuple(answer["until"]),
+            str(found["target_delimiter"]),
+            importlib.metadata.version("lm_eval"),
+        )
+        _checked(made)
+    except ImportError as error:
+        raise missing_package(error) from None
+    except (OSError, SyntaxError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise other_version(name, error) from None
+    return made
+
+
+def missing_package(error: ImportError) -> DatasetError:
+    """The error for a package that lm-eval's files import."""
+    return DatasetError(f"RULER's tasks need {error.name or 'packages'}, which is not installed; {INSTALL}")
+
+
+def other_version(name: str, problem: BaseException) -> DatasetError:
+    """The error for files of lm-eval's that are not as we know them."""
+    version, said = importlib.metadata.version("lm_eval"), " ".join(str(problem).split())[:120]
+    told = f"{type(problem).__name__}: {said}"
+    return DatasetError(f"expected '{name}' as lm-eval 0.4.13 makes it, got lm-eval {version} ({told}); {INSTALL}")
+
+
+def _checked(task: Task) -> None:
+    """Raise KeyError for a grader that we do not know, ValueError for a template that does not ask behind a context."""
+    _ = task.metric
+    if not task.question_begins:
+        msg = f"no question behind {CONTEXT} in its template"
+        raise ValueError(msg)
+
+
+def _template(path: Path) -> str:
+    """Of the rest of lm-eval and of what fetches data, the file gets nothing."""
+    return str(run_file(path, lambda name: _Nothing() if name.split(".")[0] in _FETCHING else None)["TEMPLATE"])
+
+
+class _Nothing:
+    """A module all of whose names are None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _merged(path: Path) -> dict[str, Any]:
+    """A YAML file over the one that it includes."""
+    found = dict(wording.parsed(path))
+    included = found.pop("include", None)
+    return {**_merged(path.parent / str(included)), **found} if included else found
