@@ -7,6 +7,7 @@ first of many are those of few.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -142,6 +143,7 @@ class _Files:
         return self._stand_in(name)
 
 
+@functools.cache
 def _words() -> Pairs:
     """The keys of needles: an adjective and a noun."""
     import wonderwords

@@ -17,6 +17,8 @@ from perturbkv.errors import DatasetError
 
 MOST_ROWS = 500
 """Of a task at one length, in lm-eval."""
+NONE_FITS = "Could not generate any"
+"""What lm-eval's ValueError says where every row was too long."""
 _LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 """Tried for whoever asked for less than a task needs."""
 
@@ -60,14 +62,15 @@ def _rows(making: Making, task: Task, length: int, wanted: int) -> Rows:
 
 def _tried(making: Making, task: Task, length: int, tried: int) -> Rows:
     """What becomes of the first rows of lm-eval's; none where they are too long, or so short that nothing is asked."""
-    try:
-        rows = making.make(task.maker, length, tried)
-    except (NoEnd, ValueError):  # the second is what lm-eval raises where no row fits
-        return ()
-    except ImportError as error:
-        raise tasks.missing_package(error) from None
-    except (OSError, SyntaxError, LookupError, TypeError, AttributeError, AssertionError) as error:
-        raise tasks.other_version(task.name, error) from None
+    with tasks.explained(task.name, lambda: making.data.path):
+        try:
+            rows = making.make(task.maker, length, tried)
+        except NoEnd:
+            return ()
+        except ValueError as error:
+            if NONE_FITS not in str(error):
+                raise
+            return ()
     return rows if all(row["outputs"] for row in rows) else ()
 
 

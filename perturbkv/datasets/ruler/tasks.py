@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ PREFIX = "ruler:"
 INSTALL = 'pip install "perturbkv[ruler]"'
 CONTEXT = "{context}"
 _FETCHING = ("lm_eval", "datasets", "requests", "tqdm")
+_OTHERWISE = (
+    OSError, SyntaxError, ImportError, LookupError, TypeError, ValueError, AttributeError, AssertionError,
+)  # fmt: skip
 METRICS = {"process_results": "string_match_all", "process_results_part": "string_match_part"}
 """lm-eval's function that grades -> the metric that it calls."""
 
@@ -76,9 +81,9 @@ def folder() -> Path:
 
 
 def read(name: str) -> Task:
-    """One of RULER's tasks. Raises DatasetError where lm-eval is missing, or is another than ours."""
+    """One of RULER's tasks. Raises DatasetError where lm-eval or a package is missing, or is another than ours."""
     where = folder()
-    try:
+    with explained(name):
         found = _merged(where / f"{name.removeprefix(PREFIX)}.yaml")
         file, function = str(found["custom_dataset"]).split(".")
         answer = found["generation_kwargs"]
@@ -92,27 +97,28 @@ def read(name: str) -> Task:
             str(found["target_delimiter"]),
             importlib.metadata.version("lm_eval"),
         )
-        _checked(made)
-    except ImportError as error:
-        raise missing_package(error) from None
-    except (OSError, SyntaxError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise other_version(name, error) from None
+        _check(made)
     return made
 
 
-def missing_package(error: ImportError) -> DatasetError:
-    """The error for a package that lm-eval's files import."""
-    return DatasetError(f"RULER's tasks need {error.name or 'packages'}, which is not installed; {INSTALL}")
+@contextmanager
+def explained(name: str, source: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
+    """Whatever lm-eval's files raise becomes a DatasetError; `source` names a file of data that they have read."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        msg = f"RULER's tasks need {error.name or 'packages'}, which is not installed; {INSTALL}"
+        raise DatasetError(msg) from None
+    except _OTHERWISE as error:
+        version, said = importlib.metadata.version("lm_eval"), " ".join(str(error).split())[:120]
+        path = source()
+        origin, do = (f" from {path}", f"bring the whole file, or {INSTALL}") if path else ("", INSTALL)
+        got = f"lm-eval {version} ({type(error).__name__}: {said})"
+        msg = f"expected '{name}' as lm-eval 0.4.13 makes it{origin}, got {got}; {do}"
+        raise DatasetError(msg) from None
 
 
-def other_version(name: str, problem: BaseException) -> DatasetError:
-    """The error for files of lm-eval's that are not as we know them."""
-    version, said = importlib.metadata.version("lm_eval"), " ".join(str(problem).split())[:120]
-    told = f"{type(problem).__name__}: {said}"
-    return DatasetError(f"expected '{name}' as lm-eval 0.4.13 makes it, got lm-eval {version} ({told}); {INSTALL}")
-
-
-def _checked(task: Task) -> None:
+def _check(task: Task) -> None:
     """Raise KeyError for a grader that we do not know, ValueError for a template that does not ask behind a context."""
     _ = task.metric
     if not task.question_begins:
