@@ -26,13 +26,6 @@ ASKED = [
 """Task, length, seed."""
 
 
-class Words:
-    chat_template = None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, Any]:
-        return {"input_ids": lm_eval_ruler.words(text)}
-
-
 def recorded(draw: random.Random) -> list[tuple[str, list[str]]]:
     """200 answers of models, right, wrong and in between."""
     numbers = [str(draw.randrange(10**6)) for _ in range(40)]
@@ -60,7 +53,9 @@ def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dic
 
 
 def made(folder: Path, task: str, lengths: tuple[int, ...], seed: int, samples: int) -> LoadedDataset:
-    return load(f"ruler:{task}", DatasetOptions(samples, seed=seed, data_dir=folder, lengths=lengths), Words())
+    return load(
+        f"ruler:{task}", DatasetOptions(samples, seed=seed, data_dir=folder, lengths=lengths), ruler_data.Words()
+    )
 
 
 def test_every_sample_and_score_is_lm_evals(official: tuple[Path, dict[str, Any]]) -> None:

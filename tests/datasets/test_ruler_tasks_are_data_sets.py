@@ -41,23 +41,8 @@ QUESTIONS = {
 INSTALL = re.escape('pip install "perturbkv[ruler]"')
 
 
-class Words:
-    """A token per word; a chat template that shows its turns."""
-
-    chat_template = "yes"
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, Any]:
-        return {"input_ids": tuple(map(ord, text)) if self.spelled else lm_eval_ruler.words(text)}
-
-    def __init__(self, spelled: bool = False) -> None:
-        self.spelled = spelled
-
-    def apply_chat_template(self, turns: list[dict[str, str]], **more: Any) -> str:
-        return f"<user>{turns[0]['content']}</user><assistant>"
-
-
 def made(task: str, samples: int = 2, **options: Any) -> LoadedDataset:
-    return load(f"ruler:{task}", DatasetOptions(samples, **options), Words())
+    return load(f"ruler:{task}", DatasetOptions(samples, **options), ruler_data.Words())
 
 
 def test_there_are_13_of_which_6_need_no_data() -> None:
@@ -97,11 +82,11 @@ def test_the_question_is_what_follows_the_haystack(task: str, tmp_path: Path) ->
 def test_the_answers_beginning_stands_where_the_assistant_speaks_or_where_lm_eval_puts_it() -> None:
     for task, delimiter in (("vt", " "), ("cwe", "\n\n")):
         (sample,) = made(task, 1).samples
-        chat = encode(sample, Words(spelled=True), chat_template=True, max_tokens=None)
+        chat = encode(sample, ruler_data.Words(spelled=True), chat_template=True, max_tokens=None)
         assert "".join(map(chr, chat.token_ids)) == f"<user>{sample.prompt}</user><assistant>{sample.answer_prefix}"
         context, question = chat.parts("context-only")
         assert "".join(map(chr, context)) == f"<user>{sample.context}"
-        plain = encode(sample, Words(spelled=True), chat_template=False, max_tokens=None)
+        plain = encode(sample, ruler_data.Words(spelled=True), chat_template=False, max_tokens=None)
         assert "".join(map(chr, plain.token_ids)) == sample.prompt + delimiter + sample.answer_prefix
 
 

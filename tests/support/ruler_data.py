@@ -1,4 +1,4 @@
-"""Files as RULER's tasks read them, small, and lm-eval's 500 questions long."""
+"""A tokenizer for RULER's tasks, and files as they read them: small, and lm-eval's 500 questions long."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+
+from tests.support import lm_eval_ruler
+
+
+class Words:
+    """A token per word, or where it is `spelled` per character; a chat template that shows its turns."""
+
+    chat_template = "yes"
+
+    def __init__(self, spelled: bool = False) -> None:
+        self.spelled = spelled
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, Any]:
+        return {"input_ids": tuple(map(ord, text)) if self.spelled else lm_eval_ruler.words(text)}
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **more: Any) -> str:
+        return f"<user>{turns[0]['content']}</user><assistant>"
 
 
 def prose(draw: random.Random, sentences: int) -> str:
