@@ -210,8 +210,8 @@ _RULER = (
      ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")),
     ("multi-hop tracing", "", "RULER, made offline", ("vt",)),
     ("aggregation", "", "RULER, made offline", ("cwe", "fwe")),
-    ("multi-document QA", "--data-dir: squad.json; ", "RULER, over squad.json", ("qa_squad",)),
-    ("multi-document QA", "--data-dir or the hub: hotpotqa.json; ", "RULER, over hotpotqa.json",
+    ("question answering", "--data-dir: squad.json; ", "RULER, over squad.json", ("qa_squad",)),
+    ("question answering", "--data-dir or the hub: hotpotqa.json; ", "RULER, over hotpotqa.json",
      ("qa_hotpot",)),
 )  # fmt: skip
 for _kind, _data, _what, _names in _RULER:
