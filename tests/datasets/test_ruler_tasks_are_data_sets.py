@@ -162,7 +162,7 @@ def test_questions_whose_documents_are_too_long_are_passed_over(tmp_path: Path) 
     [
         (
             "qa_squad",
-            r"'ruler:qa_squad' needs squad.json; bring https://.*/dev-v2.0.json as --data-dir DIR .*/squad.json$",
+            r"'ruler:qa_squad' needs squad.json, which no .* from https://.*/dev-v2.0.json with .* holding squad.json$",
         ),
         ("qa_hotpot", "'ruler:qa_hotpot' needs hotpotqa.json, and the hub did not give namlh2004/hotpotqa/hotpot_dev"),
         (

@@ -85,7 +85,10 @@ class Data:
         on_hub = _ON_HUB.fullmatch(address)
         if on_hub:
             return Path(hub_file(self.task, local, on_hub["repo"], on_hub["file"], on_hub["revision"]))
-        msg = f"dataset '{self.task}' needs {local}; bring {address} as --data-dir DIR (or {DATA_DIR_VARIABLE})/{local}"
+        msg = (
+            f"dataset '{self.task}' needs {local}, which no hub holds; bring it from {address} with --data-dir DIR "
+            f"(or {DATA_DIR_VARIABLE}) holding {local}"
+        )
         raise DatasetError(msg)
 
     def _noted(self, path: Path, source: str) -> Path:
