@@ -44,7 +44,7 @@ class DataOptions:
             "--dataset",
             "-d",
             metavar="NAME",
-            help="needle, a LongBench name or a .jsonl file",
+            help="Of perturbkv datasets, or a .jsonl file",
             autocompletion=completion.datasets,
         ),
     ] = "needle"
@@ -54,11 +54,11 @@ class DataOptions:
     seed: Annotated[int, _data(metavar="N", help="Of data, random weights and random selections")] = 0
     data_dir: Annotated[
         Path | None,
-        _data(metavar="PATH", help="LongBench's jsonl files; also PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
+        _data(metavar="PATH", help="LongBench's or RULER's files; PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
     ] = None
     length: Annotated[
         list[str] | None,
-        _data("--length", "--lengths", metavar="N", help="needle: tokens of a prompt, also with commas"),
+        _data("--length", "--lengths", metavar="N", help="needle, ruler: tokens of a prompt, also with commas"),
     ] = None
     depth: Annotated[
         list[str] | None,
@@ -80,7 +80,7 @@ class DataOptions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Needle's prompt lengths; empty if the user gave none. Raises ConfigError for anything but numbers."""
+        """Lengths of prompts that are made; empty if none was given. Raises ConfigError for anything but numbers."""
         found = numbers("--length", self.length)
         if any(number != int(number) for number in found):
             msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"

@@ -16,6 +16,7 @@ from perturbkv.models.aliases import DEFAULT
 from perturbkv.visible import line
 
 if TYPE_CHECKING:
+    from perturbkv.datasets.ruler.tasks import Task
     from perturbkv.datasets.wording import Wording
 
 
@@ -32,7 +33,7 @@ def datasets(
     ] = DEFAULT,
     data_dir: Annotated[
         Path | None,
-        Option(metavar="PATH", help="LongBench's jsonl files; also PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
+        Option(metavar="PATH", help="LongBench's or RULER's files; PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
     ] = None,
     max_tokens: Annotated[int | None, Option(metavar="N", help="Cut longer prompts in the middle")] = None,
     chat_template: Annotated[
@@ -40,7 +41,7 @@ def datasets(
         Option("--chat-template/--no-chat-template", help="Use the model's template", show_default="as in a run"),
     ] = None,
     length: Annotated[
-        list[str] | None, Option("--length", "--lengths", metavar="N", help="needle: tokens of a prompt")
+        list[str] | None, Option("--length", "--lengths", metavar="N", help="needle, ruler: tokens of a prompt")
     ] = None,
     depth: Annotated[
         list[str] | None, Option("--depth", "--depths", metavar="X", help="needle: where the fact lies")
@@ -79,11 +80,12 @@ def _list(as_json: bool) -> None:
         ]})  # fmt: skip
         return
     console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
+    console.say("perturbkv datasets NAME tells what one needs, how it asks and how it is graded.")
 
 
 def _describe(name: str, as_json: bool) -> None:
-    """What the registry and LongBench's wording say of a dataset. Raises PerturbkvErrors."""
-    from perturbkv.datasets import registry, wording
+    """What the registry and a wording say of a dataset. Raises PerturbkvErrors."""
+    from perturbkv.datasets import registry
 
     registry.check_name(name)
     if registry.is_file(name):
@@ -91,7 +93,7 @@ def _describe(name: str, as_json: bool) -> None:
         raise ConfigError(msg)
     info = next(info for info in registry.known() if info.name == name)
     document: dict[str, Any] = {"name": name, "kind": info.kind, "summary": info.summary, "needs": info.needs}
-    worded = wording.read(name) if registry.in_longbench(name) else None
+    worded = _wording(name)
     if as_json:
         console.print_json(document | (worded.record() if worded else {}))
         return
@@ -99,7 +101,16 @@ def _describe(name: str, as_json: bool) -> None:
     console.table(name, ["", ""], [*rows, *(_asked(worded) if worded else [])])
 
 
-def _asked(worded: Wording) -> list[tuple[str, str]]:
+def _wording(name: str) -> Wording | Task | None:
+    from perturbkv.datasets import registry, wording
+    from perturbkv.datasets.ruler import tasks
+
+    if registry.in_ruler(name):
+        return tasks.read(name)
+    return wording.read(name) if registry.in_longbench(name) else None
+
+
+def _asked(worded: Wording | Task) -> list[tuple[str, str]]:
     record = worded.record()
     ends = f", up to the first {' or '.join(map(repr, worded.until))}" if worded.until else ""
     return [

@@ -41,9 +41,9 @@ def _staged(run: DataOptions, config: EvictionConfig) -> bool:
 
 
 def _random(run: DataOptions, config: EvictionConfig) -> bool:
-    """Whether anything is drawn: needle's text, weights, kept entries."""
+    """Whether anything is drawn: text, weights, kept entries."""
     drawn = "random" in (config.selection.name, config.policy.name)
-    return drawn or run.dataset == "needle" or run.model.startswith("random:")
+    return drawn or _made("seed")(run, config) or run.model.startswith("random:")
 
 
 def _beyond_window(run: DataOptions, config: EvictionConfig) -> bool:
@@ -52,19 +52,23 @@ def _beyond_window(run: DataOptions, config: EvictionConfig) -> bool:
     return isinstance(asked, float) or asked == 0 or asked > config.window
 
 
-def _from_folder(run: DataOptions, config: EvictionConfig) -> bool:
-    from perturbkv.datasets.registry import is_file
+def _made(option: str) -> Callable[[DataOptions, EvictionConfig], bool]:
+    """Whether the dataset looks at one of `DatasetOptions`."""
 
-    return run.dataset != "needle" and not is_file(run.dataset)
+    def looks(run: DataOptions, config: EvictionConfig) -> bool:
+        from perturbkv.datasets.registry import takes
+
+        return takes(run.dataset, option)
+
+    return looks
 
 
-_NEEDLE = Need(lambda run, config: run.dataset == "needle", "--dataset needle")
 NEEDS: Mapping[str, Need] = {
-    "length": _NEEDLE,
-    "depth": _NEEDLE,
-    "haystack": _NEEDLE,
-    "data_dir": Need(_from_folder, "a LongBench name as --dataset"),
-    "seed": Need(_random, "--dataset needle, a random: model, or a random selection or policy"),
+    "length": Need(_made("lengths"), "--dataset needle or a ruler: task"),
+    "depth": Need(_made("depths"), "--dataset needle"),
+    "haystack": Need(_made("haystack"), "--dataset needle"),
+    "data_dir": Need(_made("data_dir"), "a LongBench name as --dataset, or a ruler: task that reads files"),
+    "seed": Need(_random, "--dataset needle or a ruler: task, a random: model, or a random selection or policy"),
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.given, "a policy of ours: a press has a window of its own"),
     "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),

@@ -100,7 +100,7 @@ def load_prompts(
         samples: how many; None: 8, or all where there are fewer.
         seed: of everything random.
         data_dir: folder with LongBench's files.
-        lengths: of needle's prompts, in tokens.
+        lengths: of needle's and RULER's prompts, in tokens.
         depths: where needle's fact lies, 0 to 1.
         haystack: needle's, `prose` or `noise`.
         max_tokens: longer prompts are cut in the middle.

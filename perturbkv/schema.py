@@ -160,8 +160,12 @@ VARIABLES: dict[str, Variable] = {
         "int64",
         optional=True,
     ),
-    "score_full": Variable((), "1", "1 where the full cache's answer is right", optional=True),
-    "score": Variable(("config",), "1", "1 where the evicted cache's answer is right", optional=True),
+    "score_full": Variable(
+        (), "1", "score of the full cache's answer, 0 to 1; NaN where no metric grades it", optional=True
+    ),
+    "score": Variable(
+        ("config",), "1", "score of the evicted cache's answer, 0 to 1; NaN where no metric grades it", optional=True
+    ),
     "digits_full": Variable((), "1", "share of the answer's leading digits that the full cache gives", optional=True),
     "digits": Variable(
         ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True

@@ -274,4 +274,4 @@ def after_turn(tokenizer: Any) -> str:
 
 
 def _plain_text(sample: Sample) -> str:
-    return f"{sample.prompt}\n{sample.answer_prefix}" if sample.answer_prefix else sample.prompt
+    return f"{sample.prompt}{sample.delimiter}{sample.answer_prefix}" if sample.answer_prefix else sample.prompt

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from perturbkv.datasets import wording
 from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.hub_data import hub_file
 from perturbkv.datasets.jsonl import longbench_sample
-from perturbkv.datasets.registry import DATA_DIR_VARIABLE, DatasetOptions, LoadedDataset
+from perturbkv.datasets.registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.rows import FILE, read_rows
-from perturbkv.errors import DatasetError
-from perturbkv.models import hub
 
 HUB_ID = "zai-org/LongBench"
 ARCHIVE = "data.zip"
@@ -44,19 +43,5 @@ def _local_file(name: str, data_dir: Path | None) -> Path | None:
 
 
 def _from_hub(name: str) -> str:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        archive = hf_hub_download(
-            repo_id=HUB_ID, filename=ARCHIVE, repo_type="dataset", local_files_only=hub.local_only()
-        )
-    except Exception as error:  # the hub's client fails in many ways, all of which mean the same here
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        msg = (
-            f"dataset '{name}' needs {name}.jsonl, and the hub did not give {HUB_ID}/{ARCHIVE} ({reason}); bring it "
-            f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {name}.jsonl, or with a reachable hub or a filled "
-            "HF_HOME"
-        )
-        raise DatasetError(msg) from error
-    with zipfile.ZipFile(archive) as files:
+    with zipfile.ZipFile(hub_file(name, f"{name}.jsonl", HUB_ID, ARCHIVE)) as files:
         return files.read(f"data/{name}.jsonl").decode("utf-8")

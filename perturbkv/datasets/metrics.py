@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from perturbkv.datasets import scoring, wording
+from perturbkv.datasets.ruler.metrics import grader
+from perturbkv.datasets.ruler.tasks import PREFIX
 from perturbkv.errors import DatasetError
 
 
@@ -28,7 +30,7 @@ class Metric:
 
 
 def metric(task: str) -> Metric | None:
-    """The metric of a LongBench data set or of needle; None for a sample that is of neither.
+    """The metric of a LongBench data set, of RULER's task or of needle; None for a sample that is of none.
 
     Raises DatasetError where what it needs is not installed.
     """
@@ -36,6 +38,9 @@ def metric(task: str) -> Metric | None:
         return Metric("exact number", lambda text, answers, classes: scoring.exact_number(text, answers))
     if not task:
         return None
+    if task.startswith(PREFIX):
+        name, ruler = grader(task)
+        return Metric(name, lambda text, answers, classes: ruler(text, answers))
     worded = wording.read(task)
     function = getattr(_functions(), worded.function)
 

@@ -130,7 +130,7 @@ def load(
 ) -> Prompts:
     """The prompts of a dataset; `options` are further fields of `DatasetOptions`.
 
-    `positions` are the model's, None: unknown; needle's prompts that are longer are refused before they are made.
+    `positions` are the model's, None: unknown; prompts of a longer --length are refused before they are made.
 
     `samples` None: 8, or all where there are fewer; lengths, depths and data_dir that are empty: the dataset's own.
 
@@ -143,17 +143,18 @@ def load(
         **{field: value for field, value in given.items() if value},
         **options,
     )
-    if name == "needle" and positions is not None:
-        _check_made(max(asked.lengths), max_tokens, positions)
+    registry.check_name(name)
+    if registry.takes(name, "lengths") and positions is not None:
+        _check_made(name, max(asked.lengths), max_tokens, positions)
     loaded = registry.load(name, asked, tokenizer)
     return encode_all(name, loaded, tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=asked.seed)
 
 
-def _check_made(length: int, max_tokens: int | None, positions: int) -> None:
+def _check_made(name: str, length: int, max_tokens: int | None, positions: int) -> None:
     """Raise DatasetError for a prompt that, cut or not, is longer than the model takes."""
     if min(length, max_tokens or length) > positions:
         msg = (
-            f"a needle prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
+            f"a {name} prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
             f"--length, such as {positions * 3 // 4}, or --max-tokens, which cuts its middle out"
         )
         raise DatasetError(msg)

@@ -6,12 +6,13 @@ import importlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from perturbkv.configs import numbers
 from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.ruler.tasks import PREFIX
 from perturbkv.datasets.sample import Sample
-from perturbkv.datasets.wording import WITHOUT_CHAT, Wording
+from perturbkv.datasets.wording import WITHOUT_CHAT
 from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
 
 DATA_DIR_VARIABLE = "PERTURBKV_DATA_DIR"
@@ -27,14 +28,14 @@ def _data_dir() -> Path | None:
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """How samples are made or picked; needle alone looks at lengths, depths and haystack.
+    """How samples are made or picked; what a dataset looks at, its `DatasetInfo.options` say.
 
     Attributes:
         samples: how many.
         at_most: whether fewer will do, where the dataset has no more.
         seed: of everything random.
-        data_dir: folder with LongBench's files; default: the environment's PERTURBKV_DATA_DIR.
-        lengths: tokens of a prompt, before the chat template.
+        data_dir: folder with LongBench's or RULER's files; default: the environment's PERTURBKV_DATA_DIR.
+        lengths: tokens of a prompt, before the chat template; RULER's count the answer in.
         depths: where the fact lies, 0 (beginning) to 1 (end).
         haystack: `prose` or `noise`.
 
@@ -56,9 +57,9 @@ class DatasetOptions:
         numbers.check("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
         numbers.check("seed (--seed)", self.seed)
         for length in self.lengths:
-            numbers.check("length (--length) of needle", length, numbers.LONGEST)
+            numbers.check("length (--length) of a prompt", length, numbers.LONGEST)
         if not self.lengths or min(self.lengths) < SHORTEST:
-            msg = f"needle prompts need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
+            msg = f"prompts that are made need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
             raise ConfigError(msg)
         wrong = [depth for depth in self.depths if not 0 <= depth <= 1]
         if wrong:
@@ -68,6 +69,14 @@ class DatasetOptions:
             raise UnknownNameError(self.haystack, "haystack", ("prose", "noise"))
 
 
+class Worded(Protocol):
+    """A wording: what is asked here of LongBench's and RULER's."""
+
+    @property
+    def generation_length(self) -> int:
+        """Tokens of an answer at most."""
+
+
 @dataclass(frozen=True)
 class LoadedDataset:
     """Samples, and what came with them.
@@ -75,12 +84,12 @@ class LoadedDataset:
     Attributes:
         samples: at least one.
         options: what has to be known to make them again (JSON-able, stored in the trace).
-        wordings: LongBench's that were used.
+        wordings: LongBench's or RULER's that were used.
     """
 
     samples: tuple[Sample, ...]
     options: dict[str, Any]
-    wordings: tuple[Wording, ...] = ()
+    wordings: tuple[Worded, ...] = ()
 
     @property
     def generation_length(self) -> int:
@@ -105,13 +114,14 @@ class LoadedDataset:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A registered dataset: what it is, its kind of task, what it needs."""
+    """A registered dataset: what it is, its kind of task, what it needs, and which of `DatasetOptions` it looks at."""
 
     name: str
     summary: str
     kind: str
     needs: str
     module: str
+    options: frozenset[str] = frozenset()
 
 
 _REGISTRY: dict[str, DatasetInfo] = {}
@@ -128,6 +138,16 @@ def register(info: DatasetInfo) -> None:
 def known() -> list[DatasetInfo]:
     """Every registered dataset, in the order of registration."""
     return list(_REGISTRY.values())
+
+
+def takes(name: str, option: str) -> bool:
+    """Whether a dataset looks at one of `DatasetOptions`; yes for an unknown name, which is refused as such."""
+    return option in _REGISTRY[name].options if name in _REGISTRY else not is_file(name)
+
+
+def in_ruler(name: str) -> bool:
+    """Whether it is one of RULER's 13 tasks."""
+    return name in _REGISTRY and name.startswith(PREFIX)
 
 
 def in_longbench(name: str) -> bool:
@@ -167,6 +187,7 @@ register(
         "retrieval",
         "nothing",
         "perturbkv.datasets.needle",
+        frozenset({"seed", "lengths", "depths", "haystack"}),
     )
 )
 _LONGBENCH = {
@@ -180,4 +201,21 @@ _LONGBENCH = {
 _LONGBENCH_NEEDS = "--data-dir or the hub; perturbkv[longbench]"
 for _kind, _names in _LONGBENCH.items():
     for _name in _names:
-        register(DatasetInfo(_name, "LongBench", _kind, _LONGBENCH_NEEDS, "perturbkv.datasets.longbench"))
+        _module = "perturbkv.datasets.longbench"
+        register(DatasetInfo(_name, "LongBench", _kind, _LONGBENCH_NEEDS, _module, frozenset({"data_dir"})))
+_ESSAYS = "--data-dir or the hub: PaulGrahamEssays.json; nltk's punkt_tab; "
+_RULER = (
+    ("retrieval", "", "RULER, made offline", ("niah_single_1", "niah_multikey_2", "niah_multikey_3")),
+    ("retrieval", _ESSAYS, "RULER, over essays",
+     ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")),
+    ("multi-hop tracing", "", "RULER, made offline", ("vt",)),
+    ("aggregation", "", "RULER, made offline", ("cwe", "fwe")),
+    ("question answering", "--data-dir: squad.json; ", "RULER, over squad.json", ("qa_squad",)),
+    ("question answering", "--data-dir or the hub: hotpotqa.json; ", "RULER, over hotpotqa.json",
+     ("qa_hotpot",)),
+)  # fmt: skip
+for _kind, _data, _what, _names in _RULER:
+    _module = "perturbkv.datasets.ruler.samples"
+    _options = frozenset({"seed", "lengths"} | ({"data_dir"} if _data else set()))
+    for _name in _names:
+        register(DatasetInfo(PREFIX + _name, _what, _kind, f"{_data}perturbkv[ruler]", _module, _options))

@@ -20,8 +20,9 @@ class Sample:
         question: what follows the context.
         answers: accepted answers, for scoring.
         answer_prefix: the beginning of the assistant's turn, which the model has to complete.
-        task: LongBench's data set, or needle, whose metric grades an answer; empty where none does.
+        task: LongBench's data set, needle or RULER's task, whose metric grades an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
+        delimiter: between prompt and answer_prefix, where no chat template stands there.
 
     Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
@@ -33,6 +34,7 @@ class Sample:
     answer_prefix: str = ""
     task: str = ""
     classes: tuple[str, ...] = ()
+    delimiter: str = "\n"
 
     def __post_init__(self) -> None:
         check_id(self.id)

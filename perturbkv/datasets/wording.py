@@ -72,7 +72,7 @@ def read(dataset: str) -> Wording:
     folder = lm_eval_folder(f"dataset '{dataset}' takes its wording from lm-eval")
     version = importlib.metadata.version("lm_eval")
     try:
-        found = _parsed(folder / f"{dataset}.yaml")
+        found = parsed(folder / f"{dataset}.yaml")
         made = Wording(
             dataset,
             str(found["doc_to_text"]),
@@ -90,16 +90,16 @@ def read(dataset: str) -> Wording:
     return made
 
 
-def lm_eval_folder(who: str) -> Path:
-    """lm-eval's folder of LongBench, found without importing it. Raises DatasetError, which begins with `who`."""
+def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTALL) -> Path:
+    """lm-eval's folder of a benchmark, found without importing it. Raises DatasetError, which begins with `who`."""
     found = importlib.util.find_spec("lm_eval")
     if found is None or not found.submodule_search_locations:
-        msg = f"{who}, which is not installed; {INSTALL}"
+        msg = f"{who}, which is not installed; {install}"
         raise DatasetError(msg)
-    return Path(found.submodule_search_locations[0]) / "tasks" / "longbench"
+    return Path(found.submodule_search_locations[0]) / "tasks" / benchmark
 
 
-def _parsed(path: Path) -> Any:
+def parsed(path: Path) -> Any:
     """A YAML file of lm-eval's; its `!function` tags stay names."""
     import yaml
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -117,6 +118,28 @@ def test_a_dataset_says_how_it_asks(perturbkv: Run) -> None:
     assert (told["generation_length"], told["metric"]) == (64, "get_classification_with_score")
     assert told["template"].endswith("{{context}}\n{{question}}")
     assert perturbkv("datasets", "needle").code == 0
+
+
+def test_a_task_of_rulers_says_what_it_needs_and_how_it_asks(perturbkv: Run) -> None:
+    listed = perturbkv("datasets")
+    assert narrow(listed.out), listed.out
+    assert re.search(r"ruler:niah_multiquery +retrieval +RULER, over essays", listed.out)
+    ran = perturbkv("datasets", "ruler:niah_multiquery")
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    for wanted in ("PaulGrahamEssays.json", "punkt_tab", "perturbkv[ruler]", "at most 128 tokens", "string_match_all"):
+        assert wanted in ran.out
+    told, other = (perturbkv("datasets", name, "--json").json() for name in ("ruler:vt", "trec"))
+    assert told.keys() == other.keys()
+
+
+def test_a_task_of_rulers_is_asked_and_graded(perturbkv: Run, model: Path) -> None:
+    asked = ["--model", model, "--dataset", "ruler:niah_single_1", "--length", 512, "--no-chat-template"]
+    ran = perturbkv("generate", *asked, "--samples", 1, "--window", 8, "--budget", 16, "--max-new-tokens", 20, "--json")
+    assert ran.code == 0, ran.err
+    for sample in ran.json()["samples"]:
+        assert sample["metric"] == "string_match_all"
+        assert sample["full"]["score"] == float(sample["answers"][0] in sample["full"]["text"])
 
 
 @pytest.mark.parametrize(

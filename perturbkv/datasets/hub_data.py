@@ -1,0 +1,29 @@
+"""A data set's file from the hub, or one line that says how to bring it."""
+
+from __future__ import annotations
+
+from perturbkv.datasets.registry import DATA_DIR_VARIABLE
+from perturbkv.errors import DatasetError
+from perturbkv.models import hub
+
+
+def hub_file(dataset: str, local: str, repo: str, file: str, revision: str | None = None) -> str:
+    """Path of a data set repository's file, from the hub or its cache on disk.
+
+    `local` is the file that --data-dir would hold instead. Raises DatasetError, which names both.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return str(
+            hf_hub_download(
+                repo_id=repo, filename=file, revision=revision, repo_type="dataset", local_files_only=hub.local_only()
+            )
+        )
+    except Exception as error:  # the hub's client fails in many ways, all of which mean the same here
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        msg = (
+            f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({reason}); bring it "
+            f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {local}, or with a reachable hub or a filled HF_HOME"
+        )
+        raise DatasetError(msg) from error
