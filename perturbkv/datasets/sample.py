@@ -22,6 +22,7 @@ class Sample:
         answer_prefix: the beginning of the assistant's turn, which the model has to complete.
         task: LongBench's data set, or needle, whose metric grades an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
+        metric: that grades an answer instead of the task's, one of `metrics.CHOICES`; empty where none is chosen.
 
     Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
@@ -33,6 +34,7 @@ class Sample:
     answer_prefix: str = ""
     task: str = ""
     classes: tuple[str, ...] = ()
+    metric: str = ""
 
     def __post_init__(self) -> None:
         check_id(self.id)
