@@ -100,13 +100,12 @@ def test_in_single_precision_they_differ_by_rounding_alone() -> None:
         np.testing.assert_allclose(*(next(propagated)[row] for row in (place, 0)), rtol=1e-5, atol=floor)
 
 
-@pytest.mark.parametrize("scenario", ["regular", "context-only"])
-@pytest.mark.parametrize("kibibytes", [100, 300])
+@pytest.mark.parametrize(("kibibytes", "scenario"), [(100, "regular"), (300, "context-only")])
 def test_a_bound_on_memory_makes_batches_and_changes_no_number(
     kibibytes: int, scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
-    prompt = replace(PROMPT, answers=("a b",))
+    prompt = replace(PROMPT, answers=("a b",), question_tokens=7)
     whole = trace_sample(adapter, prompt, run(configs, steps=2, generate=8, scenario=scenario)).arrays
     held: list[int] = []
     original = samples.decode_evicted

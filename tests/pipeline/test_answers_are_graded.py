@@ -1,4 +1,4 @@
-"""What a trace stores of generated answers: their tokens and scores, which the data set's metric or a chosen one gives."""
+"""What a trace stores of generated answers: their tokens, and scores by the data set's metric or a chosen one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.support.models import tiny_adapter
 
 CONFIGS = (config("snapkv"), config("adakv"))
 WORDS = ("red", "green", "blue", "one", "two")
-SPECIAL = 99
 
 
 def said(tokens: list[int], skip_special_tokens: bool = False) -> str:
