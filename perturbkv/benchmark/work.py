@@ -233,10 +233,8 @@ def _steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
         ids = logits[:, -1:].argmax(dim=-1)
 
 
-WORK: dict[str, Callable[..., Result]] = {
-    work.__name__: work
-    for work in (times, presses, peaks, growth, writing, generating, norms, norms_peak, scoring, decoding)
-}
+_WORKS = (times, presses, peaks, growth, writing, generating, norms, norms_peak, scoring, decoding)
+WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 
 if __name__ == "__main__":
     name, arguments = sys.argv[1:]

@@ -41,8 +41,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-def scored(model: Adapter, path: Path, configs: Sequence[Any] = CONFIGS, **more: Any) -> pk.Trace:
-    prompts = pk.load_prompts(str(path), model, **{name: more.pop(name) for name in ("metric",) if name in more})
+def scored(model: Adapter, data: Path, configs: Sequence[Any] = CONFIGS, **more: Any) -> pk.Trace:
+    prompts = pk.load_prompts(str(data), model, **{name: more.pop(name) for name in ("metric",) if name in more})
     return pk.measure(model, prompts, configs, **{"generate": 4, "progress": False, **more})
 
 
@@ -142,11 +142,6 @@ def test_an_unknown_metric_is_told_with_the_known_ones(model: Adapter, tmp_path:
     ):
         with pytest.raises(UnknownNameError, match="unknown metric 'rouge'; known: rouge-l, "):
             call()
-
-
-def test_answers_without_accepted_ones_are_still_generated_and_shown(model: Adapter) -> None:
-    made = pk.generate(model, prompt(model), CONFIGS[:1], max_new_tokens=2, progress=False)
-    assert made.to_frame()["score"].isna().all()
 
 
 def bound(model: Adapter, path: Path, **more: Any) -> int | None:

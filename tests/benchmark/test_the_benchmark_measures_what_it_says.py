@@ -86,7 +86,7 @@ def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.Monkey
     monkeypatch.setattr(work, "trace_sample", lambda *given: made.append(original(*given)) or made[-1])
     found = work.scoring(tokens=400, answer=5, repeats=2, **MODEL)
     assert {name: len(spent) for name, spent in found["seconds"].items()} == {"plain": 2, "scored": 2}
-    assert found["batches"] == 1
+    assert found["batches"] >= 1
     assert 0 < found["phases"]["answers"] < found["seconds"]["scored"][-1]
     for sample in made:
         assert sample.arrays["generated"].shape == (12, 5)
