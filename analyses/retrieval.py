@@ -144,12 +144,21 @@ def correlate(trace: Trace, measured: dict[str, Floats]) -> Retrieval:
 
 
 def check_scored(trace: Trace) -> None:
-    """Raise TraceError where an answer that was expected is no number: nothing says how right what came is."""
-    unscored = np.isnan(np.asarray(trace.get("score_full", ANALYSIS), dtype=np.float64))
+    """Raise TraceError unless numbers were expected, each of which was found or was not: scores of 0 and 1."""
+    names = ("score_full", "score", "digits_full")
+    full, evicted, digits = (np.asarray(trace.get(name, ANALYSIS), dtype=np.float64) for name in names)
+    unscored = np.isnan(full) | np.isnan(digits)
     if unscored.any():
         msg = (
             f"{ANALYSIS} needs answers that are numbers, got others or none in {unscored.sum()} of {len(unscored)} "
             f"samples of {trace.source or 'this trace'}; give prompts whose accepted answers are numbers"
+        )
+        raise TraceError(msg)
+    partly = [score for score in (*full, *evicted.ravel()) if score not in (0, 1)]
+    if partly:
+        msg = (
+            f"{ANALYSIS} needs scores of 0 or 1, a number found or not, got {partly[0]:.3f} in "
+            f"{trace.source or 'this trace'}; grade answers by exact-number, which the data set needle does by itself"
         )
         raise TraceError(msg)
 

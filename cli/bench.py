@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _OWN_SHAPES = {"norms-time", "norms-memory", "triton-time", "triton-rate", "cuda-24", "cuda-decode"}
 """Rows whose model, prompt and dtype are their own."""
+_OWN_LENGTHS = {"quality-12"}
+"""Rows whose prompt alone is."""
 
 bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True, cls=OnceGroup)
 
@@ -113,7 +115,8 @@ def _check_nothing_typed(context: typer.Context) -> None:
 def _check_used(context: typer.Context, names: set[str]) -> None:
     """Raise ConfigError for an option that none of these rows looks at."""
     for name in ("model", "tokens", "dtype"):
-        if name in typed(context) and names <= _OWN_SHAPES:
+        own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
+        if name in typed(context) and names <= own:
             msg = f"--{name} has no effect on {', '.join(sorted(names))}, of shapes of their own; leave it out"
             raise ConfigError(msg)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,12 @@ from perturbkv.analyses import numbers
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.objects import provenance_object, run_object
 from perturbkv.cli import answers, console, effects
-from perturbkv.cli.options import RunOptions
+from perturbkv.cli.options import MetricOption, RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import run_folder
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.reading import FileKind, parse_json
 from perturbkv.storage.files import clear_leftovers, write_whole
@@ -48,15 +49,16 @@ def generate(
         int | None,
         Option(metavar="N", help="Compress again whenever a cache holds more than this"),
     ] = None,
+    metric: MetricOption = "",
 ) -> None:
     """Answer from the full and the evicted caches; compare.
 
-    Greedily, all caches in one batch, beside the accepted answers and with the data set's own metric, 0 to 1.
+    Greedily, all caches in one batch, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     """
-    from perturbkv.pipeline.answered import metrics_of
     from perturbkv.pipeline.generation import check_asked, check_memory
+    from perturbkv.pipeline.grading import metrics_of
 
     configs = run.configs(selection or ["attention", "two-stage"])
     effects.check("generate", run, configs)
@@ -64,7 +66,7 @@ def generate(
     path = run_folder(run, run.output) / _FILE
     if not run.dry_run:
         reachable(path, run.wait)
-    planned = plan(run, configs, generate=max_new_tokens)
+    planned = plan(run, configs, generate=max_new_tokens, metric=metric, scored=False)
     check_memory(planned)
     if run.dry_run:
         from perturbkv.cli import dry_run
@@ -111,10 +113,10 @@ def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: 
     there = os.path.lexists(path) and not overwrite
     first, *others = _KIND.read_text(path).split("\n") if there else [""]
     begun = _parsed(first)
-    if there and (begun is None or _asked(begun) != header):
+    rows = [row for row in map(_parsed, others) if row is not None]
+    if there and (begun is None or _asked(begun, rows) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
-    rows = [row for row in map(_parsed, others) if row is not None]
     if strange := [row for row in rows if not answers.is_row(row)]:
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
     if rows:
@@ -129,14 +131,19 @@ def _documents(path: Path) -> list[dict[str, Any]]:
     return [document for document in map(_parsed, lines) if document is not None]
 
 
-def _asked(document: dict[str, Any]) -> dict[str, Any]:
-    """A file's first line as this version says it: choices that an older one did not know have their defaults."""
+def _asked(document: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A file's first line as this version says it: choices that an older one did not know have their defaults.
+
+    One that does not say what grades its answers grades them as its lines say.
+    """
     try:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:
         return {}
     if any("policy_options" not in entry for entry in document["run"]["configs"]):
         return {}  # of a version that named configurations otherwise, and its answers with them
+    metrics = sorted({row["metric"] for row in rows if isinstance(row.get("metric"), str)})
+    run = replace(run, dataset_options={METRICS: metrics, **run.dataset_options})
     return {"run": json.loads(run.to_json()), "compress_every": document.get("compress_every")}
 
 

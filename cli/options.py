@@ -20,6 +20,7 @@ from perturbkv.configs.numbers import check
 from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.configs.run import CACHES, SCENARIOS
+from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import FIELDS, every, names_policy
 
@@ -32,6 +33,14 @@ _BY_PRESET = "by preset"
 _JSON = "Print JSON (docs/json.md) instead of tables"
 
 JsonOption = Annotated[bool, Option("--json", help=_JSON)]
+MetricOption = Annotated[
+    str,
+    Option(
+        metavar="NAME",
+        help=f"Grades answers: {', '.join(CHOICES)}",
+        show_default=f"the dataset's, else {DEFAULT}",
+    ),
+]
 CompareOption = Annotated[
     str,
     Option(metavar="NAMES", help="Baseline and treatments, separated by commas: selections, or policy:selection"),

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
 
-def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None = None) -> Prompts:
+def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None = None, metric: str = "") -> Prompts:
     """Load the dataset and encode it for a model of so many positions, None where that does not matter.
+
+    `metric` grades answers instead of the data set's own.
 
     Raises DatasetError and ConfigError for all that is wrong with the data.
     """
@@ -24,17 +26,23 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
     return load(
         options.dataset, tokenizer, samples=options.samples, seed=options.seed, data_dir=options.data_dir,
         lengths=options.lengths, depths=options.depths, haystack=options.haystack, max_tokens=options.max_tokens,
-        chat_template=options.chat_template, positions=positions,
+        chat_template=options.chat_template, positions=positions, metric=metric,
     )  # fmt: skip
 
 
 def plan(
-    options: RunOptions, configs: Sequence[EvictionConfig], leave_out_unfit: bool = False, generate: int | None = 0
+    options: RunOptions,
+    configs: Sequence[EvictionConfig],
+    leave_out_unfit: bool = False,
+    generate: int | None = 0,
+    metric: str = "",
+    scored: bool = True,
 ) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors.
 
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
-    `generate`: tokens generated from every cache and scored; None: as many as the dataset says.
+    `generate`: tokens generated from every cache; None: as many as the dataset says. `metric`: that grades answers
+    instead of the data set's own. `scored`: whether prompts whose answers nothing grades are refused.
     """
     from perturbkv.cache import positions
     from perturbkv.datasets import registry as datasets
@@ -61,7 +69,8 @@ def plan(
         generate=generate,
         head_scores=scores,
         text=options.text,
+        scored=scored,
         leave_out_unfit=leave_out_unfit,
     )
-    prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings))
+    prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings), metric)
     return plan_run(files, placement, prompts, configs, settings, resources)

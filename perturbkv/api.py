@@ -26,8 +26,9 @@ from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles
 from perturbkv.models.loading import load_model as load_by_name
-from perturbkv.pipeline.answered import Generation, metrics_of, row
+from perturbkv.pipeline.answered import Generation, row
 from perturbkv.pipeline.generation import Answers, answer, check_asked, check_memory
+from perturbkv.pipeline.grading import metrics_of
 from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
@@ -89,6 +90,7 @@ def load_prompts(
     lengths: Sequence[int] = (),
     depths: Sequence[float] = (),
     haystack: str = "prose",
+    metric: str = "",
     max_tokens: int | None = None,
     chat_template: bool | None = None,
 ) -> Prompts:
@@ -103,6 +105,8 @@ def load_prompts(
         lengths: of needle's and RULER's prompts, in tokens.
         depths: where needle's fact lies, 0 to 1.
         haystack: needle's, `prose` or `noise`.
+        metric: that grades answers: `f1`, `exact-match`, `rouge-l` or `exact-number`; empty: a data set's own, and for
+            other prompts with accepted answers f1.
         max_tokens: longer prompts are cut in the middle.
         chat_template: None: where the tokenizer has one and the dataset goes with one.
 
@@ -110,8 +114,8 @@ def load_prompts(
     """
     return load(
         dataset, model.tokenizer, samples=samples, seed=seed, data_dir=None if data_dir is None else Path(data_dir),
-        lengths=lengths, depths=depths, haystack=haystack, max_tokens=max_tokens, chat_template=chat_template,
-        positions=model.positions,
+        lengths=lengths, depths=depths, haystack=haystack, metric=metric, max_tokens=max_tokens,
+        chat_template=chat_template, positions=model.positions,
     )  # fmt: skip
 
 
@@ -127,7 +131,7 @@ def measure(
     save_outputs: bool = False,
     text: bool = True,
     cache: str = "ragged",
-    generate: int = 0,
+    generate: int | None = 0,
     head_scores: Sequence[Sequence[float]] = (),
     overwrite: bool = False,
     wait: bool = False,
@@ -149,7 +153,8 @@ def measure(
         text: keep each prompt's tokens and text too, which `tokens` shows. No number depends on it: a run that goes on
             adds it to the samples that are there, or takes it out of them.
         cache: layout of evicted caches, `ragged` or `rectangular`.
-        generate: tokens generated from every cache and scored.
+        generate: tokens generated from every cache and graded, which takes prompts with accepted answers; None: as many
+            as the dataset says.
         head_scores: one row per layer, for the policy `headkv`.
         overwrite: replace a trace of another run at `path`, which stays until the new one is whole.
         wait: where another process writes `path`, wait until it is done, then go on from there.
@@ -205,7 +210,7 @@ def generate(
     """
     chosen = _all_of(EvictionConfig, configs, _CONFIGS)
     check_asked(chosen, max_new_tokens, compress_every)
-    settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores)
+    settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     planned = _planned(model, prompts, chosen, settings, resources)
     check_memory(planned)
     graded, found = metrics_of(planned.prompts), _answered(planned, model, compress_every, progress)

@@ -49,6 +49,7 @@ TARGETS = (
     Target("writing-24", "writing the trace / the run, 24 configurations", 0.02),
     Target("writing-200", "writing the trace / the run, 200 configurations", 0.02),
     Target("generation", "peak saved / cache saved, generating from an evicted cache", 0.8, at_least=True),
+    Target("quality-12", "12 configurations and the full cache, 64 tokens scored / plain prefill + 64 tokens", 3.0),
     Target("triton-time", "value norms in Triton / loop, 7B shapes, 32k entries, bf16", 0.35, cuda=True),
     Target("triton-rate", "value norms in Triton / matmul rate measured there", 0.6, at_least=True, cuda=True),
     Target("cuda-24", "24 configurations / plain prefill, random:mistral-7b, 8,192 tokens, bf16", 1.5, cuda=True),

@@ -16,6 +16,8 @@ from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.aliases import DEFAULT
 
 _MOST_REPEATS = 1000
+_ANSWERED = {"tokens": 1500, "answer": 64}
+"""Of a prompt and of its answer, whatever the other rows' prompts have."""
 _SEVEN_B = {"d_model": 4096, "heads": 32, "kv_heads": 8}
 
 
@@ -89,6 +91,7 @@ def _groups(settings: Settings, names: set[str]) -> Iterator[tuple[str, tuple[st
     yield "norms' memory", ("norms-memory",), lambda: _norms_memory(settings)
     yield "writing", ("writing-24", "writing-200"), lambda: _writing(settings, names)
     yield "generation", ("generation",), lambda: _generation(settings)
+    yield "quality", ("quality-12",), lambda: _quality(settings)
     if torch.cuda.is_available():
         yield "triton", ("triton-time", "triton-rate"), lambda: _triton(settings)
         yield "cuda sweep", ("cuda-24",), lambda: _cuda_sweep(settings)
@@ -170,6 +173,13 @@ def _generation(settings: Settings) -> Found:
     )
     saved = {name: full[name] - evicted[name] for name in full}
     return {"generation": (saved["peak"] / saved["cache"], {"full": full, "evicted": evicted})}
+
+
+def _quality(settings: Settings) -> Found:
+    arguments = {**settings.model_arguments(), **_ANSWERED, "repeats": settings.repeats}
+    spent = in_process("scoring", **arguments)
+    value, details = _ratio(spent["seconds"]["scored"], spent["seconds"]["plain"])
+    return {"quality-12": (value, {**details, "phases": spent["phases"], "batches": spent["batches"]})}
 
 
 def _triton(settings: Settings) -> Found:

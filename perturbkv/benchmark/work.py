@@ -19,12 +19,15 @@ from perturbkv.benchmark.process import Result, peak, seconds, wait
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.prompts import Prompts
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.loading import load_model
+from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import generate, read_evicting
+from perturbkv.pipeline.plan import Placement, Settings, plan
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.timing import timed
 from perturbkv.selection.grid import grid
@@ -39,13 +42,15 @@ _LATER = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "k
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
-    """2: SnapKV's two selections at b = 128; 11: SnapKV's score and ten others; 24: three policies, two selections,
-    four budgets.
+    """2: SnapKV's two selections at b = 128; 11: SnapKV's score and ten others; 12: two policies, two selections, three
+    shares; 24: three policies, two selections, four budgets.
 
     200: two policies at ten budgets, two-stage at five alphas and five other selections; no two keep the same entries.
     """
     if count == 11:
         return grid(128, policy=("snapkv", *_LATER), selection="attention")
+    if count == 12:
+        return grid((0.1, 0.2, 0.4), policy=("snapkv", "adakv"), selection=_SELECTIONS)
     if count == 2:
         return grid(128, selection=_SELECTIONS)
     if count == 24:
@@ -160,6 +165,30 @@ def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool) 
     return {"peak": peak(work, adapter.device)[1], "cache": held[0]}
 
 
+def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, device: str) -> Result:
+    """Seconds of one answer by the plain model, and of 12 configurations measured and scored, in turns.
+
+    Answers never end before they have `answer` tokens, so that all are as long.
+    """
+    adapter = load_model(model, dtype, device)
+    adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
+    prompts = Prompts((Prompt("benchmark", tuple(prompt(tokens)), 0, answers=("0",)),), "benchmark")
+    placement = Placement(adapter.dtype, torch.device(adapter.device))
+    settings = Settings(generate=answer)
+    planned = plan(ModelFiles.of(adapter), placement, prompts, configurations(12), settings, Resources(), adapter)
+    runs: dict[str, Callable[[], object]] = {
+        "plain": lambda: plain(adapter, prompts[0].token_ids, answer - 1),
+        "scored": lambda: trace_sample(adapter, prompts[0], planned.run, planned.resources),
+    }
+    runs["plain"]()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, work in runs.items():
+            with timed(lambda: wait(adapter.device)) as spent:
+                taken[name].append(seconds(work, adapter.device))
+    return {"seconds": taken, "phases": dict(spent), "batches": len(planned.batches.places)}
+
+
 @torch.inference_mode()
 def decoding(
     model: str, tokens: int, budget: int, batch: int, steps: int, repeats: int, dtype: str, device: str
@@ -204,9 +233,8 @@ def _steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
         ids = logits[:, -1:].argmax(dim=-1)
 
 
-WORK: dict[str, Callable[..., Result]] = {
-    work.__name__: work for work in (times, presses, peaks, growth, writing, generating, norms, norms_peak, decoding)
-}
+_WORKS = (times, presses, peaks, growth, writing, generating, norms, norms_peak, scoring, decoding)
+WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 
 if __name__ == "__main__":
     name, arguments = sys.argv[1:]

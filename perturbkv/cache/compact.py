@@ -167,6 +167,17 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
             self.tail_from[row] = self.length
         self._drop_dead_tail()
 
+    def only(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        held = [block.only(rows) for block in self.blocks]
+        self.blocks = [block for block in held if block is not None]
+        self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
+        self.borrowed = {place: self.borrowed[row] for place, row in enumerate(rows) if row in self.borrowed}
+        self.batch, self.tail_from = len(rows), [self.tail_from[row] for row in rows]
+        if self.is_initialized:
+            kept = on_device(list(rows), self.keys.device)
+            self.keys, self.values = self.keys[kept], self.values[kept]
+
     def _frozen(self, row: int) -> KeptEntries:
         if row in self.borrowed:
             return self.borrowed[row]
@@ -225,10 +236,18 @@ class CompactCache(Cache):  # type: ignore[misc]
         """Bytes of `nbytes` that hold no entry."""
         return int(self.nbytes - sum(layer.kept_nbytes for layer in self.layers))
 
-    def forget(self) -> None:
-        """Forget everything that was decoded; what was kept stays, for the next decoding of the same prompt."""
+    def forget(self, after: int = 0) -> None:
+        """Forget what was decoded after the first `after` tokens; what was kept stays, for the next decoding."""
         for layer in self.layers:
-            layer.length, layer.tail_from = 0, [0] * layer.batch
+            layer.length, layer.tail_from = after, [0] * layer.batch
+
+    def only(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        if list(rows) == list(range(self.layers[0].batch)):
+            return
+        for layer in self.layers:
+            layer.only(rows)
+        self.behind = [self.behind[row] for row in rows] if self.behind else []
 
     def attach(self, attached: bool) -> None:
         """Allow or forbid updates; `capture.decode_from` does both."""

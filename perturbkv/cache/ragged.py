@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -57,6 +57,22 @@ class Block:
         length = self.segments[place].length
         return self.keys[place, :length], self.values[place, :length]
 
+    def only(self, rows: Sequence[int]) -> Block | None:
+        """The segments of these rows, a row called by its place among them; None where there are none.
+
+        Where others go, these are copied.
+        """
+        kept, segments = _of_rows(self.segments, rows)
+        if not kept:
+            return None
+        places = _places(segments, self.keys.device)
+        if len(kept) == len(self.segments):
+            return replace(self, segments=segments, places=places)
+        chosen, longest = on_device(kept, self.keys.device), segments[0].length
+        keys, values = (kind[chosen, :longest] for kind in (self.keys, self.values))
+        padding = None if self.padding is None else self.padding[chosen, :longest]
+        return Block(segments, keys, values, padding, places)
+
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
         """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
         work = torch.promote_types(query.dtype, torch.float32)
@@ -98,6 +114,21 @@ class Packed:
         own = slice(self.begins[place], self.begins[place] + self.segments[place].length)
         return self.keys[own, 0], self.values[own, 0]
 
+    def only(self, rows: Sequence[int]) -> Packed | None:
+        """The segments of these rows where they lie, a row called by its place among them; None where there are none.
+
+        What lies between them is passed over, and stays.
+        """
+        kept, segments = _of_rows(self.segments, rows)
+        if not kept:
+            return None
+        lengths = [segment.length for segment in segments]
+        first, end = self.begins[kept[0]], self.begins[kept[-1]] + lengths[-1]
+        begins = [*(self.begins[place] - first for place in kept), end - first]
+        starts, used = (on_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
+        keys, values, places = self.keys[first:end], self.values[first:end], _places(segments, self.keys.device)
+        return Packed(segments, keys, values, begins, starts, used, places, self.kernel)
+
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
         """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
         asked = query[self.places].transpose(1, 2)  # (segment, query, group, d_head)
@@ -108,6 +139,13 @@ class Packed:
         output, total = self.kernel(rows, self.keys, self.values, *places, scale, self.lengths)
         totals = total.view(group, segments, queries).transpose(0, 1)
         return output.view(segments, queries, group, d_head).transpose(1, 2), totals
+
+
+def _of_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
+    """Where the segments of these rows stand, and what they are with their rows called by their place in `rows`."""
+    named = {row: place for place, row in enumerate(rows)}
+    kept = [place for place, segment in enumerate(segments) if segment.row in named]
+    return kept, [replace(segments[place], row=named[segments[place].row]) for place in kept]
 
 
 def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block | Packed]:

@@ -24,7 +24,8 @@ class Resources:
 
     Attributes:
         chunk_bytes: working memory of the value norms and of the sums over entries.
-        max_bytes: what evicted caches that are decoded together may take; None: half of what weights and full cache do.
+        max_bytes: what evicted caches that are decoded together may take; None: half of what weights and full cache do,
+            or more where answers are generated and memory is free.
         norm_kernel: how value norms are computed, a key of `scoring.value_norms.NORM_KERNELS`.
     """
 
@@ -81,12 +82,15 @@ class Shape:
         sets = self.heads if config.granularity.name == "query" else self.kv_heads
         return self._entries_bytes(sets * config.kept_entries(tokens))
 
-    def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int) -> int:
-        """Bytes that a configuration adds to a batch: its cache with its padding, its tail, what is recorded of it."""
+    def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int, steps: int) -> int:
+        """Bytes that a configuration adds to a batch: its cache with its padding, its tail, what is recorded of it.
+
+        Of the `decoded` tokens `steps` are recorded.
+        """
         cache = int(self.kept_bytes(config, tokens) * (1 + SLACK)) + self._entries_bytes(self.kv_heads * decoded)
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
-        return cache + recorded * decoded + logits
+        return cache + recorded * steps + logits
 
     def _entries_bytes(self, entries_of_a_layer: int) -> int:
         return 2 * self.layers * entries_of_a_layer * self.d_head * self.itemsize
@@ -111,14 +115,15 @@ class Batches:
 
 
 def plan_batches(
-    configs: Sequence[EvictionConfig], shape: Shape, tokens: int, decoded: int, max_bytes: int | None
+    configs: Sequence[EvictionConfig], shape: Shape, tokens: int, decoded: int, steps: int, max_bytes: int | None
 ) -> Batches:
     """As few batches as fit the bound, alike in bytes and in configurations.
 
-    `tokens` are compressed and `decoded` ones come after. Without `max_bytes` a configuration that exceeds half of
-    weights and full cache is decoded alone. Raises ConfigError where a given bound is below what one takes.
+    `tokens` are compressed and `decoded` ones come after, of which `steps` are measured. Without `max_bytes` a
+    configuration that exceeds half of weights and full cache is decoded alone. Raises ConfigError where a given bound
+    is below what one takes.
     """
-    sizes = [shape.row_bytes(config, tokens, decoded) for config in configs]
+    sizes = [shape.row_bytes(config, tokens, decoded, steps) for config in configs]
     bound = max_bytes or max((shape.weights_bytes + shape.full_cache_bytes(tokens)) // 2, max(sizes))
     if max(sizes) > bound:
         label = configs[sizes.index(max(sizes))].label()

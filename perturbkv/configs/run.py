@@ -17,6 +17,8 @@ from perturbkv.errors import ConfigError, UnknownNameError
 
 DIGESTS = "prompt_digests"
 """Of a dataset's options: id -> digest of a prompt, of prompts that came from no dataset."""
+METRICS = "metrics"
+"""Of a dataset's options: names of the metrics that grade answers, where any are generated."""
 DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs",)
 SCENARIOS = {
@@ -48,7 +50,8 @@ class RunConfig:
         revision: what pins the weights: a commit, or a digest of the files.
         random_weights: True where the model has the alias' shapes and random weights.
         dataset: dataset name or file, as the user gave it.
-        dataset_options: what the dataset was made with (lengths, depths, wording with its template and metric, …).
+        dataset_options: what the dataset was made with (lengths, depths, wording with its template, …), and what grades
+            its answers.
         samples: how many samples the run has.
         seed: of the data and the random weights.
         steps: decode steps measured; step 0 is the first decoding token.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from perturbkv.datasets import metrics
 from perturbkv.datasets.sample import Sample, check_id
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError, ModelError
@@ -40,6 +41,7 @@ class Prompt:
         control_tokens: of the sample's own text, before any cut: a typed `<|im_end|>` is no text to the model.
         excerpt: the first and last words of the sample's own text, for people: no number depends on it.
         chat_template: whether the text went through the tokenizer's chat template; `token_ids` hold what it added.
+        metric: that grades an answer instead of the task's; empty where none is chosen.
     """
 
     sample_id: str
@@ -52,6 +54,7 @@ class Prompt:
     control_tokens: int = 0
     excerpt: str = field(default="", compare=False)
     chat_template: bool = field(default=False, compare=False)
+    metric: str = ""
 
     def __post_init__(self) -> None:
         check_id(self.sample_id)
@@ -74,6 +77,7 @@ class Prompt:
         *,
         id: str = "0",
         answers: Sequence[str] = (),
+        metric: str = "",
         chat_template: bool | None = None,
         max_tokens: int | None = None,
     ) -> Prompt:
@@ -85,10 +89,12 @@ class Prompt:
             question: what follows the text; a line of its own.
             id: unique among the prompts that are measured together.
             answers: accepted answers.
+            metric: that grades an answer, one of `metrics.CHOICES`; empty: f1.
             chat_template: None: where the tokenizer has one.
             max_tokens: a longer prompt is cut in the middle.
 
-        Raises DatasetError for an empty prompt and for a cut that would reach into the question.
+        Raises DatasetError for an empty prompt and for a cut that would reach into the question; UnknownNameError for
+        an unknown metric.
 
         >>> import perturbkv as pk
         >>> model = pk.load_model("random:smollm2-135m")
@@ -96,10 +102,17 @@ class Prompt:
         >>> prompt.question_tokens > 0
         True
         """
+        if metric:
+            metrics.check_name(metric)
         asked = f"\n\n{question}" if question and text else question
         template = bool(model.tokenizer.chat_template) if chat_template is None else chat_template
-        sample = Sample(id, text, asked, tuple(answers))
+        sample = Sample(id, text, asked, tuple(answers), metric=metric)
         return encode(sample, model.tokenizer, chat_template=template, max_tokens=max_tokens)
+
+    @property
+    def grading(self) -> str:
+        """What names the metric that grades an answer, as `metrics.metric` takes it; empty without accepted answers."""
+        return (self.metric or self.task or metrics.DEFAULT) if self.answers else ""
 
     @property
     def cut_place(self) -> int | None:
@@ -144,7 +157,7 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
-        ends(sample.prompt), chat_template,
+        ends(sample.prompt), chat_template, sample.metric,
     )  # fmt: skip
 
 

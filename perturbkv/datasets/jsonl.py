@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
-from perturbkv.datasets import wording
+from perturbkv.datasets import metrics, wording
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.rows import FILE, Row, check_identities, read_rows
 from perturbkv.datasets.sample import Sample
 from perturbkv.datasets.wording import Wording
-from perturbkv.errors import DatasetError
+from perturbkv.errors import DatasetError, UnknownNameError
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
@@ -20,7 +21,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     text = FILE.read_text(path)
     rows = read_rows(text, str(path), options.samples)
     wordings = _wordings(rows)
-    samples = tuple(_sample(row, wordings) for row in rows)
+    samples = tuple(replace(_sample(row, wordings), metric=_metric(row)) for row in rows)
     check_identities(samples, rows)
     recorded = {dataset: worded.record() for dataset, worded in wordings.items()}
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -60,6 +61,17 @@ def _wordings(rows: list[Row]) -> dict[str, Wording]:
         except DatasetError as error:
             raise row.refusal(error) from None
     return found
+
+
+def _metric(row: Row) -> str:
+    """The metric that the row names for its answers; empty where it names none."""
+    named = row.text("metric")
+    try:
+        if named:
+            metrics.check_name(named)
+    except UnknownNameError as error:
+        raise row.refusal(error) from None
+    return named
 
 
 def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:

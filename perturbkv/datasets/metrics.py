@@ -1,85 +1,124 @@
-"""How good an answer is, from 0 to 1: by LongBench's metrics from the installed lm-eval, or by a needle's number."""
+"""How good an answer is, from 0 to 1: by the metric of its data set, or by one that is chosen.
+
+LongBench's metrics, and ROUGE-L with them, come from the installed lm-eval; the others need nothing.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import logging
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from perturbkv.datasets import scoring, wording
+from perturbkv.datasets import scoring, word_overlap, wording
 from perturbkv.datasets.ruler.metrics import grader
 from perturbkv.datasets.ruler.tasks import PREFIX
-from perturbkv.errors import DatasetError
+from perturbkv.errors import DatasetError, UnknownNameError
+
+Grade = Callable[[str, Sequence[str], Sequence[str]], float]
+"""Text of an answer, accepted answers, classes to choose from -> 0 to 1, of the best accepted answer."""
+DEFAULT = "f1"
+"""Of accepted answers that come with no data set's metric and no choice."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A data set's way to grade.
-
-    Attributes:
-        name: of the metric.
-        grade: text of an answer, accepted answers, classes to choose from -> 0 to 1, of the best accepted answer.
-    """
+    """A way to grade: its name, and what it gives."""
 
     name: str
-    grade: Callable[[str, Sequence[str], Sequence[str]], float]
+    grade: Grade
 
 
-def metric(task: str) -> Metric | None:
-    """The metric of a LongBench data set, of RULER's task or of needle; None for a sample that is of none.
+def metric(named: str) -> Metric | None:
+    """The metric of a data set, or one of `CHOICES`; None for an empty name, which is that of no data set.
 
-    Raises DatasetError where what it needs is not installed.
+    Raises DatasetError where what it needs is not installed, or is another version than ours.
     """
-    if task == "needle":
-        return Metric("exact number", lambda text, answers, classes: scoring.exact_number(text, answers))
-    if not task:
+    if named in CHOICES:
+        return Metric(named, CHOICES[named]())
+    if named == "needle":
+        return metric("exact-number")
+    if not named:
         return None
-    if task.startswith(PREFIX):
-        name, ruler = grader(task)
-        return Metric(name, lambda text, answers, classes: ruler(text, answers))
-    worded = wording.read(task)
-    function = getattr(_functions(), worded.function)
+    if named.startswith(PREFIX):
+        name, ruler = grader(named)
+        return Metric(name, _of_answers(ruler))
+    worded = wording.read(named)
+    return Metric(worded.metric, _of_longbench(worded.function, worded.until))
+
+
+def check_name(name: str) -> None:
+    """Raise UnknownNameError unless `name` is one of `CHOICES`."""
+    if name not in CHOICES:
+        raise UnknownNameError(name, "metric", CHOICES)
+
+
+def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sample: str) -> None:
+    """Grade an empty text once, before a model is loaded. Raises DatasetError where the metric lacks what it needs."""
+    needs = ""
+    try:
+        if math.isnan(grading.grade("", answers, classes)):
+            needs = "answers that are numbers"
+    except KeyError as error:
+        needs = f"the field {error}"
+    except IndexError:
+        needs = "answers as LongBench writes them"
+    if needs:
+        got = " | ".join(answers)[:80]
+        msg = f"sample '{sample}': the metric {grading.name} needs {needs}; got the answers '{got}'"
+        raise DatasetError(msg)
+
+
+def _of_answers(grade: Callable[[str, Sequence[str]], float]) -> Grade:
+    """A metric that asks for no classes."""
+    return lambda text, answers, classes: grade(text, answers)
+
+
+CHOICES: Mapping[str, Callable[[], Grade]] = {
+    "f1": lambda: _of_answers(word_overlap.f1),
+    "exact-match": lambda: _of_answers(word_overlap.exact_match),
+    "rouge-l": lambda: _of_longbench("get_rouge_with_score"),
+    "exact-number": lambda: _of_answers(scoring.exact_number),
+}
+"""Metrics that go with any accepted answers."""
+
+
+def _of_longbench(name: str, until: Sequence[str] = ()) -> Grade:
+    """A function of lm-eval's; an answer ends before each of `until`."""
+    function = getattr(_functions(), name, None)
+    if function is None:
+        msg = f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
+        raise DatasetError(msg)
 
     def grade(text: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-        for end in worded.until:
+        for end in until:
             text = text.split(end)[0]
         row = {"answers": list(answers), **({"all_classes": list(classes)} if classes else {})}
         with warnings.catch_warnings():  # jieba opens its dictionary in a way that newer Pythons warn of
             warnings.simplefilter("ignore")
             return float(function(row, [text])["score"])
 
-    return Metric(worded.metric, grade)
-
-
-def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sample: str) -> None:
-    """Grade an empty text once, before a model is loaded. Raises DatasetError where the metric lacks what it needs."""
-    try:
-        grading.grade("", answers, classes)
-    except (KeyError, IndexError) as error:
-        needs = f"the field {error}" if isinstance(error, KeyError) else "answers as LongBench writes them"
-        got = " | ".join(answers)[:80]
-        msg = f"sample '{sample}': the metric {grading.name} needs {needs}; got the answers '{got}'"
-        raise DatasetError(msg) from None
+    return grade
 
 
 @functools.cache
 def _functions() -> ModuleType:
-    """lm-eval's metrics, from their file alone. Raises DatasetError where packages that they need are missing."""
-    path = wording.lm_eval_folder("LongBench's metrics come from lm-eval") / "metrics.py"
+    """lm-eval's metrics, from their file alone. Raises DatasetError where they, or what they need, are missing."""
+    path = wording.lm_eval_folder("the metric comes from lm-eval") / "metrics.py"
     found = importlib.util.spec_from_file_location("perturbkv_longbench_metrics", path)
-    if found is None or found.loader is None:
-        msg = f"expected lm-eval's metrics at {path}, got none; {wording.INSTALL}"
+    if found is None or found.loader is None or not path.is_file():
+        msg = f"expected LongBench's metrics at {path}, as lm-eval 0.4.13 has them, got none; {wording.INSTALL}"
         raise DatasetError(msg)
     module = importlib.util.module_from_spec(found)
     try:
         with warnings.catch_warnings():  # the old packages that it imports warn of their own syntax
             warnings.simplefilter("ignore")
             found.loader.exec_module(module)
-    except (ImportError, OSError):
+    except ImportError:
         msg = f"LongBench's metrics need jieba, fuzzywuzzy and rouge, which are not installed; {wording.INSTALL}"
         raise DatasetError(msg) from None
     logging.getLogger("jieba").setLevel(logging.WARNING)

@@ -188,5 +188,6 @@ def _templated(prompts: Prompts) -> bool:
 
 def _digest(prompt: Prompt) -> str:
     """Of everything that a number depends on."""
-    counted = tuple(getattr(prompt, one.name) for one in dataclasses.fields(prompt) if one.compare)
+    names = [one.name for one in dataclasses.fields(prompt) if one.compare and one.name != "metric"]
+    counted = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
     return hashlib.sha256(repr(counted).encode()).hexdigest()[:16]

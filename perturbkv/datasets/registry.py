@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from perturbkv.configs import numbers
+from perturbkv.datasets import metrics
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.ruler.tasks import PREFIX
 from perturbkv.datasets.sample import Sample
@@ -38,8 +39,9 @@ class DatasetOptions:
         lengths: tokens of a prompt, before the chat template; RULER's count the answer in.
         depths: where the fact lies, 0 (beginning) to 1 (end).
         haystack: `prose` or `noise`.
+        metric: that grades answers instead of the data set's own, one of `metrics.CHOICES`; empty: none is chosen.
 
-    Raises ConfigError where one is out of its range.
+    Raises ConfigError where one is out of its range, UnknownNameError for an unknown haystack or metric.
     """
 
     samples: int
@@ -49,6 +51,7 @@ class DatasetOptions:
     depths: tuple[float, ...] = (0.1, 0.35, 0.6, 0.85)
     haystack: str = "prose"
     at_most: bool = False
+    metric: str = ""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -65,6 +68,8 @@ class DatasetOptions:
         if wrong:
             msg = f"a depth must lie in [0, 1], got {wrong[0]}"
             raise ConfigError(msg)
+        if self.metric:
+            metrics.check_name(self.metric)
         if self.haystack not in ("prose", "noise"):
             raise UnknownNameError(self.haystack, "haystack", ("prose", "noise"))
 
@@ -177,7 +182,11 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     if len(loaded.samples) < options.samples and not options.at_most:
         msg = f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
         raise DatasetError(msg)
-    return loaded
+    return _graded_by(options.metric, loaded) if options.metric else loaded
+
+
+def _graded_by(metric: str, loaded: LoadedDataset) -> LoadedDataset:
+    return replace(loaded, samples=tuple(replace(sample, metric=metric) for sample in loaded.samples))
 
 
 register(

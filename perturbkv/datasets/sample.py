@@ -23,6 +23,7 @@ class Sample:
         task: LongBench's data set, needle or RULER's task, whose metric grades an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
         delimiter: between prompt and answer_prefix, where no chat template stands there.
+        metric: that grades an answer instead of the task's, one of `metrics.CHOICES`; empty where none is chosen.
 
     Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
@@ -35,6 +36,7 @@ class Sample:
     task: str = ""
     classes: tuple[str, ...] = ()
     delimiter: str = "\n"
+    metric: str = ""
 
     def __post_init__(self) -> None:
         check_id(self.id)

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-from perturbkv.datasets import metrics
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import Metric
 from perturbkv.display import Table, as_html
+from perturbkv.pipeline import grading
 from perturbkv.pipeline.generation import Answers
+from perturbkv.pipeline.grading import Decode
 from perturbkv.visible import line
 
 _FULL = "full cache"
-Decode = Callable[..., str]
-"""A tokenizer's: token ids to text."""
-
-
-def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
-    """The metric of each data set that prompts with answers come from, tried on each of them.
-
-    Raises DatasetError where a metric is not installed or cannot read the answers.
-    """
-    answered = [prompt for prompt in prompts if prompt.answers]
-    found = {task: metrics.metric(task) for task in {prompt.task for prompt in answered}}
-    known = {task: metric for task, metric in found.items() if metric is not None}
-    for prompt in answered:
-        if prompt.task in known:
-            metrics.check(known[prompt.task], prompt.answers, prompt.classes, prompt.sample_id)
-    return known
 
 
 def row(
     prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
 ) -> dict[str, Any]:
     """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
-    metric = graded.get(prompt.task) if prompt.answers else None
+    metric = graded.get(prompt.grading)
 
     def said(tokens: list[int]) -> dict[str, Any]:
-        bare = decode(tokens, skip_special_tokens=True)
-        score = metric.grade(bare, prompt.answers, prompt.classes) if metric else None
-        return {"tokens": tokens, "text": decode(tokens), "score": score}
+        score = grading.grade(grading.text_of(tokens, decode), prompt, graded)
+        return {"tokens": tokens, "text": decode(tokens), "score": score if metric else None}
 
     return {
         "sample": prompt.sample_id,

@@ -14,9 +14,10 @@ from torch import Tensor
 from perturbkv.cache.gather import Kept, Lengths
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.scoring import exact_number, leading_digits
+from perturbkv.datasets.scoring import leading_digits
 from perturbkv.devices import stack_on
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import grading
 from perturbkv.pipeline.layer import LayerResult, order
 from perturbkv.pipeline.measure import Arrays, to_numpy
 from perturbkv.schema import VARIABLES
@@ -31,7 +32,8 @@ class BatchResult:
         steps: per decode step, name -> tensor, configurations first where the variable has them.
         kept: what every layer keeps.
         cache_bytes, padding_bytes: of the evicted caches.
-        generated: tokens of every row, the full cache's first; empty where nothing is generated.
+        generated: tokens of each configuration's answer by its place, and in one of the batches the full cache's under
+            None; empty where nothing is generated.
     """
 
     places: tuple[int, ...]
@@ -39,7 +41,7 @@ class BatchResult:
     kept: list[Kept]
     cache_bytes: int
     padding_bytes: int
-    generated: list[list[int]]
+    generated: dict[int | None, list[int]]
 
 
 def sample_arrays(
@@ -129,14 +131,15 @@ def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) ->
 
 
 def answer_arrays(adapter: Adapter, prompt: Prompt, batches: Sequence[BatchResult], most: int) -> Arrays:
-    """What each row generated, the full cache's first, and whether it is right."""
-    made = {place: row for batch in batches for place, row in zip(batch.places, batch.generated[1:], strict=False)}
-    rows = [batches[0].generated[0], *(made[place] for place in sorted(made))]
+    """What each row generated, the full cache's first, and how good it is."""
+    made = {place: tokens for batch in batches for place, tokens in batch.generated.items()}
+    rows = [made[None], *(made[place] for place in range(len(made) - 1))]
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
-    texts = [adapter.tokenizer.decode(list(tokens)) for tokens in rows]
+    texts = [grading.text_of(tokens, adapter.tokenizer.decode) for tokens in rows]
     values: dict[str, object] = {"generated_full": full, "generated": evicted}
-    for name, grade in (("score", exact_number), ("digits", leading_digits)):
-        values[f"{name}_full"], *values[name] = (grade(text, prompt.answers) for text in texts)
+    graded = grading.metrics_of([prompt])
+    values["score_full"], *values["score"] = (grading.grade(text, prompt, graded) for text in texts)
+    values["digits_full"], *values["digits"] = (leading_digits(text, prompt.answers) for text in texts)
     return _as_arrays(values)
 
 

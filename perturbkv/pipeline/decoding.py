@@ -82,11 +82,17 @@ def decode_evicted(
     tokens: Int[Tensor, " step"],
     rows: int,
     check: FiniteCheck,
-) -> list[StepRecord]:
-    """The question, then teacher-forced steps, from a compact cache, one row per configuration; steps are recorded."""
+) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
+    """The question, then teacher-forced steps, from a compact cache, one row per configuration.
+
+    Returns the logits after the question, None without one, and the records of the steps.
+    """
+    asked = None
     if question:
-        _step(adapter, cache, decode_from(adapter, cache), on_device(question, adapter.device), rows, check)
-    return [_step(adapter, cache, decode_from(adapter, cache), token, rows, check) for token in torch.split(tokens, 1)]
+        ids = on_device(question, adapter.device)
+        asked = _step(adapter, cache, decode_from(adapter, cache), ids, rows, check).logits
+    steps = [_step(adapter, cache, decode_from(adapter, cache), token, rows, check) for token in torch.split(tokens, 1)]
+    return asked, steps
 
 
 def _step(

@@ -18,6 +18,7 @@ from perturbkv.cache.gather import keep, lengths
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
+from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
@@ -142,7 +143,7 @@ def generate(
     adapter: Adapter,
     cache: CompactCache,
     question: Sequence[int],
-    logits: Float[Tensor, " vocab"],
+    logits: Float[Tensor, "*row vocab"],
     most: int,
     ends: Collection[int],
     compressor: Compressor | None = None,
@@ -150,21 +151,21 @@ def generate(
 ) -> list[list[int]]:
     """At most `most` tokens per row, greedily; a row ends before the first token of `ends`.
 
-    `logits` are those after the context: where there is no question, every row's first token comes from them. `check`
-    looks at all others.
+    `logits` are those after the context, of all rows or of each: where there is no question, first tokens come from
+    them. `check` looks at all others. Without a compressor, rows that ended leave the cache once they are half of it.
     """
     looked = check or FiniteCheck()
     rows = cache.layers[0].batch
     watch = Observer(attention=None if compressor is None else compressor.watch)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
-    following = logits.argmax().expand(rows)
+    following = logits.argmax(dim=-1).expand(rows)
     made: list[list[int]] = [[] for _ in range(rows)]
-    open_rows = set(range(rows))
+    held, open_rows = list(range(rows)), set(range(rows))
     with decode_from(adapter, cache), capture(adapter, watch):
         if question:
             following = _next(adapter, cache, ids, looked)
         for count in range(1, most + 1):
-            for row, token in enumerate(following.tolist()):
+            for row, token in zip(held, following.tolist(), strict=True):
                 if row in open_rows and token not in ends:
                     made[row].append(token)
                 else:
@@ -173,6 +174,10 @@ def generate(
                 break
             if compressor is not None:
                 compressor.compress(count)
+            elif 2 * len(open_rows) <= len(held):
+                going_on = [place for place, row in enumerate(held) if row in open_rows]
+                cache.only(going_on)
+                held, following = [held[place] for place in going_on], following[on_device(going_on, adapter.device)]
             following = _next(adapter, cache, following.unsqueeze(-1), looked)
     return made
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from perturbkv import room
 from perturbkv.cache import positions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_room, load_weights
+from perturbkv.pipeline import grading
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 
@@ -38,6 +40,7 @@ class Settings:
         generate: tokens generated from every cache and scored; None: as many as the dataset says.
         head_scores: one row of scores per layer, for `headkv`.
         text: whether the trace holds the prompts' text.
+        scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
         leave_out_unfit: a budget that some prompt makes no larger than the window is left out instead of refused.
     """
 
@@ -48,6 +51,7 @@ class Settings:
     generate: int | None = 0
     head_scores: Sequence[Sequence[float]] = ()
     text: bool = True
+    scored: bool = True
     leave_out_unfit: bool = False
 
 
@@ -122,7 +126,7 @@ def plan(
         configs=fitting(configs, prompts, settings.scenario, settings.leave_out_unfit),
         revision=files.revision,
         random_weights=files.random_weights,
-        dataset_options=dict(prompts.options),
+        dataset_options={**prompts.options, **(_grading(prompts, settings.scored) if generate else {})},
         samples=len(prompts),
         seed=prompts.seed,
         steps=settings.steps,
@@ -139,8 +143,18 @@ def plan(
     )
     for name in compatibility.counted_twice(run.configs):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
-    batches = _batches(files, run, prompts, placement.dtype, resources)
+    shape = Shape.of(files.config, placement.dtype.itemsize, files.parameters())
+    if generate and settings.scored:
+        resources = _with_room(resources, shape, run, prompts, placement, loaded)
+    batches = _batches(shape, run, prompts, resources)
     return Plan(files, placement, prompts, run, resources, batches, settings.text, loaded)
+
+
+def _grading(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
+    """The names of the metrics that grade the prompts' answers. Raises DatasetError where one cannot."""
+    if scored:
+        grading.check_answers(prompts)
+    return {METRICS: sorted({metric.name for metric in grading.metrics_of(prompts).values()})}
 
 
 def fitting(
@@ -176,14 +190,35 @@ def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, 
         check_sliding_window(model_config, len(prompt.token_ids) + after, prompt.sample_id, name, after)
 
 
-def _batches(
-    files: ModelFiles, run: RunConfig, prompts: Sequence[Prompt], dtype: torch.dtype, resources: Resources
-) -> Batches:
+def _with_room(
+    resources: Resources,
+    shape: Shape,
+    run: RunConfig,
+    prompts: Sequence[Prompt],
+    placement: Placement,
+    loaded: Adapter | None,
+) -> Resources:
+    """The bound on memory of a run that generates, where the user gave none and the model lies on one device.
+
+    Every batch decodes whole answers, so that fewer and larger ones are worth memory: at most half of what is free
+    beside weights and full cache, and at most twice what these take.
+    """
+    if resources.max_bytes is not None or placement.device_map != "none":
+        return resources
+    tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
+    whole = shape.weights_bytes + shape.full_cache_bytes(tokens)
+    beside = shape.full_cache_bytes(tokens) if loaded else whole
+    bound = min(2 * whole, (room.free(placement.device) - beside) // 2)
+    decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
+    largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
+    return replace(resources, max_bytes=bound) if bound > max(whole // 2, largest) else resources
+
+
+def _batches(shape: Shape, run: RunConfig, prompts: Sequence[Prompt], resources: Resources) -> Batches:
     """How the configurations of the largest prompt are decoded. Raises ConfigError where one exceeds the bound."""
-    shape = Shape.of(files.config, dtype.itemsize, files.parameters())
     planned = []
     for prompt in prompts:
         context, question = prompt.parts(run.scenario)
         decoded = len(question) + max(run.steps, run.generate)
-        planned.append(plan_batches(run.configs, shape, len(context), decoded, resources.max_bytes))
+        planned.append(plan_batches(run.configs, shape, len(context), decoded, run.steps, resources.max_bytes))
     return max(planned, key=lambda batches: (len(batches.places), batches.largest_bytes))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import room
@@ -91,7 +92,7 @@ def trace_sample(
     positions.check(run.configs, adapter.config, adapter.name)
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
-    planned = plan_batches(run.configs, adapter.shape, len(context), decoded, resources.max_bytes)
+    planned = plan_batches(run.configs, adapter.shape, len(context), decoded, run.steps, resources.max_bytes)
     known = sources(adapter, context, run.configs, given)
     before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores, given=known)
     full, tokens = _reference(adapter, before, question, run.steps, planned.rows)
@@ -174,12 +175,14 @@ class _Decoding:
             found = [self._evict(layer, places) for layer in range(len(self.layers))]
             cache = CompactCache([layer for layer, _ in found], self._behind(places))
         with phase("decode"):
-            evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
+            asked, evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
         with phase("measure"):
             steps = [self._measure(step, len(places)) for step in zip(self.full, evicted, strict=True)]
         whole = sum(layer.borrowed_nbytes for layer in cache.layers)
         held, padding = cache.nbytes - whole, cache.padding_nbytes
-        return BatchResult(places, steps, [kept for _, kept in found], held, padding, self._generate(cache))
+        with phase("answers"):
+            answers = self._answers(cache, asked, places)
+        return BatchResult(places, steps, [kept for _, kept in found], held, padding, answers)
 
     def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept]:
         """One layer's cache: the row that keeps everything, the configurations, and more of the first kind."""
@@ -206,11 +209,20 @@ class _Decoding:
             name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor for name, tensor in found.items()
         }
 
-    def _generate(self, cache: CompactCache) -> list[list[int]]:
+    def _answers(
+        self, cache: CompactCache, asked: Float[Tensor, "row vocab"] | None, places: tuple[int, ...]
+    ) -> dict[int | None, list[int]]:
+        """Each configuration's answer by its place; the full cache's under None, with the first configuration's.
+
+        `asked` are the logits after the question, which stays in the cache: None where there is none.
+        """
         if not self.run.generate:
-            return []
-        cache.forget()
+            return {}
+        first = 0 if 0 in places else 1
+        rows = range(first, 1 + len(places))
+        cache.forget(after=len(self.question))
+        cache.only(rows)
+        logits = self.before.logits if asked is None else asked[first : rows.stop]
         ends = end_tokens(self.adapter)
-        return generate(
-            self.adapter, cache, self.question, self.before.logits, self.run.generate, ends, check=self.finite
-        )
+        made = generate(self.adapter, cache, (), logits, self.run.generate, ends, check=self.finite)
+        return dict(zip([None, *places][first:], made, strict=True))

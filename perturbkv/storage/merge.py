@@ -19,7 +19,7 @@ from perturbkv.trace import SampleTrace
 Arrays = Mapping[str, NDArray[Any]]
 Shapes = dict[str, tuple[int, ...]]
 
-FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps_measured")
+FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps_measured", "score_full")
 """What tells one full-cache run from another: alike in all parts of a sample, or their numbers are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
@@ -91,7 +91,7 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
     """Raise TraceError where the parts' full-cache runs differ in their prompt or in the tokens that they decoded."""
     for name in FULL_RUN:
         values = [part[name] for part in parts if name in part]
-        if any(not np.array_equal(value, values[0]) for value in values):
+        if any(not np.array_equal(value, values[0], equal_nan=True) for value in values):
             msg = (
                 f"expected the full-cache run of '{sample_id}' to be the one measured before, got another {name}, as "
                 "from another machine, library or version of perturbkv; use another --output to measure all anew"

@@ -145,6 +145,13 @@ def test_answers_that_are_no_numbers_are_refused_in_words() -> None:
         needle.needle(ranked([[np.nan] * 3, *SCORES[1:3], [np.nan] * 3], [np.nan, 1, 1, np.nan], MOVED))
 
 
+def test_numbers_that_are_found_in_part_are_refused_in_words() -> None:
+    told = "needle needs scores of 0 or 1, a number found or not, got 0.250 in made.h5; grade answers by exact-number"
+    for scores, full in (([[1, 0.25, 0], *SCORES[1:]], [1] * 4), (SCORES, [1, 1, 0.25, 1])):
+        with pytest.raises(TraceError, match=told):
+            needle.needle(ranked(scores, full, MOVED))
+
+
 def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> None:
     against = [[row[place] for place in (0, 1, 2)] for row in SCORES]  # later steps move as the score does
     (link,) = needle.needle(ranked(SCORES, [1] * 4, MOVED, [[9 * x for x in row] for row in against])).link.budgets

@@ -162,7 +162,7 @@ def test_answers_show_what_was_written_beside_what_was_expected(model: Adapter) 
 
 
 def test_answers_without_a_metric_show_no_score(model: Adapter) -> None:
-    mine = pk.Prompt.from_text(TEXT, model, "Who?", answers=["the fox"])
+    mine = pk.Prompt.from_text(TEXT, model, "Who?")
     answers = pk.generate(model, mine, pk.grid(24, window=8), max_new_tokens=2, progress=False)
     assert "0 to 1" not in answers._repr_html_()
     assert "  full cache (held / full 1.00):" in repr(answers).splitlines()

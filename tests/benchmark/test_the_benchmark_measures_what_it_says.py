@@ -29,7 +29,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "load_model", lambda model, dtype, device: tiny_adapter())
 
 
-@pytest.mark.parametrize("count", [2, 24, 200])
+@pytest.mark.parametrize("count", [2, 12, 24, 200])
 def test_sweeps_hold_as_many_configurations_as_they_are_called_after(count: int) -> None:
     configs = work.configurations(count)
     assert len({config.label() for config in configs}) == count
@@ -77,6 +77,21 @@ def test_peaks_count_the_process_and_generating_counts_its_cache() -> None:
     entry = 2 * len(adapter.layers) * adapter.d_head * 4
     assert full["cache"] == entry * adapter.kv_heads * 300
     assert evicted["cache"] == entry * adapter.heads * 128
+
+
+@pytest.mark.usefixtures("tiny")
+def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    original = work.trace_sample
+    monkeypatch.setattr(work, "trace_sample", lambda *given: made.append(original(*given)) or made[-1])
+    found = work.scoring(tokens=400, answer=5, repeats=2, **MODEL)
+    assert {name: len(spent) for name, spent in found["seconds"].items()} == {"plain": 2, "scored": 2}
+    assert found["batches"] >= 1
+    assert 0 < found["phases"]["answers"] < found["seconds"]["scored"][-1]
+    for sample in made:
+        assert sample.arrays["generated"].shape == (12, 5)
+        assert (sample.arrays["generated"] >= 0).all()
+        assert not np.isnan(sample.arrays["score"]).any()
 
 
 @pytest.mark.usefixtures("tiny")
@@ -142,6 +157,9 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
     "norms_peak": lambda which, **more: {"extra": 5 if which == "ours" else 100},
     "writing": lambda count, **more: {"run": [100.0], "journal": [count / 24], "file": [0.5]},
+    "scoring": lambda tokens, answer, **more: {
+        "seconds": {"scored": [6.0, 5.0, 8.0], "plain": [tokens / 750, answer / 32, 2.0]}, "phases": {}, "batches": 1
+    },
     "generating": lambda evicted, **more: {"peak": 10 if evicted else 50, "cache": 20 if evicted else 70},
 }  # fmt: skip
 
@@ -166,7 +184,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
         "scores-11": pytest.approx(1.21), "presses-24": None,
         "peak-24": 1.2, "growth": 4.5, "norms-time": 0.5, "norms-memory": 0.05,
         "writing-24": 0.015, "writing-200": pytest.approx(0.0883, rel=1e-3), "generation": 0.8,
-        "triton-time": None, "triton-rate": None, "cuda-24": None, "cuda-decode": None,
+        "quality-12": 3.0, "triton-time": None, "triton-rate": None, "cuda-24": None, "cuda-decode": None,
     }  # fmt: skip
     verdicts = {row.target.name: row.verdict() for row in report.rows}
     assert verdicts["writing-200"] == "falls short"

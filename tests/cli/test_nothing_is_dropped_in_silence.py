@@ -173,6 +173,8 @@ def test_a_finished_trace_takes_no_option_that_makes_one(
 def test_a_benchmark_says_what_its_rows_do_not_look_at(perturbkv: Run, tmp_path: Path) -> None:
     ran = perturbkv("bench", "--only", "norms-time", "--tokens", 2048, "-o", "b.json")
     refused(ran, "--tokens has no effect on norms-time", "leave it out")
+    ran = perturbkv("bench", "--only", "quality-12", "--tokens", 2048, "-o", "b.json")
+    refused(ran, "--tokens has no effect on quality-12", "leave it out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -211,12 +211,12 @@ def test_generate_shows_and_grades_what_was_expected(perturbkv: Run, chatty: Pat
     assert "[/INST]" in ran.out
     assert "more characters" in " ".join(ran.out.split())
     assert "qa_f1" in ran.out
-    header, graded, bare, ungraded = map(json.loads, Path("out/generation.jsonl").read_text().split("\n")[:-1])
+    header, graded, bare, of_words = map(json.loads, Path("out/generation.jsonl").read_text().split("\n")[:-1])
     assert header["run"]["generate"] == 32
     assert (graded["answers"], graded["metric"]) == ([long, "fish"], "qa_f1")
     assert all(0 <= made["score"] <= 1 for made in (graded["full"], *graded["evicted"].values()))
     assert (bare["answers"], bare["metric"], bare["full"]["score"]) == ([], None, None)
-    assert (ungraded["answers"], ungraded["metric"], ungraded["full"]["score"]) == (["x"], None, None)
+    assert (of_words["answers"], of_words["metric"]) == (["x"], "f1")
     whole = Path("out/generation.jsonl").read_text()
     again = perturbkv("generate", *options)
     assert "3 samples of 3 there already" in again.err
@@ -239,6 +239,41 @@ def test_a_score_is_the_metrics_of_the_answers_text(
     (sample,) = ran.json()["samples"]
     assert sample["full"]["score"] == pytest.approx(2 / 3)
     assert {made["score"] for made in sample["evicted"].values()} == {0.0}
+
+
+def test_answers_are_graded_by_the_metric_that_is_asked_for(perturbkv: Run, model: Path, tmp_path: Path) -> None:
+    path = rows(tmp_path / "d.jsonl", {"context": "on " * 40, "answers": ["on"]})
+    options = ["--model", model, "--dataset", path, "--budget", 24, "--window", 8, "--max-new-tokens", 2, "-o", "out"]
+    ran = perturbkv("generate", *options, "--metric", "exact-match")
+    assert ran.code == 0, ran.err
+    header, row = map(json.loads, Path("out/generation.jsonl").read_text().split("\n")[:-1])
+    assert header["run"]["dataset_options"]["metrics"] == ["exact-match"]
+    assert row["metric"] == "exact-match"
+    ran = perturbkv("generate", *options)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "is of another run" in ran.err
+    ran = perturbkv("generate", *options[:4], "--metric", "bleu", "-o", "none")
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "unknown metric 'bleu'; known: " in ran.err
+    assert not Path("none").exists()
+
+
+def test_answers_of_a_version_that_named_no_metrics_are_gone_on_with(
+    perturbkv: Run, model: Path, tmp_path: Path
+) -> None:
+    row = {"context": "Fish swim. " * 9, "input": "Who?", "answers": ["fish"], "dataset": "hotpotqa"}
+    path, file = rows(tmp_path / "d.jsonl", row), Path("out/generation.jsonl")
+    options = ["--model", model, "--dataset", path, "--budget", 24, "--window", 8, "--max-new-tokens", 2, "-o", "out"]
+    assert perturbkv("generate", *options).code == 0
+    header, line = file.read_text().split("\n")[:-1]
+    document = json.loads(header)
+    del document["run"]["dataset_options"]["metrics"]
+    file.write_text(f"{json.dumps(document)}\n{line}\n")
+    ran = perturbkv("generate", *options)
+    assert ran.code == 0, ran.err
+    assert "1 sample of 1 there already" in ran.err
+    file.write_text(f"{json.dumps(document)}\n{line.replace('qa_f1', 'count')}\n")
+    assert "is of another run" in perturbkv("generate", *options).err
 
 
 def test_the_data_is_refused_before_anything_is_written(

@@ -173,7 +173,7 @@ def test_metrics_give_what_they_give_by_hand(task: str, text: str, answers: list
     metric = metrics.metric(task)
     assert metric is not None
     assert metric.grade(text, answers, ("one", "two", "three") if task == "trec" else ()) == pytest.approx(score)
-    assert metric.name == next((name for name, tasks in METRICS.items() if task in tasks), "exact number")
+    assert metric.name == next((name for name, tasks in METRICS.items() if task in tasks), "exact-number")
 
 
 def test_a_prompt_of_no_dataset_has_no_metric() -> None:

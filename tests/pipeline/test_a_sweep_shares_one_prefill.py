@@ -100,10 +100,13 @@ def test_in_single_precision_they_differ_by_rounding_alone() -> None:
         np.testing.assert_allclose(*(next(propagated)[row] for row in (place, 0)), rtol=1e-5, atol=floor)
 
 
-@pytest.mark.parametrize("kibibytes", [100, 300])
-def test_a_bound_on_memory_makes_batches_and_changes_no_number(kibibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kibibytes", "scenario"), [(100, "regular"), (300, "context-only")])
+def test_a_bound_on_memory_makes_batches_and_changes_no_number(
+    kibibytes: int, scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
-    whole = trace_sample(adapter, PROMPT, run(configs, steps=2, generate=3)).arrays
+    prompt = replace(PROMPT, answers=("a b",), question_tokens=7)
+    whole = trace_sample(adapter, prompt, run(configs, steps=2, generate=8, scenario=scenario)).arrays
     held: list[int] = []
     original = samples.decode_evicted
 
@@ -117,7 +120,7 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(kibibytes: int, m
     rows: set[int] = set()
     monkeypatch.setattr(samples, "decode_evicted", watched)
     resources = Resources(max_bytes=kibibytes * 2**10)
-    split = trace_sample(adapter, PROMPT, run(configs, steps=2, generate=3), resources).arrays
+    split = trace_sample(adapter, prompt, run(configs, steps=2, generate=8, scenario=scenario), resources).arrays
     assert len(held) > 2
     assert len(rows) == 1
     assert max(held) <= kibibytes * 2**10
@@ -251,9 +254,9 @@ SHAPE = Shape(layers=3, heads=4, kv_heads=2, d_head=8, d_model=32, vocab=100, it
 @given(st.lists(st.integers(10, 400), min_size=1, max_size=60, unique=True), st.floats(1, 20))
 def test_batches_hold_every_configuration_once_inside_the_bound(budgets: list[int], room: float) -> None:
     configs = [EvictionConfig(Budget(budget), window=6) for budget in budgets]
-    sizes = [SHAPE.row_bytes(config, 500, 2) for config in configs]
+    sizes = [SHAPE.row_bytes(config, 500, 2, 2) for config in configs]
     bound = int(max(sizes) * room)
-    planned = plan_batches(configs, SHAPE, 500, 2, bound)
+    planned = plan_batches(configs, SHAPE, 500, 2, 2, bound)
     assert sorted(place for batch in planned.places for place in batch) == list(range(len(configs)))
     held = [sum(sizes[place] for place in batch) for batch in planned.places]
     assert max(held) == planned.largest_bytes <= bound
@@ -266,8 +269,8 @@ def test_a_bound_that_one_configuration_exceeds_is_refused_with_what_it_takes() 
     with pytest.raises(
         ConfigError, match=r"max_bytes \(--max-memory\) allows 1 KiB, less than the 89 KiB that 'snapkv:two-stage b=100"
     ):
-        plan_batches(configs, SHAPE, 500, 1, max_bytes=1000)
-    assert plan_batches(configs, SHAPE, 500, 1, None).rows == 2
+        plan_batches(configs, SHAPE, 500, 1, 1, max_bytes=1000)
+    assert plan_batches(configs, SHAPE, 500, 1, 1, None).rows == 2
 
 
 @pytest.mark.parametrize(

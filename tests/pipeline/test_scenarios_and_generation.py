@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from perturbkv.cache.compact import CompactCache
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import generation
 from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import answer, generate, read_evicting
 from perturbkv.pipeline.samples import trace_sample
@@ -162,6 +164,37 @@ def test_every_row_stops_at_its_own_end() -> None:
     assert rows({free[0][0]}) == [[], [], []]
 
 
+def test_rows_that_ended_are_decoded_no_longer_than_half_of_them_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are those of a run that decodes all rows to the end, and no step holds twice as many rows as go on."""
+    adapter = tiny_adapter()
+    configs = tuple(config("random", 8 + 2 * place) for place in range(7))
+    context, _ = PROMPT.parts("regular")
+    decoded: list[int] = []
+    original = generation._next
+
+    def watched(adapter: Adapter, cache: CompactCache, ids: torch.Tensor, *more: object) -> torch.Tensor:
+        assert ids.shape[0] == cache.layers[0].batch
+        decoded.append(ids.shape[0])
+        return original(adapter, cache, ids, *more)
+
+    monkeypatch.setattr(generation, "_next", watched)
+
+    def rows(ends: set[int]) -> list[list[int]]:
+        decoded.clear()
+        read = read_evicting(adapter, context, configs, "s", with_full=True)
+        return generate(adapter, read.cache, (), read.logits, 24, ends)
+
+    free = rows(set())
+    assert decoded == [8] * 23
+    end = max(range(260), key=lambda token: len({row.index(token) for row in free if token in row}))
+    lengths = [row.index(end) if end in row else 24 for row in free]
+    assert rows({end}) == [row[:length] for row, length in zip(free, lengths, strict=True)]
+    assert decoded[-1] < 8
+    for step, held in enumerate(decoded):
+        going_on = sum(length > step for length in lengths)
+        assert going_on <= held < max(2 * going_on, 2)
+
+
 def test_one_batch_generates_what_each_configuration_does_alone() -> None:
     adapter = tiny_adapter("qwen3")
     configs = tuple(config(policy) for policy in ("snapkv", "adakv", "tova"))
@@ -169,29 +202,6 @@ def test_one_batch_generates_what_each_configuration_does_alone() -> None:
     for chosen, tokens in zip(configs, together.evicted, strict=True):
         assert answer(adapter, PROMPT, (chosen,), 16).evicted == [tokens]
     assert answer(adapter, PROMPT, (configs[0],), 16).full == together.full
-
-
-def test_a_trace_stores_the_answers_and_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter, configs = tiny_adapter(), (config("snapkv"), config("adakv"))
-    made = answer(adapter, PROMPT, configs, 6, scenario="context-only")
-    monkeypatch.setattr(adapter.tokenizer, "decode", lambda tokens: f"It is {sum(tokens)}.", raising=False)
-    prompt = replace(PROMPT, answers=(str(sum(made.full)), str(sum(made.evicted[1]))))
-    run = RunConfig("m", "d", configs, scenario="context-only", generate=6)
-    arrays = trace_sample(adapter, prompt, run).arrays
-    stored = [[int(token) for token in row if token >= 0] for row in arrays["generated"]]
-    assert stored == made.evicted
-    assert [int(token) for token in arrays["generated_full"] if token >= 0] == made.full
-    assert sum(made.evicted[0]) not in (sum(made.full), sum(made.evicted[1]))
-    assert arrays["score"].tolist() == [0, 1]
-    assert arrays["score_full"] == 1
-
-
-@pytest.mark.parametrize("answers", [("Paris",), ()])
-def test_answers_that_are_no_numbers_have_no_score(answers: tuple[str, ...]) -> None:
-    run = RunConfig("m", "d", (config("snapkv"), config("adakv")), generate=2)
-    arrays = trace_sample(tiny_adapter(), replace(PROMPT, answers=answers), run).arrays
-    for name in ("score", "score_full", "digits", "digits_full"):
-        assert np.isnan(arrays[name]).all(), name
 
 
 def test_a_prompt_without_a_question_of_its_own_is_refused() -> None:

@@ -232,6 +232,35 @@ def test_rows_that_keep_everything_go_through_the_kernel_of_the_evicted_ones(
 
 
 @pytest.mark.parametrize("path", ["padded", "packed"])
+@pytest.mark.parametrize("rows", [[0, 1, 3], [3], [2, 3], [1]])
+def test_rows_that_stay_go_on_as_if_the_others_were_there(
+    path: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "packed":
+        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+    adapter, tokens = tiny_adapter(), list(token_ids(14, seed=5))
+    whole, counts = mixed_cache(adapter, full_cache(adapter))
+    cache, _ = mixed_cache(adapter, full_cache(adapter))
+    expected = decode(adapter, whole, tokens, 4)
+    decode(adapter, cache, tokens[:3], 4)
+    cache.only(rows)
+    found = decode(adapter, cache, tokens[3:], len(rows))
+    assert far(found, expected[rows, 3:]) < 1e-5
+    for layer in cache.layers:
+        assert [sorted(layer.lengths(place)) for place in range(len(rows))] == [
+            sorted(length + 14 for length in counts[row] or [N] * adapter.kv_heads) for row in rows
+        ]
+        assert layer.kept_entries == sum(sum(counts[row] or [N] * adapter.kv_heads) for row in rows)
+        assert sorted(layer.borrowed) == [place for place, row in enumerate(rows) if row in (0, 2)]
+
+
+def test_rows_keep_their_own_positions_when_others_leave() -> None:
+    cache = CompactCache(mixed_cache(tiny_adapter(), full_cache(tiny_adapter()))[0].layers, [0, 7, 0, 2])
+    cache.only([1, 3])
+    assert cache.positions(2, torch.device("cpu")).tolist() == [[N - 7, N - 6], [N - 2, N - 1]]
+
+
+@pytest.mark.parametrize("path", ["padded", "packed"])
 def test_what_is_borrowed_is_read_where_it_lies_and_counted_as_borrowed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

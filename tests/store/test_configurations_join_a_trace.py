@@ -124,6 +124,42 @@ def test_the_full_run_of_the_part_measured_first_is_told(tmp_path: Path) -> None
     np.testing.assert_array_equal(norm, measured("s0", CONFIGS).arrays["output_norm"])
 
 
+def test_another_score_of_the_full_cache_is_refused_and_no_score_is_one(tmp_path: Path) -> None:
+    for place, (first, second) in enumerate(((1.0, 0.5), (np.nan, 0.5), (0.5, np.nan))):
+        writer = opened(tmp_path / f"{place}.h5", CONFIGS, samples=1)
+        old, new = (with_arrays(measured("s0", part), score_full=np.float64(score)) for part, score in
+                    ((OLD, first), (NEW, second)))  # fmt: skip
+        writer.append(old, OLD)
+        with pytest.raises(TraceError, match="to be the one measured before, got another score_full"):
+            writer.append(new, NEW)
+    writer = opened(tmp_path / "alike.h5", CONFIGS, samples=1)
+    for part in (OLD, NEW):
+        writer.append(with_arrays(measured("s0", part), score_full=np.float64(np.nan)), part)
+    assert np.isnan(read_trace(writer.finish()).arrays["score_full"]).all()
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "refused"),
+    [
+        ({}, {"metrics": ["exact-number"]}, False),
+        ({}, {"metrics": ["f1"]}, True),
+        ({"metrics": ["f1"]}, {"metrics": ["f1", "rouge"]}, False),
+        ({"metrics": ["f1", "rouge"]}, {"metrics": ["f1"]}, True),
+        ({"metrics": ["f1"]}, {"metrics": ["exact-match"]}, True),
+    ],
+)
+def test_a_trace_goes_on_where_its_answers_were_graded_alike(
+    tmp_path: Path, held: dict[str, object], asked: dict[str, object], refused: bool
+) -> None:
+    """A trace that does not say what graded its answers is of a version that knew numbers alone."""
+    path = fill(opened(tmp_path / "t.h5", OLD, samples=2, generate=4, dataset_options=held))
+    if refused:
+        with pytest.raises(TraceError, match="differs in dataset_options"):
+            opened(path, OLD, generate=4, dataset_options=asked)
+    else:
+        assert set(opened(path, OLD, generate=4, dataset_options=asked).missing()) == {"s2"}
+
+
 def test_another_full_run_is_refused_before_it_is_kept(tmp_path: Path, at_once: Path) -> None:
     path = fill(opened(tmp_path / "t.h5", OLD))
     content = path.read_bytes()

@@ -1,0 +1,34 @@
+"""How far an answer's words are those that were expected: exact match and F1, as SQuAD's evaluation has them.
+
+Rajpurkar et al., 2016, https://arxiv.org/abs/1606.05250, section 6.1. Both look at lower-case words without punctuation
+and without articles.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def exact_match(text: str, answers: Sequence[str]) -> float:
+    """1 where the words are those of an accepted answer, in its order, else 0."""
+    return float(any(_words(text) == _words(answer) for answer in answers))
+
+
+def f1(text: str, answers: Sequence[str]) -> float:
+    """Harmonic mean of the shares of both texts' words that they have in common, in [0, 1]; of the best answer."""
+    return max((_f1(_words(text), _words(answer)) for answer in answers), default=0.0)
+
+
+def _f1(found: list[str], expected: list[str]) -> float:
+    common = (Counter(found) & Counter(expected)).total()
+    return 2 * common / (len(found) + len(expected)) if common else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()

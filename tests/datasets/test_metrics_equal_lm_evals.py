@@ -1,0 +1,174 @@
+"""The oracles: lm-eval's file, read here and not by us, on 200 answers of each kind; and loops over words by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import random
+import re
+import string
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from perturbkv.datasets import metrics
+from perturbkv.datasets.prose import sentences
+
+ANSWERS = 200
+ZH = ("北京是中国的首都，人口超过两千万。", "会议讨论了今年的预算，并决定推迟项目。", "他在一九九八年毕业于清华大学。",
+      "新闻、体育！财经？", "产品经理说：“下周发布。”")  # fmt: skip
+CLASSES = ("Number of something", "Number", "Date", "City", "Other location", "Individual", "Food", "体育", "财经")
+"""One lies inside another, as in trec."""
+CODE = tuple(line for line in inspect.getsource(textwrap).splitlines() if line.strip())
+GERMAN, ARABIC = "Größe über Maß", "مرحبا بالعالم"
+
+REFERENCES: dict[str, Callable[[random.Random], str]] = {
+    "qa_f1": lambda draw: " ".join(draw.choice(sentences()).split()[:12]),
+    "qa_f1_zh": lambda draw: draw.choice(ZH),
+    "rouge": lambda draw: " ".join(draw.sample(sentences(), 3)),
+    "rouge_zh": lambda draw: "".join(draw.sample(ZH, 2)),
+    "classification": lambda draw: draw.choice(CLASSES),
+    "retrieval": lambda draw: f"Paragraph {draw.randrange(1, 31)}",
+    "retrieval_zh": lambda draw: f"段落{draw.randrange(1, 31)}",
+    "count": lambda draw: str(draw.randrange(1, 40)),
+    "code_sim": lambda draw: draw.choice(CODE),
+}
+TASKS = {
+    "qa_f1": ("qasper", "triviaqa"), "qa_f1_zh": ("multifieldqa_zh",), "rouge": ("gov_report", "samsum"),
+    "rouge_zh": ("vcsum",), "classification": ("trec", "lsht"), "retrieval": ("passage_retrieval_en",),
+    "retrieval_zh": ("passage_retrieval_zh",), "count": ("passage_count",), "code_sim": ("lcc", "repobench-p"),
+}  # fmt: skip
+FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+"""Whose answers end with their first line."""
+
+
+def altered(text: str, draw: random.Random) -> str:
+    """An answer as models give them: right, cut, out of order, with digits, other letters, lines and marks in it."""
+    words = text.split(" ")
+    shuffled = draw.sample(words, len(words))
+    place = draw.randrange(len(text) + 1)
+    return draw.choice(
+        (
+            text, "", " ", text[:place], text[place:], " ".join(shuffled), text.upper(), f"The answer is {text}.",
+            f"{text} {draw.randrange(40)} {draw.randrange(40)}", f"{text[:place]} {GERMAN} {text[place:]}",
+            f"{ARABIC} {text}", f"{text}\n{text}", f"\n{text}\nand more", f"# comment\n```\n{text}", f"{text} {text}",
+            f"“{text}”, of an “a”.", ".", "\N{GRINNING FACE} " + text,
+        )
+    )  # fmt: skip
+
+
+def cases(kind: str, task: str) -> list[tuple[str, list[str]]]:
+    """Answers and the accepted ones, one to three, of which any may be meant."""
+    draw = random.Random(f"{kind}/{task}")
+    found = []
+    for _ in range(ANSWERS):
+        accepted = [REFERENCES[kind](draw) for _ in range(draw.randrange(1, 4))]
+        found.append((altered(draw.choice(accepted), draw), accepted))
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs() -> ModuleType:
+    """lm-eval's metrics as its file has them."""
+    found = importlib.util.find_spec("lm_eval")
+    assert found is not None
+    path = Path((found.submodule_search_locations or [""])[0]) / "tasks" / "longbench" / "metrics.py"
+    spec = importlib.util.spec_from_file_location("lm_evals_own_metrics", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spec.loader.exec_module(module)
+        module.jieba.lcut("开始")
+    return module
+
+
+@pytest.mark.parametrize(("kind", "task"), [(kind, task) for kind, tasks in TASKS.items() for task in tasks])
+def test_longbenchs_metrics_equal_lm_evals_own(kind: str, task: str, theirs: ModuleType) -> None:
+    metric = metrics.metric(task)
+    assert metric is not None
+    one_answer = getattr(theirs, f"{kind}_score")
+    scores = []
+    for text, accepted in cases(kind, task):
+        said = text.partition("\n")[0] if task in FIRST_LINE else text
+        bare = said if kind == "code_sim" else said.strip()
+        expected = max(one_answer(bare, answer, all_classes=list(CLASSES)) for answer in accepted)
+        scores.append(metric.grade(text, accepted, CLASSES if kind == "classification" else ()))
+        assert scores[-1] == pytest.approx(expected, abs=1e-12), (text, accepted)
+    assert metric.name == kind
+    assert min(scores) == 0
+    assert max(scores) == pytest.approx(1, abs=1e-6)
+
+
+def test_f1_and_rouge_l_of_any_prompts_equal_lm_evals_too(theirs: ModuleType) -> None:
+    for choice, kind in (("f1", "qa_f1"), ("rouge-l", "rouge")):
+        metric = metrics.metric(choice)
+        assert metric is not None
+        assert metric.name == choice
+        for text, accepted in cases(kind, "any"):
+            expected = max(getattr(theirs, f"{kind}_score")(text.strip(), answer) for answer in accepted)
+            assert metric.grade(text, accepted, ()) == pytest.approx(expected, abs=1e-12), (text, accepted)
+
+
+def words(text: str) -> list[str]:
+    """One character after the other, as SQuAD's evaluation says it: lower case, no punctuation, no articles."""
+    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"(?<!\w)(a|an|the)(?!\w)", " ", kept).split()
+
+
+def shared(found: list[str], expected: list[str]) -> float:
+    left, common = list(expected), 0
+    for word in found:
+        if word in left:
+            left.remove(word)
+            common += 1
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(found), common / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+def test_words_are_compared_as_a_loop_over_them_does() -> None:
+    oracles: dict[str, Callable[[str, str], float]] = {
+        "exact-match": lambda text, answer: float(words(text) == words(answer)),
+        "f1": lambda text, answer: shared(words(text), words(answer)),
+    }
+    for choice, oracle in oracles.items():
+        metric = metrics.metric(choice)
+        assert metric is not None
+        scores: list[float] = []
+        for kind in ("qa_f1", "qa_f1_zh", "rouge", "count", "code_sim"):
+            for text, accepted in cases(kind, "loop"):
+                scores.append(metric.grade(text, accepted, ()))
+                assert scores[-1] == pytest.approx(max(oracle(text, one) for one in accepted)), (choice, text, accepted)
+        assert {0.0, 1.0} <= set(scores)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "answers", "score"),
+    [
+        ("exact-match", " The  Eiffel-Tower! ", ["Paris", "eiffeltower"], 1),
+        ("exact-match", "the tower", ["tower of Pisa"], 0),
+        ("exact-match", "", ["the"], 1),
+        ("f1", "It is 42.", ["42"], 0.5),
+        ("f1", "a cat and the dog", ["cat", "dog and cat"], 1),
+        ("f1", "", ["cat"], 0),
+        ("exact-number", "It is 1,042.", ["1042"], 1),
+    ],
+)
+def test_what_is_chosen_gives_what_it_gives_by_hand(choice: str, text: str, answers: list[str], score: float) -> None:
+    metric: Any = metrics.metric(choice)
+    assert metric.grade(text, answers, ()) == pytest.approx(score)
+
+
+def test_grading_imports_nothing_of_lm_eval() -> None:
+    metrics.metric("qasper")
+    metrics.metric("rouge-l")
+    assert not [name for name in sys.modules if name == "lm_eval" or name.startswith("lm_eval.")]
