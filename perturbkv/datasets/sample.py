@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from perturbkv.datasets.templates import Chat
 from perturbkv.errors import DatasetError
 
 LONGEST_ID = 1000
@@ -22,6 +23,7 @@ class Sample:
         answer_prefix: the beginning of the assistant's turn, which the model has to complete.
         task: LongBench's data set, or needle, whose metric grades an answer; empty where none does.
         classes: what an answer is chosen from, where it is.
+        chat: the turns of a chat, which `context` and `question` then hold for people; None for a single turn.
 
     Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
@@ -33,6 +35,7 @@ class Sample:
     answer_prefix: str = ""
     task: str = ""
     classes: tuple[str, ...] = ()
+    chat: Chat | None = None
 
     def __post_init__(self) -> None:
         check_id(self.id)
