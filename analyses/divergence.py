@@ -58,15 +58,15 @@ class Divergence(Result):
 
     def conclusion(self) -> str:
         """Where answers part in the middle, and what the caches make of the full cache's answer."""
-        medians = [(name, one.free.median, _place(one.free.median)) for name, one in self._named()]
-        said = [f"the median answer first differs from the full cache's after {ends(medians, 'with')} tokens"]
+        medians = [(name, one.free.median, f"{_place(one.free.median)} tokens") for name, one in self._named()]
+        said = [f"the median answer first differs from the full cache's after {ends(medians, 'with')}"]
         if any(isinf(median) for _, median, _ in medians):
             never = sum(isinf(median) for _, median, _ in medians)
             said = [f"half of the answers, or more, are the full cache's with {never} of {len(medians)} configurations"]
         forced = [(name, float(np.nanmean(one.forced.kl))) for name, one in self._named() if one.forced is not None]
         if forced:
-            told = [(name, kl, numbers.significant(kl)) for name, kl in forced]
-            said.append(f"while the caches read that one, the mean KL is {ends(told, 'with')} nat")
+            told = [(name, kl, f"{numbers.significant(kl)} nat") for name, kl in forced]
+            said.append(f"where every cache reads the full one's answer, the mean KL is {ends(told, 'with')}")
         return sentence(f"{'; '.join(said)} ({over(len(self.samples))})")
 
     def tables(self) -> list[Table | str]:

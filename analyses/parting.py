@@ -17,8 +17,8 @@ from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.rouge import rouge_l
 from perturbkv.configs.eviction import EvictionConfig
 
-_BETWEEN = intervals.rare_share_of(0)
-"""A mean of numbers between 0 and 1, of which many can lie at an end."""
+_BETWEEN = intervals.share_of(0)
+"""A mean over samples of numbers from 0 to 1, which are shares of no heads."""
 MOST_SPANS = 32
 Row = Mapping[str, Any]
 
@@ -143,7 +143,7 @@ def _free(rows: Sequence[Row], label: str) -> Free:
     return Free(
         first=first,
         median=float(np.quantile(first, 0.5, method="lower")),
-        median_interval=middle and middle.at(0),
+        median_interval=None if middle is None else middle.at(0),
         equal_interval=intervals.of_samples(np.isinf(first)),
         rouge=rouge,
         rouge_interval=intervals.of_mean(rouge, _BETWEEN),

@@ -12,7 +12,7 @@ from perturbkv.analyses import intervals, numbers
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, of_answers
 from perturbkv.analyses.intervals import Scalar
-from perturbkv.analyses.naming import common, folded, short
+from perturbkv.analyses.naming import common, counted, folded, short
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import decided, ends, over, sentence, tally
@@ -118,11 +118,12 @@ class Preferences(Result):
 
     def notes(self) -> str:
         """n, what a tie is, and whether the place of an answer decided."""
+        samples = len(self.samples)
         return (
-            f"n = {len(self.samples)} samples. {numbers.about_shares(len(self.samples))} Wins, ties, losses of the "
-            "evicted cache's answer against the full cache's; two answers of the same text are a tie, and nobody was "
-            f"asked. The answer shown first won {numbers.percent(self.first)} of {self.pairs} decided pairs, in an "
-            f"order drawn by seed {self.judge.seed}. {numbers.ABOUT_HELD}"
+            f"n = {counted(samples, 'sample')}. {numbers.about_shares(samples)} Wins, ties, losses of the evicted "
+            "cache's answer against the full cache's; two answers of the same text are a tie, and nobody was asked. "
+            f"The answer shown first won {numbers.percent(self.first)} of {counted(self.pairs, 'decided pair')}, in "
+            f"an order drawn by seed {self.judge.seed}. {numbers.ABOUT_HELD}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.divergence import Divergence
 from perturbkv.analyses.intervals import LEAST
-from perturbkv.analyses.naming import SIDE, apart, short
+from perturbkv.analyses.naming import SIDE, apart, counted, short
 from perturbkv.analyses.parting import Parting
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
@@ -100,6 +100,6 @@ def _told(result: Divergence, configs: int) -> str:
     samples = len(result.samples)
     points = f" · KL: means over {result.span} tokens" if result.span > 1 and result.noise_floor.size else ""
     if configs > _BANDS or samples < 2:
-        return f"n = {samples} samples, means{points}"
+        return f"n = {counted(samples, 'sample')}, means{points}"
     kind = "95 % intervals" if samples >= LEAST else "ranges of single samples"
     return f"bands: shares have exact 95 % intervals, KL {kind}, over n = {samples} samples{points}"

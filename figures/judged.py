@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.judged import Judged
-from perturbkv.analyses.naming import folded, short
+from perturbkv.analyses.naming import counted, folded, short
 from perturbkv.analyses.preferred import OUTCOMES, Preferences
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import style
@@ -56,10 +56,10 @@ def draw_pairs(result: Preferences, width_mm: float = style.WIDE_MM) -> Figure:
         axes.set(xlim=(0, 1), xlabel="share of samples")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
                       ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
-        first = f"the answer shown first won {style.number(result.first)} of {result.pairs} decided pairs"
+        first = f"the answer shown first won {style.number(result.first)} of {counted(result.pairs, 'decided pair')}"
         samples = len(result.samples)
         kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
-        style.foot(figure, result.identity, f"{kind}, n = {samples} samples · {first}")
+        style.foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
     return figure
 
 

@@ -88,7 +88,7 @@ def test_what_was_not_measured_is_said_and_nothing_is_made_up() -> None:
 def test_a_conclusion_says_both_questions_with_n() -> None:
     told = divergence(written(*ROWS)).conclusion()
     assert told.startswith("Half of the answers, or more, are the full cache's with 1 of 2 configurations; ")
-    assert "the mean KL is 0.22 with two-stage to 1.65 with attention nat (n = 5 samples)" in told
+    assert "the mean KL is 0.22 nat with two-stage to 1.65 nat with attention (n = 5 samples)" in told
     alone = divergence(written(*(row(name, FULL, [[1, 2]], configs=CONFIGS[:1]) for name in "ab"), configs=CONFIGS[:1]))
     assert alone.conclusion().startswith("The median answer first differs from the full cache's after 2 tokens (n = 2")
 

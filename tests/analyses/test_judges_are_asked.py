@@ -106,8 +106,9 @@ def test_answers_that_came_are_kept_and_the_same_call_goes_on(tmp_path: Path) ->
     judge = tmp_path / "judge.py"
     planted = planted_judge("half").split("'")[3]
     judge.write_text(
-        f"import json, sys; from pathlib import Path; sys.path.insert(0, {str(Path(planted).parent)!r}); import judges\n"
-        f"asked = [json.loads(line) for line in sys.stdin]; Path({str(log)!r}).open('a').write(f'{{len(asked)}} ')\n"
+        f"import json, sys; from pathlib import Path; sys.path.insert(0, {str(Path(planted).parent)!r})\n"
+        f"import judges; asked = list(map(json.loads, sys.stdin))\n"
+        f"Path({str(log)!r}).open('a').write(f'{{len(asked)}} ')\n"
         f"judges.write(judges.half(asked) if len(asked) == 15 else judges.length(asked))\n"
     )
     command = f"'{sys.executable}' '{judge}'"
