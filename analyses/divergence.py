@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ANALYSIS = "divergence"
+_FREE = ("configuration", "#held /\nfull", "#equal\nanswers", "#first\ndifference", "#ROUGE-L")
+_FORCED = ("configuration", "#KL,\nnat", "#KL,\nlast third", "#same\nnext token")
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,11 +77,10 @@ class Divergence(Result):
         shared = " · ".join(
             filter(None, (f"answers of {_counted(self.lengths)}", every, common(self.identity.configs)))
         )
-        columns = ("configuration", "#held /\nfull", "#equal\nanswers", "#first\ndifference", "#ROUGE-L")
-        found: list[Table | str] = [shared, Table("Answers of their own", columns, self._rows(_free_row))]
+        free = Table("Answers of their own", _FREE, self._rows(_free_row))
+        found: list[Table | str] = [shared, free]
         if self.noise_floor.size:
-            columns = ("configuration", "#KL,\nnat", "#KL,\nlast third", "#same\nnext token")
-            found.append(Table("Reading the full cache's answer", columns, self._rows(_forced_row)))
+            found.append(Table("Reading the full cache's answer", _FORCED, self._rows(_forced_row)))
         else:
             found.append("KL was not measured: perturbkv generate --divergence does.")
         return found

@@ -162,7 +162,7 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
     width = limits[1] - limits[0]
 
     def scored(config: EvictionConfig | None) -> Scored:
-        label = config and config.label()
+        label = None if config is None else config.label()
         own, shares = scores(label), [row["evicted"][label].get("held_share", np.nan) if label else 1.0
                                       for row in answers.rows]  # fmt: skip
         drop = full - own

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.divergence import Divergence
-from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.intervals import LEAST, Band
 from perturbkv.analyses.naming import SIDE, apart, counted, short
 from perturbkv.analyses.parting import Parting
 from perturbkv.figures import style
@@ -70,7 +70,7 @@ def _config(
 ) -> Line2D:
     colour, dash = look
     alike, band = one.free.alike_after(max(result.lengths))
-    curves = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
+    curves: list[tuple[Axes, Any, Any, Band, str]] = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
     if one.forced is not None:
         middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
         curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))

@@ -54,8 +54,8 @@ def singly(answers: WrittenAnswers) -> Iterator[Question]:
     """Every answer on its own, beside the full cache's, which is the first of each sample."""
     for row in answers.rows:
         full = row["full"]["text"]
-        texts = {None: full, **{label: row["evicted"][label]["text"] for label in answers.run.labels()}}
-        for label, text in texts.items():
+        texts = [(None, full), *((label, row["evicted"][label]["text"]) for label in answers.run.labels())]
+        for label, text in texts:
             yield Question(row["sample"], label, {**_about(row), FULL: full, "answer": text})
 
 

@@ -141,7 +141,7 @@ def test_what_came_from_a_judge_that_failed_is_there_the_next_time(perturbkv: Ru
         (["--command", "'"], "No closing quotation"),
         (
             ["--command", "true"],
-            "expected a file of answers, which perturbkv generate writes, at none.jsonl, got nothing",
+            "which perturbkv generate writes, at none.jsonl, got nothing; give another file",
         ),
         ([], "Missing option '--command'"),
     ],
