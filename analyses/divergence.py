@@ -60,11 +60,13 @@ class Divergence(Result):
 
     def conclusion(self) -> str:
         """Where answers part in the middle, and what the caches make of the full cache's answer."""
-        medians = [(name, one.free.median, f"{_place(one.free.median)} tokens") for name, one in self._named()]
-        said = [f"the median answer first differs from the full cache's after {ends(medians, 'with')}"]
-        if any(isinf(median) for _, median, _ in medians):
-            never = sum(isinf(median) for _, median, _ in medians)
+        medians = [(name, one.free.median) for name, one in self._named()]
+        never = sum(isinf(median) for _, median in medians)
+        if never:
             said = [f"half of the answers, or more, are the full cache's with {never} of {len(medians)} configurations"]
+        else:
+            told = [(name, median, counted(int(median), "token")) for name, median in medians]
+            said = [f"the median answer first differs from the full cache's after {ends(told, 'with')}"]
         forced = [(name, float(np.nanmean(one.forced.kl))) for name, one in self._named() if one.forced is not None]
         if forced:
             told = [(name, kl, f"{numbers.significant(kl)} nat") for name, kl in forced]

@@ -12,7 +12,6 @@ from perturbkv.cli.answered import AnswerOptions, leave, left
 from perturbkv.cli.choices import numbers
 from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
-from perturbkv.configs.numbers import check
 from perturbkv.errors import ConfigError
 from perturbkv.storage.lock import Lock
 
@@ -49,7 +48,6 @@ def judge(
     from perturbkv.storage.answers_file import read_answers
 
     _check_effects(asked, pairwise)
-    check("--time-limit", time_limit)
     made = Judge(tuple(split(command)), pairwise, seed, _scale(scale))
     check_judge(made, time_limit)
     answers = read_answers(asked.file)

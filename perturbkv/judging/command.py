@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, cast
 
@@ -38,7 +38,7 @@ def split(command: str) -> list[str]:
     return found
 
 
-def answered(command: Sequence[str], questions: Sequence[str], limit: float) -> Iterator[bytes]:
+def answered(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
     """Every line that the command writes, as soon as it does, until it ends.
 
     Raises PluginError where it cannot be started, is silent for more than `limit` seconds, writes a line without end,

@@ -46,8 +46,8 @@ class Question:
         return bool(self.full_is) and self.fields["a"] == self.fields["b"]
 
     def line(self) -> str:
-        """As the judge gets it."""
-        return json.dumps({"id": self.id, **self.fields}, ensure_ascii=False) + "\n"
+        """As the judge gets it: ASCII, whatever it reads its input as."""
+        return json.dumps({"id": self.id, **self.fields}) + "\n"
 
 
 def singly(answers: WrittenAnswers) -> Iterator[Question]:

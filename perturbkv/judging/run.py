@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,14 +19,18 @@ from perturbkv.visible import line
 FILE = "judgements.jsonl"
 LIMIT = 600.0
 """Seconds without an answer, where the user says nothing."""
+_LONGEST = 10**7
 
 
 def check(judge: Judge, limit: float) -> None:
     """Raise ConfigError for what no judge can be asked."""
     numbers.check("seed (--seed)", judge.seed)
-    if not 0 < limit < float("inf"):
+    numbers.check("time_limit (--time-limit)", limit, _LONGEST)
+    if limit <= 0:
         msg = f"time_limit (--time-limit) must be a number of seconds above 0, got {limit:g}"
         raise ConfigError(msg)
+    for end in judge.scale or ():
+        numbers.check("scale (--scale)", end)
     if judge.scale is not None and not judge.scale[0] < judge.scale[1]:
         msg = f"scale (--scale) must be the least and the largest score, such as 1,10; got {judge.scale}"
         raise ConfigError(msg)
@@ -67,17 +72,16 @@ def _ask(
     if not todo:
         return
     left = dict(todo)
-    for answer in command.answered(judge.command, [one.line() for one in todo.values()], limit):
-        if not answer.strip():
-            continue
-        said = _parsed(answer)
-        name = said.get("id")
-        if not isinstance(name, str) or name not in left:
-            again = "given already" if isinstance(name, str) and name in todo else "unknown"
-            msg = f"expected from the judge an `id` of its questions, each once, got {line(repr(name))[:60]} ({again})"
-            raise PluginError(msg)
-        kept.keep(judged(left.pop(name), said, judge))
-        progress(len(kept.found), len(questions))
+    with closing(command.answered(judge.command, [one.line() for one in todo.values()], limit)) as answers:
+        for answer in filter(bytes.strip, answers):
+            said = _parsed(answer)
+            name = said.get("id")
+            if not isinstance(name, str) or name not in left:
+                again = "given already" if isinstance(name, str) and name in todo else "unknown"
+                msg = f"expected from the judge an `id` it was given, each once, got {line(repr(name))[:60]} ({again})"
+                raise PluginError(msg)
+            kept.keep(judged(left.pop(name), said, judge))
+            progress(len(kept.found), len(questions))
     if left:
         raise refusal(next(iter(left)), f"an answer as for all of {len(todo)} questions", f"{len(left)} without one")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -153,6 +154,14 @@ def test_a_judge_that_errs_is_told_in_one_line(name: str, more: dict[str, Any], 
     assert len(str(refused.value)) < 400
 
 
+def test_a_judge_that_was_refused_is_over() -> None:
+    with pytest.raises(PluginError, match=r"got '\d+' .unknown.") as refused:
+        asked("lingering")
+    process = int(str(refused.value).partition("got '")[2].partition("'")[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
 @pytest.mark.parametrize(
     ("command", "more", "error", "told"),
     [
@@ -161,6 +170,8 @@ def test_a_judge_that_errs_is_told_in_one_line(name: str, more: dict[str, Any], 
         ("/no/such/judge", {}, PluginError, "a judge that can be started, got '/no/such/judge': No such file"),
         ("true; rm -rf x", {}, PluginError, "got 'true;': No such file"),  # no shell reads it
         ("true", {"time_limit": 0}, ConfigError, "seconds above 0, got 0"),
+        ("true", {"time_limit": 1e300}, ConfigError, "must be at most 10,000,000"),
+        ("true", {"scale": (0, float("inf"))}, ConfigError, "must be a finite number"),
         ("true", {"scale": (3, 1)}, ConfigError, "the least and the largest score"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -66,6 +67,12 @@ def prose(asked: Questions) -> Iterator[Any]:
 def silent(asked: Questions) -> Iterator[Any]:
     """One answer, then nothing for a long time."""
     yield from length(asked[:1])
+    time.sleep(600)
+
+
+def lingering(asked: Questions) -> Iterator[Any]:
+    """An id that nobody gave, which is the process' own, and no end."""
+    yield {"id": str(os.getpid()), "score": 1}
     time.sleep(600)
 
 
