@@ -134,7 +134,7 @@ def followed(
             for kind, name in KINDS.items()
         },
         kl=kl.sum(axis=0) / counts,
-        kl_interval=_step_intervals(kl, np.ones_like(kl), steps.held, POSITIVE),
+        kl_interval=step_intervals(kl, np.ones_like(kl), steps.held, POSITIVE),
         top1=taken(trace, "top1_agreement", steps, place).sum(axis=0) / counts,
     )
 
@@ -150,7 +150,7 @@ def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: Steps) 
     return Curve(
         kind=kind,
         relative=relative(moved, norm),
-        relative_interval=_step_intervals(moved.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), steps.held, RATIO),
+        relative_interval=step_intervals(moved.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), steps.held, RATIO),
         first=float(total.first),
         last=float(total.last),
         growth=float(total.factor),
@@ -171,7 +171,7 @@ def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
     return np.asarray(ratio(last, first))
 
 
-def _step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: Kind) -> Band:
+def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: Kind) -> Band:
     """Each step's interval of Σ top / Σ bottom over the samples that have it, (sample, step) both.
 
     NaN where these are too few for the others' kind.

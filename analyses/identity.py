@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from perturbkv.analyses.naming import SIDE, apart, common, counted
 from perturbkv.analyses.reading import measured_steps
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 
@@ -23,12 +24,13 @@ class RunIdentity:
         model, dataset: as the user named them.
         samples, failed: complete and failed ones.
         configs: the configurations shown.
-        trace: short digest of the trace file.
+        trace: short digest of the trace file, or of the file of answers.
         random_weights: True where the numbers say nothing of a trained model.
         made_with: versions.
         scenario: what was compressed; said where it is not the whole prompt.
         weights: the type that they are stored in → the run's, where they are quantised.
         ended: complete samples left out because their text ends before the step shown.
+        source: what the digest is of: `trace` or `answers`.
     """
 
     model: str
@@ -42,6 +44,7 @@ class RunIdentity:
     scenario: str = "regular"
     weights: str = ""
     ended: int = 0
+    source: str = "trace"
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
@@ -54,7 +57,7 @@ class RunIdentity:
             counted(self.samples, "sample"),
             f"{self.ended} ended before" if self.ended else "",
             f"{self.failed} failed" if self.failed else "",
-            f"trace {self.trace or 'in memory'}",
+            f"{self.source} {self.trace or 'in memory'}",
             self.made_with,
         ]
         return [" · ".join(map(line, filter(None, words))), self._shown()]
@@ -91,4 +94,22 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         scenario=trace.run.scenario,
         weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
         ended=int(trace.ok.sum()) - held,
+    )
+
+
+def of_answers(answers: WrittenAnswers) -> RunIdentity:
+    """The identity of what `perturbkv generate` left, every configuration of it."""
+    run, made = answers.run, answers.made_with
+    return RunIdentity(
+        model=run.model,
+        dataset=run.dataset,
+        samples=len(answers.rows),
+        failed=0,
+        configs=run.configs,
+        trace=answers.digest,
+        random_weights=run.random_weights,
+        made_with=f"perturbkv {made.get('perturbkv_version', '')}".strip(),
+        scenario=run.scenario,
+        weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
+        source="answers",
     )

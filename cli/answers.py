@@ -14,19 +14,6 @@ from perturbkv.visible import line
 
 _SHOWN = 400
 """Characters of an answer in a table; the file has all."""
-_ROW = {"sample": str, "prompt_tokens": int, "answers": list, "full": dict, "evicted": dict, "compressions": list}
-_ANSWER = {"tokens": list, "text": str}
-
-
-def is_row(document: Mapping[str, Any]) -> bool:
-    """Whether a line of an older file is a sample's answers."""
-    return _has(document, _ROW) and all(
-        _has(made, _ANSWER) for made in (document["full"], *document["evicted"].values())
-    )
-
-
-def _has(document: Any, fields: Mapping[str, type]) -> bool:
-    return isinstance(document, dict) and all(isinstance(document.get(name), kind) for name, kind in fields.items())
 
 
 def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:

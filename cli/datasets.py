@@ -52,7 +52,7 @@ def datasets(
 ) -> None:
     """List the data sets, or look at one and its prompts.
 
-    Any .jsonl file with `prompt`, or with LongBench's fields, works too. With a name, say how that data set asks and
+    Any .jsonl file with `prompt`, a chat's `messages` or LongBench's fields works too. With a name, say how it asks and
     grades. With --show, print prompts as the model sees them, special tokens included: what --model, --max-tokens,
     --chat-template and the others make of them, as in a run.
     """

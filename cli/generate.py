@@ -21,7 +21,8 @@ from perturbkv.cli.spreading import with_options
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.errors import ConfigError, InterruptedRunError
-from perturbkv.reading import FileKind, parse_json
+from perturbkv.reading import FileKind
+from perturbkv.storage.answers_file import FILE, is_row, parsed
 from perturbkv.storage.files import clear_leftovers, write_whole
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.places import refusals
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from perturbkv.datasets.metrics import Metric
     from perturbkv.pipeline.plan import Plan
 
-_FILE = "generation.jsonl"
 _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
 
 
@@ -50,12 +50,16 @@ def generate(
         Option(metavar="N", help="Compress again whenever a cache holds more than this"),
     ] = None,
     metric: MetricOption = "",
+    divergence: Annotated[
+        bool, Option("--divergence", help="Also read the full cache's answer from every cache: KL, token by token")
+    ] = False,
 ) -> None:
     """Answer from the full and the evicted caches; compare.
 
     Greedily, all caches in one batch, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
+    perturbkv divergence and perturbkv judge look at the file.
     """
     from perturbkv.pipeline.generation import check_asked, check_memory
     from perturbkv.pipeline.grading import metrics_of
@@ -63,7 +67,7 @@ def generate(
     configs = run.configs(selection or ["attention", "two-stage"])
     effects.check("generate", run, configs)
     check_asked(configs, max_new_tokens, compress_every)
-    path = run_folder(run, run.output) / _FILE
+    path = run_folder(run, run.output) / FILE
     if not run.dry_run:
         reachable(path, run.wait)
     planned = plan(run, configs, generate=max_new_tokens, metric=metric, scored=False)
@@ -74,7 +78,8 @@ def generate(
         dry_run.show(planned, run.as_json)
         return
     metrics = metrics_of(planned.prompts)
-    header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every}
+    header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
+              "divergence": divergence}  # fmt: skip
     with Lock(path, run.wait) as lock:
         rows = _answered(planned, path, header, metrics, run.overwrite, lock)
     if run.as_json:
@@ -92,7 +97,7 @@ def _answered(
     rows = _open(path, header, provenance_object(provenance(planned)), overwrite)
     try:
         with refusals(path):
-            _generate(planned, path, rows, header["compress_every"], metrics, lock)
+            _generate(planned, path, rows, header, metrics, lock)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
     return rows
@@ -112,23 +117,17 @@ def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: 
     """
     there = os.path.lexists(path) and not overwrite
     first, *others = _KIND.read_text(path).split("\n") if there else [""]
-    begun = _parsed(first)
-    rows = [row for row in map(_parsed, others) if row is not None]
+    begun = parsed(first)
+    rows = [row for row in map(parsed, others) if row is not None]
     if there and (begun is None or _asked(begun, rows) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
-    if strange := [row for row in rows if not answers.is_row(row)]:
+    if strange := [row for row in rows if not is_row(row)]:
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
     if rows:
         console.note(f"{counted(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
     _write_whole(path, [begun or {**header, "made_with": about}, *rows])
     return rows
-
-
-def _documents(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole."""
-    lines = _KIND.read_text(path).split("\n")
-    return [document for document in map(_parsed, lines) if document is not None]
 
 
 def _asked(document: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,7 +143,8 @@ def _asked(document: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
         return {}  # of a version that named configurations otherwise, and its answers with them
     metrics = sorted({row["metric"] for row in rows if isinstance(row.get("metric"), str)})
     run = replace(run, dataset_options={METRICS: metrics, **run.dataset_options})
-    return {"run": json.loads(run.to_json()), "compress_every": document.get("compress_every")}
+    beside = {"compress_every": document.get("compress_every"), "divergence": document.get("divergence", False)}
+    return {"run": json.loads(run.to_json()), **beside}
 
 
 def _write_whole(path: Path, documents: list[dict[str, Any]]) -> None:
@@ -158,20 +158,11 @@ def _line(document: dict[str, Any]) -> str:
     return console.as_json_line(document)
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """A line's object; None for one that a killed run left unfinished."""
-    try:
-        document = parse_json(line)
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None
-
-
 def _generate(
     planned: Plan,
     path: Path,
     rows: list[dict[str, Any]],
-    compress_every: int | None,
+    header: dict[str, Any],
     metrics: dict[str, Metric],
     lock: Lock,
 ) -> None:
@@ -189,7 +180,8 @@ def _generate(
         for prompt in todo:
             made = answer(
                 adapter, prompt, config.configs, config.generate, scenario=config.scenario, layout=config.cache,
-                head_scores=config.head_scores, compress_every=compress_every, resources=planned.resources,
+                head_scores=config.head_scores, compress_every=header["compress_every"],
+                divergence=header["divergence"], resources=planned.resources,
             )  # fmt: skip
             lock.check()
             answered = row(prompt, made, labels, adapter.tokenizer.decode, metrics)

@@ -17,6 +17,7 @@ from perturbkv.cli.audit import audit
 from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
 from perturbkv.cli.datasets import datasets
+from perturbkv.cli.divergence import divergence
 from perturbkv.cli.doctor import doctor
 from perturbkv.cli.export import export
 from perturbkv.cli.generate import generate
@@ -25,6 +26,7 @@ from perturbkv.cli.heads import heads
 from perturbkv.cli.horizon import horizon
 from perturbkv.cli.info import info
 from perturbkv.cli.interrupting import INTERRUPTED, SAID, Ending, sigterm_as_interrupt
+from perturbkv.cli.judge import judge
 from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
@@ -49,6 +51,7 @@ ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, n
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
+    "Answers that generate wrote": (divergence, judge),
     "An eviction that is not ours": (audit,),
     "What there is to choose from": (models, datasets, policies),
     "This machine": (doctor, selfcheck),

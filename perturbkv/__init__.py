@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.assumption import assumption as assumption
     from perturbkv.analyses.bound_tightness import bound_tightness as bound_tightness
     from perturbkv.analyses.budgets import budget_curves as budget_curves
+    from perturbkv.analyses.divergence import divergence as divergence
     from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
     from perturbkv.analyses.horizon import horizon as horizon
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.tokens import tokens as tokens
     from perturbkv.api import audit as audit
     from perturbkv.api import generate as generate
+    from perturbkv.api import judge as judge
     from perturbkv.api import load_model as load_model
     from perturbkv.api import load_prompts as load_prompts
     from perturbkv.api import measure as measure
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy as Policy
     from perturbkv.selection.policies.registry import register_policy as register_policy
     from perturbkv.selection.policies.registry import register_score as register_score
+    from perturbkv.storage.answers_file import read_answers as read_answers
     from perturbkv.storage.trace_file import read_trace as read_trace
     from perturbkv.storage.writer import TraceWriter as TraceWriter
     from perturbkv.trace import SampleTrace as SampleTrace
@@ -66,7 +69,9 @@ _PUBLIC = {
     "assumption": "perturbkv.analyses.assumption",
     "bound_tightness": "perturbkv.analyses.bound_tightness",
     "audit": "perturbkv.api",
+    "divergence": "perturbkv.analyses.divergence",
     "generate": "perturbkv.api",
+    "judge": "perturbkv.api",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon",
     "load_model": "perturbkv.api",
@@ -75,6 +80,7 @@ _PUBLIC = {
     "methods": "perturbkv.analyses.methods",
     "needle": "perturbkv.analyses.needle",
     "option": "perturbkv.configs.option",
+    "read_answers": "perturbkv.storage.answers_file",
     "read_trace": "perturbkv.storage.trace_file",
     "tokens": "perturbkv.analyses.tokens",
     "register_policy": "perturbkv.selection.policies.registry",

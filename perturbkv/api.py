@@ -22,6 +22,9 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts, gathered, load
 from perturbkv.engines.here import Here
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
+from perturbkv.judging import run as judges
+from perturbkv.judging.command import split
+from perturbkv.judging.judgements import Judge
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles
@@ -31,16 +34,20 @@ from perturbkv.pipeline.generation import Answers, answer, check_asked, check_me
 from perturbkv.pipeline.grading import metrics_of
 from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
 from perturbkv.pipeline.progress import bar
+from perturbkv.pipeline.provenance import provenance
 from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
 from perturbkv.scoring import head_scores, value_norms
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import unique
 from perturbkv.selection.policies import registry as policies
+from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit import AuditResult
+    from perturbkv.analyses.judged import Judged
+    from perturbkv.analyses.preferred import Preferences
 
 ENGINES = ("here",)
 _CONFIGS = "configurations, as pk.grid makes them"
@@ -184,6 +191,7 @@ def generate(
     scenario: str = "regular",
     cache: str = "ragged",
     compress_every: int | None = None,
+    divergence: bool = False,
     head_scores: Sequence[Sequence[float]] = (),
     resources: Resources = _DEFAULT,
     progress: bool = True,
@@ -201,6 +209,7 @@ def generate(
         cache: as in `measure`.
         compress_every: compress to the budget, a number of tokens below this one, again whenever a cache holds more
             entries than this.
+        divergence: also read the full cache's answer from every cache, which `divergence` then shows.
         head_scores: as in `measure`.
         resources: as in `measure`.
         progress: whether a bar is shown.
@@ -208,15 +217,19 @@ def generate(
     Raises what `measure` raises, and ConfigError for a configuration that would have to know the next query or cannot
     be compressed again, and where `resources` do not hold all caches at once.
     """
+    from perturbkv.analyses.objects import provenance_object
+
     chosen = _all_of(EvictionConfig, configs, _CONFIGS)
     check_asked(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     planned = _planned(model, prompts, chosen, settings, resources)
     check_memory(planned)
-    graded, found = metrics_of(planned.prompts), _answered(planned, model, compress_every, progress)
+    graded, found = metrics_of(planned.prompts), _answered(planned, model, compress_every, divergence, progress)
     told = zip(planned.prompts, found, strict=True)
     labels, decode = planned.run.labels(), model.tokenizer.decode
-    return Generation(tuple(found), tuple(row(prompt, one, labels, decode, graded) for prompt, one in told))
+    rows = tuple(row(prompt, one, labels, decode, graded) for prompt, one in told)
+    about = provenance_object(provenance(planned))
+    return Generation(tuple(found), WrittenAnswers(planned.run, rows, compress_every, made_with=about))
 
 
 def audit(
@@ -272,6 +285,48 @@ def audit(
         return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.one_more))
 
 
+def judge(
+    answers: WrittenAnswers,
+    command: str,
+    *,
+    pairwise: bool = False,
+    seed: int = 0,
+    scale: tuple[float, float] | None = None,
+    path: str | Path | None = None,
+    overwrite: bool = False,
+    time_limit: float = judges.LIMIT,
+    progress: bool = True,
+) -> Judged | Preferences:
+    """What a judge of one's own thinks of every answer.
+
+    The command gets a JSON object per line on its standard input, with an `id`, and writes one per line, in any order:
+    the `id`, with a `score`, or of a pair a `winner` (`a`, `b` or `tie`), and a `comment` if it likes.
+
+    Args:
+        answers: of `read_answers`, or a `generate`'s `.written`.
+        command: program and arguments, which no shell reads: `python my_judge.py`.
+        pairwise: show the full cache's answer and an evicted one's in a drawn order, instead of one answer.
+        seed: of that order.
+        scale: least and largest score; None: any number.
+        path: where judgements are kept, each as soon as it is there; the same call goes on from there.
+        overwrite: replace those of another judge at `path`.
+        time_limit: seconds without an answer, at most.
+        progress: whether a bar is shown.
+
+    Raises ConfigError for a command or a file that cannot be used, PluginError for a judge that fails.
+    """
+    from perturbkv.analyses.judged import judged
+    from perturbkv.analyses.preferred import preferred
+
+    asked = Judge(tuple(split(command)), pairwise, seed, scale)
+    with bar("judgements", shown=progress) as drawn:
+        said = judges.ask(
+            answers, asked, path=None if path is None else Path(path), overwrite=overwrite, limit=time_limit,
+            progress=drawn.at,
+        )  # fmt: skip
+    return preferred(answers, asked, said) if pairwise else judged(answers, asked, said)
+
+
 def _as_budget(given: Any) -> Budget | None:
     if given is None or isinstance(given, Budget):
         return given
@@ -285,7 +340,9 @@ def _check_model(model: Any) -> None:
         raise ModelError(msg)
 
 
-def _answered(planned: Plan, model: Adapter, compress_every: int | None, progress: bool) -> list[Answers]:
+def _answered(
+    planned: Plan, model: Adapter, compress_every: int | None, divergence: bool, progress: bool
+) -> list[Answers]:
     run, found = planned.run, []
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         for done, prompt in enumerate(planned.prompts):
@@ -293,7 +350,8 @@ def _answered(planned: Plan, model: Adapter, compress_every: int | None, progres
             found.append(
                 answer(
                     model, prompt, run.configs, run.generate, scenario=run.scenario, layout=run.cache,
-                    head_scores=run.head_scores, compress_every=compress_every, resources=planned.resources,
+                    head_scores=run.head_scores, compress_every=compress_every, divergence=divergence,
+                    resources=planned.resources,
                 )
             )  # fmt: skip
     return found

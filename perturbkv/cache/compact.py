@@ -7,6 +7,7 @@ step copies nothing that was kept.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +38,12 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         self.batch, self.seen, self.length = len(entries), seen, 0
         self.tail_from = [0] * len(entries)
         self.attached = False
+
+    def fresh(self) -> CompactLayer:
+        """Another layer of the same frozen entries, which both share; nothing may have been decoded from this one."""
+        other = copy.copy(self)
+        other.tail_from = [0] * self.batch
+        return other
 
     def _lay_out(self, entries: Sequence[KeptEntries]) -> None:
         if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
@@ -248,6 +255,13 @@ class CompactCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.only(rows)
         self.behind = [self.behind[row] for row in rows] if self.behind else []
+
+    def fresh(self) -> CompactCache:
+        """Another cache of the same kept entries, which both share; nothing may have been decoded from this one.
+
+        What is decoded from one or compressed in it, the other does not see.
+        """
+        return CompactCache([layer.fresh() for layer in self.layers], self.behind)
 
     def attach(self, attached: bool) -> None:
         """Allow or forbid updates; `capture.decode_from` does both."""

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from perturbkv.datasets import metrics
+from perturbkv.datasets import metrics, templates
 from perturbkv.datasets.sample import Sample, check_id
+from perturbkv.datasets.templates import LaidOut
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError, ModelError
 from perturbkv.visible import line
-
-_MARK = "\ue000prompt\ue000"
-"""A turn that stands in no chat template, and shows where a template puts turns."""
 
 
 class Tokenizer(Protocol):
@@ -140,20 +138,20 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     """Token ids of the prompt, its middle cut out where it is longer than `max_tokens`.
 
     The cut is made on the final ids (first half and last half stay), so that what the chat template puts around the
-    prompt survives. Raises ConfigError where a chat template is asked for that the tokenizer lacks, DatasetError where
-    the cut would reach into the question.
+    prompt survives; a chat may lose whole turns to it. Raises ConfigError where a chat template is asked for that the
+    tokenizer lacks, DatasetError where the cut would reach into the question, and for a chat that the template refuses.
     """
     if max_tokens is not None and max_tokens < 2:
         msg = f"--max-tokens must be at least 2, got {max_tokens}"
         raise ConfigError(msg)
-    text, start = _chat_text(sample, tokenizer) if chat_template else (_plain_text(sample), 0)
+    laid = _laid_out(sample, tokenizer, chat_template)
     more = {"add_special_tokens": False} if chat_template else {}
-    ids = tuple(tokenizer(text, **more)["input_ids"])
-    context = _context_tokens(sample, tokenizer, text, start, ids, more)
+    ids = tuple(tokenizer(laid.text, **more)["input_ids"])
+    context = _context_tokens(laid, tokenizer, ids, more)
     kept, question = cut_middle(ids, max_tokens), len(ids) - context
     if len(kept) < len(ids):
         _check_question(sample.id, question, len(kept), len(ids))
-    around = tokenizer(_turn(_MARK, tokenizer) if chat_template else "", **more)["input_ids"]
+    around = tokenizer(laid.around, **more)["input_ids"]
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
@@ -168,20 +166,38 @@ def _control_tokens(ids: Sequence[int], tokenizer: Any) -> int:
     return sum(token in special for token in ids)
 
 
-def _context_tokens(
-    sample: Sample, tokenizer: Tokenizer, text: str, start: int, ids: tuple[int, ...], more: Any
-) -> int:
+def _laid_out(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> LaidOut:
+    """The sample's whole text, and where its question begins.
+
+    Raises ConfigError or DatasetError where it needs a chat template that is not there.
+    """
+    if sample.chat is not None:
+        if not (chat_template and tokenizer.chat_template):
+            here = tokenizer.chat_template
+            why = "--no-chat-template leaves out" if here else "this tokenizer lacks"
+            hint = "leave that option out" if here else "use a chat model"
+            msg = f"{sample.chat.where}: messages need the model's chat template, which {why}; {hint}"
+            raise DatasetError(msg)
+        return templates.laid_out(sample.chat, tokenizer, sample.answer_prefix)
+    if not chat_template:
+        text = _plain_text(sample)
+        return LaidOut(text, _border(sample, text, 0), "")
+    if not tokenizer.chat_template:
+        msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
+        raise ConfigError(msg)
+    text = templates.turn(sample.prompt, tokenizer) + sample.answer_prefix
+    around, start = templates.around_turn(tokenizer)
+    return LaidOut(text, _border(sample, text, start), around)
+
+
+def _context_tokens(laid: LaidOut, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
     """Tokens up to the end of the context, counted on the prompt's own ids: one that reaches over is the question's.
 
-    `start` is where the prompt begins in `text`. All tokens for a sample without a question, one less at most for one
-    with.
+    All tokens for a sample without a question, one less at most for one with.
     """
-    if not sample.question.strip() or not sample.context:
+    if laid.border < 0:
         return len(ids)
-    place = _border(sample, text, start)
-    if place < 0:
-        return len(ids)
-    before = tokenizer(text[:place], **more)["input_ids"]
+    before = tokenizer(laid.text[: laid.border], **more)["input_ids"]
     alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
     return min(alike, len(ids) - 1)
 
@@ -189,8 +205,11 @@ def _context_tokens(
 def _border(sample: Sample, text: str, start: int) -> int:
     """Where the context ends in the text, which holds the prompt from `start` on, its outer whitespace lost or not.
 
-    −1 where a chat template changed the prompt otherwise: its context and question cannot be told apart.
+    −1 where there is no context or no question, or a chat template changed the prompt otherwise: they cannot be told
+    apart.
     """
+    if not sample.question.strip() or not sample.context:
+        return -1
     bare = sample.prompt.strip()
     found = text.find(bare, start)
     lead = len(sample.prompt) - len(sample.prompt.lstrip())
@@ -260,30 +279,6 @@ def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
             f"sample '{prompt.sample_id}'; bring the tokenizer that belongs to the model"
         )
         raise ModelError(msg)
-
-
-def _chat_text(sample: Sample, tokenizer: Any) -> tuple[str, int]:
-    """The whole turn and its answer's beginning, and where in it the prompt begins."""
-    if not tokenizer.chat_template:
-        msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
-        raise ConfigError(msg)
-    return _turn(sample.prompt, tokenizer) + sample.answer_prefix, max(_turn(_MARK, tokenizer).find(_MARK), 0)
-
-
-def _turn(prompt: str, tokenizer: Any) -> str:
-    """Raises ModelError where the template, a program of the model's maker, cannot be run."""
-    turn = [{"role": "user", "content": prompt}]
-    try:
-        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-    except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        msg = f"the tokenizer's chat template cannot be used: {said}; --no-chat-template does without"
-        raise ModelError(msg) from error
-
-
-def after_turn(tokenizer: Any) -> str:
-    """What a chat template puts behind a user's turn, up to the answer; empty where the tokenizer has none."""
-    return _turn(_MARK, tokenizer).partition(_MARK)[2] if tokenizer.chat_template else ""
 
 
 def _plain_text(sample: Sample) -> str:

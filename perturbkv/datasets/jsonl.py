@@ -1,4 +1,4 @@
-"""Samples from a jsonl file: a `prompt`, used verbatim, or LongBench's fields."""
+"""Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or LongBench's fields."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from perturbkv.datasets import metrics, wording
+from perturbkv.datasets.chats import chat_sample
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.rows import FILE, Row, check_identities, read_rows
@@ -54,7 +55,12 @@ def _wordings(rows: list[Row]) -> dict[str, Wording]:
     found: dict[str, Wording] = {}
     for row in rows:
         name = row.fields.get("dataset")
-        if "prompt" in row.fields or not isinstance(name, str) or not in_longbench(name) or name in found:
+        if (
+            {"prompt", "messages"} & row.fields.keys()
+            or not isinstance(name, str)
+            or not in_longbench(name)
+            or name in found
+        ):
             continue
         try:
             found[name] = wording.read(name)
@@ -75,6 +81,8 @@ def _metric(row: Row) -> str:
 
 
 def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
+    if "messages" in row.fields:
+        return chat_sample(row)
     if "prompt" in row.fields:
         return row.sample(
             id=row.identity("id"),
@@ -83,7 +91,7 @@ def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
             answer_prefix=row.text("answer_prefix"),
         )
     if "context" not in row.fields and "input" not in row.fields:
-        msg = f"expected the field `prompt`, or `context` and `input`; got {[*row.fields]}"
+        msg = f"expected the field `prompt`, `messages`, or `context` and `input`; got {[*row.fields]}"
         raise row.refusal(msg)
     worded = wordings.get(str(row.fields.get("dataset")))
     return longbench_sample(row, worded) if worded else _plain(row)

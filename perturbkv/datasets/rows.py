@@ -34,7 +34,7 @@ class Row:
         if not isinstance(value, str):
             msg = f"expected `{name}` to be text, got {kind(value)}"
             raise self.refusal(msg)
-        return self._encodable(name, value)
+        return self.encodable(f"`{name}`", value)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A field that is a list of texts; empty where the row lacks it."""
@@ -46,7 +46,7 @@ class Row:
             if not isinstance(value, str):
                 msg = f"expected `{name}` to be a list of texts, got {kind(value)} in it"
                 raise self.refusal(msg)
-        return tuple(self._encodable(name, value) for value in values)
+        return tuple(self.encodable(f"`{name}`", value) for value in values)
 
     def identity(self, name: str) -> str:
         """A field that is text or a whole number, as text; the row's place where it lacks it or it is empty."""
@@ -54,7 +54,7 @@ class Row:
         if not isinstance(value, str | int) or isinstance(value, bool):
             msg = f"expected `{name}` to be text or a whole number, got {kind(value)}"
             raise self.refusal(msg)
-        return self._encodable(name, str(value)) or str(self.place)
+        return self.encodable(f"`{name}`", str(value)) or str(self.place)
 
     def placed_identity(self, name: str) -> str:
         """The row's place and behind it the field, for data whose own ids come twice; the place alone without one."""
@@ -68,16 +68,17 @@ class Row:
         except DatasetError as error:
             raise self.refusal(error) from None
 
-    def refusal(self, problem: object) -> DatasetError:
-        """The error that names file and line."""
-        return DatasetError(f"{self.where}: {problem}")
-
-    def _encodable(self, name: str, value: str) -> str:
+    def encodable(self, name: str, value: str) -> str:
+        """The value, of a field called `name`. Raises DatasetError where no file can hold it."""
         try:
-            check_text(f"expected `{name}`", value)
+            check_text(f"expected {name}", value)
         except DatasetError as error:
             raise self.refusal(error) from None
         return value
+
+    def refusal(self, problem: object) -> DatasetError:
+        """The error that names file and line."""
+        return DatasetError(f"{self.where}: {problem}")
 
 
 def kind(value: object) -> str:

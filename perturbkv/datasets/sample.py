@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from perturbkv.datasets.templates import Chat
 from perturbkv.errors import DatasetError
 
 LONGEST_ID = 1000
@@ -24,6 +25,7 @@ class Sample:
         classes: what an answer is chosen from, where it is.
         delimiter: between prompt and answer_prefix, where no chat template stands there.
         metric: that grades an answer instead of the task's, one of `metrics.CHOICES`; empty where none is chosen.
+        chat: the turns of a chat, which `context` and `question` then hold for people; None for a single turn.
 
     Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
@@ -37,6 +39,7 @@ class Sample:
     classes: tuple[str, ...] = ()
     delimiter: str = "\n"
     metric: str = ""
+    chat: Chat | None = None
 
     def __post_init__(self) -> None:
         check_id(self.id)

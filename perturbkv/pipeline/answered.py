@@ -12,6 +12,7 @@ from perturbkv.display import Table, as_html
 from perturbkv.pipeline import grading
 from perturbkv.pipeline.generation import Answers
 from perturbkv.pipeline.grading import Decode
+from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.visible import line
 
 _FULL = "full cache"
@@ -22,6 +23,7 @@ def row(
 ) -> dict[str, Any]:
     """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
     metric = graded.get(prompt.grading)
+    question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
 
     def said(tokens: list[int]) -> dict[str, Any]:
         score = grading.grade(grading.text_of(tokens, decode), prompt, graded)
@@ -30,6 +32,8 @@ def row(
     return {
         "sample": prompt.sample_id,
         "prompt_tokens": len(prompt.token_ids),
+        "prompt": decode(list(prompt.token_ids)),
+        "question": decode(list(question), skip_special_tokens=True),
         "answers": list(prompt.answers),
         "metric": metric.name if metric else None,
         "full": said(answers.full),
@@ -38,6 +42,19 @@ def row(
             for label, held, tokens in zip(labels, answers.held, answers.evicted, strict=True)
         },
         "compressions": _compressions(answers, labels),
+        "divergence": _divergence(answers, labels),
+    }
+
+
+def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
+    """Every cache's, step by step; None where it was not asked for."""
+    found = answers.divergence
+    if found is None:
+        return None
+    caches = zip(labels, found.kl.tolist(), found.top1.tolist(), strict=True)
+    return {
+        "noise_floor": found.noise_floor.tolist(),
+        "caches": {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches},
     }
 
 
@@ -63,11 +80,17 @@ class Generation(Sequence[Answers]):
 
     Attributes:
         members: the answers, token by token.
-        rows: the same as `perturbkv generate --json` tells it, an object per prompt (`docs/json.md`).
+        written: the same as `perturbkv generate --json` tells it, an object per prompt (`docs/json.md`), with the run:
+            what `divergence` and `judge` look at.
     """
 
     members: tuple[Answers, ...]
-    rows: tuple[dict[str, Any], ...]
+    written: WrittenAnswers
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """An object per prompt."""
+        return self.written.rows
 
     def __len__(self) -> int:
         return len(self.members)
@@ -80,7 +103,7 @@ class Generation(Sequence[Answers]):
 
     def __getitem__(self, place: int | slice) -> Answers | Generation:
         if isinstance(place, slice):
-            return replace(self, members=self.members[place], rows=self.rows[place])
+            return replace(self, members=self.members[place], written=replace(self.written, rows=self.rows[place]))
         return self.members[place]
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from
+from perturbkv.pipeline.divergence import Divergence, follow
 from perturbkv.pipeline.finite import LOGITS, FiniteCheck
 from perturbkv.pipeline.prefill import Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
@@ -197,12 +198,14 @@ class Answers:
         evicted: token ids from each configuration's.
         held: entries of each configuration's cache over those of the full one, after the prompt's compressed part.
         compressions: those that came later.
+        divergence: of the evicted caches while they read the full cache's answer, where it was asked for.
     """
 
     full: list[int]
     evicted: list[list[int]]
     held: list[float]
     compressions: list[Compression]
+    divergence: Divergence | None = None
 
 
 @room.told()
@@ -216,9 +219,12 @@ def answer(
     layout: str = "ragged",
     head_scores: Sequence[Sequence[float]] = (),
     compress_every: int | None = None,
+    divergence: bool = False,
     resources: Resources = _DEFAULT,
 ) -> Answers:
     """Read a prompt and answer it from its full cache and from every configuration's, in one batch.
+
+    With `divergence` all of them then read the full cache's answer.
 
     Raises ActivationError for NaN or Inf, NoMemoryError.
     """
@@ -228,15 +234,20 @@ def answer(
         above=compress_every or 0, resources=resources,
     )  # fmt: skip
     held = _held(read.cache)
-    compressor = None
-    if compress_every is not None:
-        compressor = Compressor(
-            adapter, read.cache, configs, compress_every, read.queries, prompt.sample_id, 1, resources, head_scores
+    again = read.cache.fresh() if divergence else None
+
+    def compressing(cache: CompactCache) -> Compressor | None:
+        if compress_every is None:
+            return None
+        return Compressor(
+            adapter, cache, configs, compress_every, read.queries, prompt.sample_id, 1, resources, head_scores
         )
-    check = FiniteCheck()
+
+    compressor, check = compressing(read.cache), FiniteCheck()
     full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor, check)
+    followed = None if again is None else follow(adapter, again, question, full, compressing(again), check)
     check.raise_if_not(prompt.sample_id)
-    return Answers(full, evicted, held, compressor.done if compressor else [])
+    return Answers(full, evicted, held, compressor.done if compressor else [], followed)
 
 
 def _held(cache: CompactCache) -> list[float]:

@@ -103,6 +103,11 @@ class Compressor:
                 self.cache.behind[row] += round(before - after)  # its kept sets are equally long
             self.done.append(Compression(place, generated, before, after, *stacked))
 
+    def room(self) -> int:
+        """How many tokens can be read, one at least, before a row holds more than the limit."""
+        fullest = max(mean_entries(self.cache, self.first + place) for place in range(len(self.configs)))
+        return max(1, int(self.limit - fullest) + 1)
+
     def _compress_layer(
         self, layer: int, row: int, config: EvictionConfig, generated: int
     ) -> tuple[Tensor, Tensor, Tensor]:

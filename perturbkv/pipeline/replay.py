@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.datasets.encode import after_turn
+from perturbkv.datasets.templates import after_turn
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_sliding_window
 from perturbkv.pipeline.capture import Observer, capture

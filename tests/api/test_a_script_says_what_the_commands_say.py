@@ -79,5 +79,5 @@ def test_numbers_are_equal_bit_for_bit(command: str, found: dict[str, Any], fold
     assert numbers
     assert {name: told[name] for name in numbers} == numbers
     beside = {"asked", "figures", "analysis", "trace", "trace_digest", "run", "failed", "schema", "file",
-              "compress_every"}  # fmt: skip
+              "compress_every", "divergence"}  # fmt: skip
     assert set(told) - beside == set(numbers), "nothing that the command tells is missing"

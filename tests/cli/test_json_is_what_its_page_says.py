@@ -18,6 +18,7 @@ from perturbkv.storage import trace_file
 from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import asked_of, made
+from tests.support.judges import planted_judge
 
 Run = Callable[..., Any]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
@@ -91,7 +92,29 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
         "info": ["info", "t.h5"],
         "export": ["export", "t.h5", "-o", "t.csv"],
         "tokens": ["tokens", "t.h5"],
-        "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "-o", "out"],
+        "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "--divergence", "-o", "out"],
+        "divergence": ["divergence", "out/generation.jsonl", "--format", "png"],
+        "judge": [
+            "judge",
+            "out/generation.jsonl",
+            "--command",
+            planted_judge("length"),
+            "--scale",
+            "0,1000",
+            "--format",
+            "png",
+        ],
+        "judge --pairwise": [
+            "judge",
+            "out/generation.jsonl",
+            "--command",
+            planted_judge("longer"),
+            "--pairwise",
+            "-o",
+            "pairs",
+            "--format",
+            "png",
+        ],
         "dry run": ["heads", *tiny, "--dry-run"],
         "head-scores": ["head-scores", "--model", model, "-o", "s.json"],
         "models": ["models"],
@@ -126,7 +149,9 @@ def test_every_key_of_every_document_stands_on_the_page_with_its_type(documents:
         walk.thing(document, section, section)
     assert walk.wrong == []
     rows = {(section, key) for section, keys in walk.page.items() for key in keys}
-    shared = {(section, key) for section, key in rows if section in ("every document", "every analysis")}
+    shared = {
+        (section, key) for section, key in rows if section in ("every document", "every analysis", "about answers")
+    }
     assert rows - walk.seen - shared == set(ELSEWHERE)  # nothing else stands there that no command prints
 
 

@@ -24,14 +24,14 @@ FLOORS = (
     ("selection", "datasets", "storage"),
     ("cache",),
     ("pipeline",),
-    ("engines", "auditing", "benchmark", "selfcheck"),
+    ("engines", "auditing", "benchmark", "selfcheck", "judging"),
     ("api",),
     ("cli",),
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
     "errors", "visible", "passages", "display", "reading", "configs", "schema", "trace", "audit_trace", "storage",
-    "analyses", "figures",
+    "judging", "analyses", "figures",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {"perturbkv.trace": {"storage"}, "perturbkv.api": {"analyses"}, "perturbkv": set()}

@@ -1,0 +1,105 @@
+"""Free answers that have not left the full cache's yet, and KL over the full cache's answer, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from perturbkv.analyses.divergence import Divergence
+from perturbkv.analyses.intervals import LEAST, Band
+from perturbkv.analyses.naming import SIDE, apart, counted, short
+from perturbkv.analyses.parting import Parting
+from perturbkv.figures import style
+from perturbkv.figures.labels import by_held
+
+_PANEL_MM, _AROUND_MM, _LEGEND_MM = 52, 22, 3.4
+_BANDS = 4
+"""More bands than these hide one another: of more configurations the lines alone are drawn."""
+_DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
+
+
+def draw(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel of shares of answers that are still alike, and where KL was measured one of KL, with bands.
+
+    A colour per policy and selection, a dash per what else tells the configurations apart.
+    """
+    with style.use():
+        configs = by_held(result.configs, lambda one: one.held)
+        narrow, panels = width_mm < style.WIDE_MM, 2 if result.noise_floor.size else 1
+        columns = 1 if narrow else 2
+        legend = _LEGEND_MM * -(-len(configs) // columns)
+        figure = style.figure(width_mm, _PANEL_MM * (panels if narrow else 1) + _AROUND_MM + legend)
+        axes = list(figure.subplots(*((panels, 1) if narrow else (1, panels)), squeeze=False).flat)
+        handles = [
+            _config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
+            for one, name, look in zip(configs, _names(configs), _looks(configs), strict=True)
+        ]
+        _finish(axes, result)
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns)
+        style.foot(figure, result.identity, _told(result, len(configs)))
+    return figure
+
+
+def _names(configs: Sequence[Parting]) -> list[str]:
+    """What tells each from the others, and what its cache holds."""
+    names = [name or "evicted" for name in short([one.config for one in configs])]
+    return [f"{name} (held {style.number(one.held)})" for name, one in zip(names, configs, strict=True)]
+
+
+def _looks(configs: Sequence[Parting]) -> list[tuple[Any, Any]]:
+    """Colour and dash of each."""
+    told = apart([one.config for one in configs])
+    sides, others = (
+        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in told]
+        for of_side in (True, False)
+    )
+    colours = dict(zip(dict.fromkeys(sides), style.category_colours(len(set(sides))), strict=True))
+    dashes = dict(zip(dict.fromkeys(others), cycle(_DASHES), strict=False))
+    return [(colours[side], dashes[other]) for side, other in zip(sides, others, strict=True)]
+
+
+def _config(
+    axes: Sequence[Axes], result: Divergence, one: Parting, name: str, look: tuple[Any, Any], *, bands: bool
+) -> Line2D:
+    colour, dash = look
+    alike, band = one.free.alike_after(max(result.lengths))
+    curves: list[tuple[Axes, Any, Any, Band, str]] = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
+    if one.forced is not None:
+        middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
+        curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))
+    for panel, places, values, ends, kind in curves:
+        panel.plot(places, values, linestyle=dash, color=colour, gid=f"{kind} {one.config.label()}",
+                   drawstyle="steps-post" if kind == "alike" else "default")  # fmt: skip
+        if ends is not None and bands:
+            panel.fill_between(places, ends.low, ends.high, color=colour, alpha=0.13, linewidth=0, gid=f"{kind} band",
+                               step="post" if kind == "alike" else None)  # fmt: skip
+    return Line2D([], [], color=colour, linestyle=dash, label=name)
+
+
+def _finish(axes: Sequence[Axes], result: Divergence) -> None:
+    axes[0].set(ylim=(-0.03, 1.03), ylabel="share of samples", xlabel="tokens of the answer")
+    axes[0].set_title("Own answers: no token differs yet", loc="left")
+    if len(axes) > 1:
+        axes[1].set(ylim=(0, None), ylabel="KL, nat", xlabel="token of the full cache's answer")
+        axes[1].set_title("Next token's distribution", loc="left")
+        style.note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
+    for panel in axes:
+        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        panel.set_xlim(0, max(1, *result.lengths))
+
+
+def _told(result: Divergence, configs: int) -> str:
+    """n, what the bands are, and how many steps make a point."""
+    samples = len(result.samples)
+    points = f" · KL: means over {result.span} tokens" if result.span > 1 and result.noise_floor.size else ""
+    if configs > _BANDS or samples < 2:
+        return f"n = {counted(samples, 'sample')}, means{points}"
+    kind = "95 % intervals" if samples >= LEAST else "ranges of single samples"
+    return f"bands: shares have exact 95 % intervals, KL {kind}, over n = {samples} samples{points}"

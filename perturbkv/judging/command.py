@@ -1,0 +1,112 @@
+"""Run a judge: a program that reads lines on its standard input and writes lines on its standard output.
+
+No shell reads the command. All questions are written at once, so that a judge may answer them in any order, one by one
+or together; each answer is taken as soon as it is there, so that none that came is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, cast
+
+from perturbkv.errors import ConfigError, PluginError
+from perturbkv.visible import line
+
+_LONGEST = 2**20
+"""Bytes of one answer: more is no judgement."""
+_TOLD = 300
+
+
+def split(command: str) -> list[str]:
+    """Program and arguments, as a shell would part them. Raises ConfigError where there are none."""
+    try:
+        found = shlex.split(command)
+    except ValueError as error:
+        msg = f"expected a command such as 'python my_judge.py', got {command[:_TOLD]!r}: {error}"
+        raise ConfigError(msg) from None
+    if not found:
+        msg = "expected a command such as 'python my_judge.py', got an empty one"
+        raise ConfigError(msg)
+    return found
+
+
+def answered(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
+    """Every line that the command writes, as soon as it does, until it ends.
+
+    Raises PluginError where it cannot be started, is silent for more than `limit` seconds, writes a line without end,
+    or leaves with another code than 0.
+    """
+    with tempfile.TemporaryFile() as said, _started(command, said) as process:
+        lines: queue.Queue[bytes] = queue.Queue()
+        for work in (lambda: _write(process, questions), lambda: _read(process, lines)):
+            threading.Thread(target=work, daemon=True).start()
+        while found := _next(lines, limit):
+            if len(found) > _LONGEST:
+                msg = f"expected lines of at most {_LONGEST:,} bytes from the judge, got a longer one"
+                raise PluginError(msg)
+            yield found
+        _check_end(process, limit, said)
+
+
+@contextmanager
+def _started(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, in a session of its own, all of which is over when the block is left."""
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        msg = f"expected a judge that can be started, got '{line(command[0])}': {why}; check --command"
+        raise PluginError(msg) from None
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _write(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
+    """All questions; a judge that no longer reads says why with its exit code."""
+    with suppress(OSError), cast("IO[bytes]", process.stdin) as stream:
+        for question in questions:
+            stream.write(question.encode())
+
+
+def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
+    """Line by line, an empty one at the end."""
+    with cast("IO[bytes]", process.stdout) as stream:
+        while found := stream.readline(_LONGEST + 1):
+            lines.put(found)
+    lines.put(b"")
+
+
+def _next(lines: queue.Queue[bytes], limit: float) -> bytes:
+    try:
+        return lines.get(timeout=limit)
+    except queue.Empty:
+        msg = f"the judge said nothing for {limit:g} seconds; raise --time-limit, or look why it waits"
+        raise PluginError(msg) from None
+
+
+def _check_end(process: subprocess.Popen[bytes], limit: float, said: IO[bytes]) -> None:
+    """Raise PluginError for a judge that does not end, or ends in failure, with its last words."""
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        msg = f"the judge closed its output and did not end within {limit:g} seconds; let it end after its last answer"
+        raise PluginError(msg) from None
+    if code:
+        said.seek(0)
+        words = said.read().decode(errors="replace").strip().splitlines()
+        told = f": {line(words[-1])[:_TOLD]}" if words else ""
+        msg = f"expected a judge that ends with exit code 0, got {code}{told}"
+        raise PluginError(msg)

@@ -1,0 +1,171 @@
+"""What a judge said, checked as it comes and kept at once: a file that a same call goes on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from perturbkv.errors import ConfigError, PluginError
+from perturbkv.judging.questions import SIDES, Question
+from perturbkv.reading import FileKind, parse_json
+from perturbkv.storage.files import clear_leftovers, write_whole
+from perturbkv.visible import in_json, line
+
+TIE = "tie"
+_HINT = "give --overwrite or another --output"
+_KIND = FileKind("a file of judgements", ConfigError, 2**30, _HINT)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Who is asked, and how.
+
+    Attributes:
+        command: program and arguments.
+        pairwise: whether pairs are compared, instead of answers scored.
+        seed: of the order within pairs.
+        scale: least and largest score that may be given; None: any number.
+    """
+
+    command: tuple[str, ...]
+    pairwise: bool = False
+    seed: int = 0
+    scale: tuple[float, float] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As the first line of a file of judgements holds it."""
+        return {"judge": json.loads(json.dumps(asdict(self)))}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the judge said of one question.
+
+    Attributes:
+        sample, label: whose; of the full cache's own answer the label is None.
+        content: digest of what was read.
+        score: of a single answer.
+        outcome: of a pair, for the evicted answer: win, tie or loss.
+        full_is: of a pair, which side the full cache's answer was.
+        comment: of the judge.
+    """
+
+    sample: str
+    label: str | None
+    content: str
+    score: float | None = None
+    outcome: str | None = None
+    full_is: str = ""
+    comment: str = ""
+
+    @property
+    def first(self) -> bool | None:
+        """Of a pair whether the one that was shown first won; None for a tie."""
+        return None if self.outcome == TIE else (self.outcome == "loss") == (self.full_is == "a")
+
+
+def judged(question: Question, said: Mapping[str, Any], judge: Judge) -> Judgement:
+    """The judgement that a line makes of its question. Raises PluginError for what is none."""
+    comment = said.get("comment")
+    if not isinstance(comment, str | None):
+        raise refusal(question.id, "a `comment` that is text", comment)
+    asked = (question.sample, question.label, question.content)
+    if not judge.pairwise:
+        return Judgement(*asked, score=_score(question, said, judge), comment=comment or "")
+    winner = said.get("winner")
+    if winner not in (*SIDES, TIE):
+        raise refusal(question.id, "a `winner` of a, b or tie", winner)
+    outcome = TIE if winner == TIE else "loss" if winner == question.full_is else "win"
+    return Judgement(*asked, outcome=outcome, full_is=question.full_is, comment=comment or "")
+
+
+def tie(question: Question) -> Judgement:
+    """Of a pair of the same text."""
+    return Judgement(question.sample, question.label, question.content, outcome=TIE, full_is=question.full_is)
+
+
+def _score(question: Question, said: Mapping[str, Any], judge: Judge) -> float:
+    score = said.get("score")
+    if isinstance(score, bool) or not isinstance(score, int | float) or not _finite(score):
+        raise refusal(question.id, "a `score` that is a number", score)
+    if judge.scale is not None and not judge.scale[0] <= score <= judge.scale[1]:
+        raise refusal(question.id, f"a `score` from {judge.scale[0]:g} to {judge.scale[1]:g}", score)
+    return float(score)
+
+
+def _finite(score: float) -> bool:
+    try:
+        return isfinite(score)
+    except OverflowError:
+        return False
+
+
+def refusal(name: str, wanted: str, got: object) -> PluginError:
+    """The error for what a judge said of a question."""
+    return PluginError(f"expected from the judge, for id '{line(name)[:40]}', {wanted}, got {line(repr(got))[:100]}")
+
+
+class Kept:
+    """A file of judgements: those of an earlier call, and each new one as soon as it is there.
+
+    Raises ConfigError for a file of another judge or of other answers.
+    """
+
+    def __init__(self, path: Path, judge: Judge, questions: Sequence[Question], overwrite: bool) -> None:
+        self.path = path
+        asked = {(one.sample, one.label): one.content for one in questions}
+        header, *others = _documents(path) if path.exists() and not overwrite else [judge.record()]
+        if header != judge.record():
+            raise _KIND.refusal(path, "one of another judge, or of another way to ask it")
+        self.found = {(one.sample, one.label): one for one in (_read(path, document) for document in others)}
+        if any(asked.get(key) != one.content for key, one in self.found.items()):
+            raise _KIND.refusal(path, "one of other answers")
+        lines = [header, *(asdict(one) for one in self.found.values())]
+        text = "".join(map(_line, lines))
+        clear_leftovers(path)
+        write_whole(path, lambda stream: stream.write(text.encode()))
+
+    def keep(self, judgement: Judgement) -> None:
+        """Write one down."""
+        self.found[judgement.sample, judgement.label] = judgement
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(_line(asdict(judgement)))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    """The lines that are whole; a last one that is not is passed over."""
+    lines = [text for text in _KIND.read_text(path).split("\n") if text.strip()]
+    found: list[dict[str, Any]] = []
+    for place, text in enumerate(lines, start=1):
+        try:
+            document = parse_json(text)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict) and (place < len(lines) or place == 1):
+            raise _KIND.refusal(path, f"a line {place} that is no JSON object")
+        found += [document] if isinstance(document, dict) else []
+    return found or [{}]
+
+
+def _read(path: Path, document: Mapping[str, Any]) -> Judgement:
+    strange = _KIND.refusal(path, f"a line that is no judgement of ours, {str(document)[:40]}")
+    try:
+        found = Judgement(**document)
+    except TypeError:
+        raise strange from None
+    score = found.score is None or (isinstance(found.score, int | float) and not isinstance(found.score, bool))
+    texts = all(isinstance(one, str) for one in (found.sample, found.label or "", found.content, found.comment))
+    if not (score and texts and found.outcome in (None, "win", TIE, "loss") and found.full_is in ("", *SIDES)):
+        raise strange
+    return found
+
+
+def _line(document: Mapping[str, Any]) -> str:
+    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"

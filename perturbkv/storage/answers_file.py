@@ -1,0 +1,139 @@
+"""What `perturbkv generate` leaves: a jsonl file whose first line is the run, each other one a sample's answers.
+
+A line that a killed run left unfinished is passed over where it is the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import ConfigError
+from perturbkv.reading import FileKind, parse_json
+
+FILE = "generation.jsonl"
+_KIND = FileKind("a file of answers, which perturbkv generate writes,", ConfigError, 2 * 2**30, "give another file")
+_ROW = {"sample": str, "prompt_tokens": int, "answers": list, "full": dict, "evicted": dict, "compressions": list}
+_ANSWER = {"tokens": list, "text": str}
+
+
+@dataclass(frozen=True)
+class WrittenAnswers:
+    """What the caches of some prompts wrote.
+
+    Attributes:
+        run: what was run.
+        rows: an object per prompt, as `docs/json.md` says; every configuration of the run is in each.
+        compress_every: entries above which a cache was compressed again; None: never.
+        source: the file's path; empty where the answers were never in one.
+        digest: of the file, short.
+        made_with: provenance, as far as it is known.
+    """
+
+    run: RunConfig
+    rows: tuple[dict[str, Any], ...]
+    compress_every: int | None = None
+    source: str = ""
+    digest: str = ""
+    made_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def read_answers(path: str | Path) -> WrittenAnswers:
+    """The answers of a file. Raises ConfigError, which names it, where it is no such file or a line is none of ours.
+
+    >>> import perturbkv as pk
+    >>> pk.read_answers("nowhere.jsonl")
+    Traceback (most recent call last):
+    perturbkv.errors.ConfigError: expected a file of answers, ... got nothing; give another file
+    """
+    where = Path(path)
+    text = _KIND.read_text(where)
+    header, *rows = _documents(where, text)
+    run = _run(where, header)
+    labels = set(run.labels())
+    for place, row in enumerate(rows, start=2):
+        if not is_row(row) or set(row["evicted"]) != labels or not _followed(row):
+            raise _KIND.refusal(where, f"a line {place} that is no sample's answers of its run")
+    if not rows:
+        raise _KIND.refusal(where, "one without answers")
+    if len({row["sample"] for row in rows}) < len(rows):
+        raise _KIND.refusal(where, "one that answers a sample twice")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return WrittenAnswers(
+        run, tuple(rows), header.get("compress_every"), str(where), digest, header.get("made_with") or {}
+    )
+
+
+def is_row(document: Mapping[str, Any]) -> bool:
+    """Whether a line is a sample's answers, those of older versions too."""
+    return _has(document, _ROW) and all(
+        _has(made, _ANSWER) for made in (document["full"], *document["evicted"].values())
+    )
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """A line's object; None for one that a killed run left unfinished."""
+    try:
+        document = parse_json(line)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _documents(path: Path, text: str) -> list[dict[str, Any]]:
+    """Every line's object. Raises ConfigError where one but the last is none."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    found = [parsed(line) for line in lines]
+    if len(found) > 1 and found[-1] is None:
+        found.pop()
+    if broken := [place for place, one in enumerate(found, start=1) if one is None]:
+        raise _KIND.refusal(path, f"a line {broken[0]} that is no JSON object")
+    documents = [one for one in found if one is not None]
+    if not documents:
+        raise _KIND.refusal(path, "an empty one")
+    return documents
+
+
+def _run(path: Path, header: Mapping[str, Any]) -> RunConfig:
+    limit = header.get("compress_every")
+    try:
+        run = RunConfig.from_json(json.dumps(header.get("run")))
+    except ConfigError as error:
+        raise _KIND.refusal(path, f"a first line without its run ({error})") from None
+    if not (limit is None or (isinstance(limit, int) and not isinstance(limit, bool))):
+        raise _KIND.refusal(path, f"a first line whose compress_every is {str(limit)[:40]}")
+    return run
+
+
+def _followed(row: Mapping[str, Any]) -> bool:
+    """Whether what a line says of divergence, if anything, has a number for each token of the full cache's answer."""
+    found = row.get("divergence")
+    if found is None:
+        return True
+    if not _has(found, {"noise_floor": list, "caches": dict}) or set(found["caches"]) != set(row["evicted"]):
+        return False
+    if not all(_has(one, {"kl": list, "top1": list}) for one in found["caches"].values()):
+        return False
+    numbers = [found["noise_floor"], *(one["kl"] for one in found["caches"].values())]
+    truths = [one["top1"] for one in found["caches"].values()]
+    steps = len(row["full"]["tokens"])
+    return (
+        all(len(one) == steps for one in (*numbers, *truths))
+        and all(_is_number(value) for one in numbers for value in one)
+        and all(isinstance(value, bool) for one in truths for value in one)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it can be a KL: a finite number that is not negative."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
+
+
+def _has(document: Any, fields: Mapping[str, type]) -> bool:
+    return isinstance(document, dict) and all(isinstance(document.get(name), kind) for name, kind in fields.items())

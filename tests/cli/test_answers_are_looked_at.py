@@ -1,0 +1,163 @@
+"""Chats answered at length, where their answers leave the full cache's, and what a judge thinks of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from transformers import AutoTokenizer
+
+from tests.support.folders import model_folder
+from tests.support.judges import planted_judge
+
+Run = Callable[..., Any]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def narrow(text: str) -> bool:
+    return all(cell_len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer has a chat template."""
+    folder = model_folder(tmp_path_factory.mktemp("models") / "chatty", positions=512)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    turns = [("user", "Read this. " * 9), ("assistant", "I did. " * 6), ("user", "And now?")]
+    rows = [
+        {"id": f"c{place}", "messages": [{"role": role, "content": f"{place} {text}"} for role, text in turns]}
+        for place in range(2)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture
+def made(perturbkv: Run, chatty: Path, chats: Path) -> Path:
+    """The answers of both chats, compressed as they grow, read by every cache."""
+    options = ["--budget", 24, "--window", 8, "--max-new-tokens", 30, "--compress-every", 40, "--divergence"]
+    ran = perturbkv("generate", "--model", chatty, "--dataset", chats, *options, "-o", "out")
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out)
+    return Path("out/generation.jsonl")
+
+
+def test_long_answers_to_chats_are_followed_and_gone_on_with(
+    perturbkv: Run, chatty: Path, chats: Path, made: Path
+) -> None:
+    header, first, _ = map(json.loads, made.read_text().splitlines())
+    assert (header["compress_every"], header["divergence"]) == (40, True)
+    assert first["question"] == "0 And now?<assistant>"
+    assert first["prompt"].startswith("<user>0 Read this.")
+    steps = len(first["full"]["tokens"])
+    assert steps == len(first["divergence"]["noise_floor"]) > 20
+    for read in first["divergence"]["caches"].values():
+        assert len(read["kl"]) == len(read["top1"]) == steps
+    assert first["compressions"]
+    whole = made.read_text()
+    made.write_text("\n".join(whole.splitlines()[:2]) + '\n{"sample": "c1", "unfini')
+    same = ["generate", "--model", chatty, "--dataset", chats, "--budget", 24, "--window", 8, "--max-new-tokens", 30,
+            "--compress-every", 40, "-o", "out"]  # fmt: skip
+    other = perturbkv(*same)
+    assert (other.code, "is of another run" in other.err) == (2, True)
+    again = perturbkv(*same, "--divergence")
+    assert again.code == 0, again.err
+    assert made.read_text() == whole
+
+
+def test_where_answers_part_is_shown_drawn_and_written(perturbkv: Run, made: Path) -> None:
+    ran = perturbkv("divergence", made, "--format", "png")
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    for told in (
+        "Answers of their own",
+        "Reading the full cache's answer",
+        "compressed again above 40",
+        "Everything kept",
+    ):
+        assert told in " ".join(ran.out.split())
+    document = json.loads(Path("out/divergence.json").read_text())
+    assert document["figures"] == ["out/divergence.png"]
+    assert document["samples"] == ["c0", "c1"]
+    again = perturbkv("divergence", made, "--format", "png", "--json")  # what is ours is replaced
+    assert again.json()["configs"] == document["configs"]
+    Path("out/divergence.json").write_text("my own")
+    kept = perturbkv("divergence", made)
+    assert (kept.code, "expected no file at out/divergence.json" in kept.err) == (2, True)
+    assert Path("out/divergence.json").read_text() == "my own"
+    assert perturbkv("divergence", made, "--overwrite").code == 0
+
+
+def test_a_judge_is_asked_once_and_what_it_said_stays(perturbkv: Run, made: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ["--command", f"{planted_judge('length')} '{log}'", "--scale", "0,1000", "--format", "png"]
+    ran = perturbkv("judge", made, *options)
+    assert ran.code == 0, ran.err
+    assert narrow(ran.out), ran.out
+    assert "mean score" in " ".join(ran.out.split())
+    assert len(log.read_text().splitlines()) == 6
+    again = perturbkv("judge", made, *options, "--json")
+    assert again.code == 0, again.err
+    assert again.json()["full"] == json.loads(Path("out/judge.json").read_text())["full"]
+    assert len(log.read_text().splitlines()) == 6
+    pairs = perturbkv("judge", made, "--command", planted_judge("longer"), "--pairwise", "-o", "pairs")
+    assert pairs.code == 0, pairs.err
+    assert narrow(pairs.out), pairs.out
+    assert "The answer shown first won" in " ".join(pairs.out.split())
+
+
+def test_what_came_from_a_judge_that_failed_is_there_the_next_time(perturbkv: Run, made: Path) -> None:
+    failed = perturbkv("judge", made, "--command", planted_judge("half"))
+    assert failed.code == 2
+    assert failed.err.splitlines()[-1].startswith("error: expected a judge that ends with exit code 0, got 1: no c")
+    assert "\x1b" not in failed.err
+    assert not Path("out/judge.json").exists()
+    assert len(Path("out/judgements.jsonl").read_text().splitlines()) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--command", "true", "--seed", "1"], "--seed has no effect here: it needs --pairwise"),
+        (["--command", "true", "--pairwise", "--scale", "1,2"], "--scale has no effect here"),
+        (["--command", "true", "--scale", "1"], "--scale takes the least and the largest score"),
+        (["--command", "true", "--scale", "2,1"], "the least and the largest score, such as 1,10; got"),
+        (["--command", "true", "--time-limit", "0"], "(--time-limit) must be a number of seconds above 0"),
+        (["--command", "'"], "No closing quotation"),
+        (
+            ["--command", "true"],
+            "which perturbkv generate writes, at none.jsonl, got nothing; give another file",
+        ),
+        ([], "Missing option '--command'"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused_and_nothing_is_written(
+    perturbkv: Run, words: list[str], told: str
+) -> None:
+    ran = perturbkv("judge", "none.jsonl", *words)
+    assert ran.code == 2
+    assert told in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert list(Path().iterdir()) == []
+
+
+def test_chats_that_no_model_can_be_asked_are_refused_by_line(perturbkv: Run, model: Path, chats: Path) -> None:
+    ran = perturbkv("generate", "--model", model, "--dataset", chats, "-o", "out")
+    assert ran.code == 2
+    assert f"{chats}, line 1: messages need the model's chat template, which this tokenizer lacks" in ran.err
+    assert not Path("out").exists()
