@@ -36,6 +36,17 @@ def plan(
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
     `generate`: tokens generated from every cache and scored; None: as many as the dataset says.
     """
+    (found,) = plans([options], configs, leave_out_unfit, generate)
+    return found
+
+
+def plans(
+    several: Sequence[RunOptions],
+    configs: Sequence[EvictionConfig],
+    leave_out_unfit: bool = False,
+    generate: int | None = 0,
+) -> list[Plan]:
+    """The same of several runs that differ in their data alone: the model is opened once. Raises as `plan`."""
     from perturbkv.cache import positions
     from perturbkv.datasets import registry as datasets
     from perturbkv.models.loading import open_model, pick_device, pick_dtype
@@ -45,7 +56,9 @@ def plan(
     from perturbkv.selection import compatibility
     from perturbkv.selection.policies import registry as policies
 
-    datasets.check_name(options.dataset)
+    for one in several:
+        datasets.check_name(one.dataset)
+    options = several[0]
     resources, device = options.resources, pick_device(options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
@@ -63,5 +76,8 @@ def plan(
         text=options.text,
         leave_out_unfit=leave_out_unfit,
     )
-    prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings))
-    return plan_run(files, placement, prompts, configs, settings, resources)
+    limit = int(files.config.max_position_embeddings)
+    return [
+        plan_run(files, placement, encode_prompts(one, files.tokenizer, limit), configs, settings, resources)
+        for one in several
+    ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from perturbkv.configs import numbers
+from perturbkv.configs.kinds import LONGBENCH
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.sample import Sample
 from perturbkv.datasets.wording import WITHOUT_CHAT, Wording
@@ -132,7 +133,7 @@ def known() -> list[DatasetInfo]:
 
 def in_longbench(name: str) -> bool:
     """Whether it is one of LongBench's 21 data sets."""
-    return any(name in names for names in _LONGBENCH.values())
+    return any(name in names for names in LONGBENCH.values())
 
 
 def is_file(name: str) -> bool:
@@ -169,15 +170,7 @@ register(
         "perturbkv.datasets.needle",
     )
 )
-_LONGBENCH = {
-    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
-    "multi-document QA": ("hotpotqa", "2wikimqa", "musique", "dureader"),
-    "summarisation": ("gov_report", "qmsum", "multi_news", "vcsum"),
-    "few-shot": ("trec", "triviaqa", "samsum", "lsht"),
-    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
-    "code": ("lcc", "repobench-p"),
-}
 _LONGBENCH_NEEDS = "--data-dir or the hub; perturbkv[longbench]"
-for _kind, _names in _LONGBENCH.items():
+for _kind, _names in LONGBENCH.items():
     for _name in _names:
         register(DatasetInfo(_name, "LongBench", _kind, _LONGBENCH_NEEDS, "perturbkv.datasets.longbench"))
