@@ -230,8 +230,8 @@ def _rows(task: Task, configs: Sequence[EvictionConfig]) -> list[dict[str, Any]]
     for place, sample in enumerate(task.samples):
         about = {"dataset": task.dataset, "kind": task.kind, "sample": sample, "full": float(task.full[place])}
         rows.append({**whole, **about, "score": about["full"], "held": 1.0, "propagated": None, "kl": None})
-        for column_, config in enumerate(configs):
-            numbers = {name: float(getattr(task, name)[place, column_]) for name in ("propagated", "kl")}
-            score, held = float(task.evicted[place, column_]), float(task.held[column_])
-            rows.append({**columns_of(config), **about, "score": score, "held": held, **numbers})
+        for number, config in enumerate(configs):
+            moved = {name: float(getattr(task, name)[place, number]) for name in ("propagated", "kl")}
+            score, held = float(task.evicted[place, number]), float(task.held[number])
+            rows.append({**columns_of(config), **about, "score": score, "held": held, **moved})
     return rows

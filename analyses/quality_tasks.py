@@ -27,7 +27,7 @@ class Task:
     """One data set, as a trace measured it.
 
     Attributes:
-        name: in tables: the data set's, of a file its stem.
+        name: in tables: the data set's, of a file its stem, where no two have the same.
         dataset: as the run names it.
         kind: of task, one of `KINDS`.
         samples: names of the complete samples.
@@ -53,17 +53,21 @@ class Task:
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
     """One task per trace, those of a kind together. Raises TraceError where answers are not there or not graded."""
-    found = [_task(trace, [trace.run.configs.index(config) for config in configs]) for trace in traces]
+    names = _names([trace.run.dataset for trace in traces])
+    found = [
+        _task(name, trace, [trace.run.configs.index(config) for config in configs])
+        for name, trace in zip(names, traces, strict=True)
+    ]
     return tuple(sorted(found, key=lambda task: KINDS.index(task.kind)))
 
 
-def _task(trace: Trace, places: list[int]) -> Task:
+def _task(name: str, trace: Trace, places: list[int]) -> Task:
     at_step(trace, ANALYSIS, 0)
     graded = scores(trace, ANALYSIS)
     moved = values(trace, "perturbation_propagated", ANALYSIS, 0).sum(axis=(2, 3))
     norms = values(trace, "output_norm", ANALYSIS, 0).sum(axis=(1, 2))
     return Task(
-        name=_name(trace.run.dataset),
+        name=name,
         dataset=trace.run.dataset,
         kind=_kind(trace.run),
         samples=tuple(name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole),
@@ -76,8 +80,10 @@ def _task(trace: Trace, places: list[int]) -> Task:
     )
 
 
-def _name(dataset: str) -> str:
-    return Path(dataset).stem if dataset.endswith((".jsonl", ".json")) else dataset
+def _names(datasets: Sequence[str]) -> list[str]:
+    """Names of data sets, and stems of files where these are different."""
+    stems = [Path(one).stem if one.endswith((".jsonl", ".json")) else one for one in datasets]
+    return stems if len(set(stems)) == len(stems) else list(datasets)
 
 
 def _kind(run: RunConfig) -> str:

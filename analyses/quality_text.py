@@ -58,24 +58,23 @@ def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
 
     from perturbkv.storage.export import guarded
 
-    rows = [_values(one, layout.columns, configs) for one in layout.lines]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    types = {name: pa.string() if name in CSV[:-1] else pa.float64() for name in columns}
-    batch = pa.RecordBatch.from_pydict(columns, schema=pa.schema(list(types.items())))
+    names = [*CSV, *(f"{name}{end}" for name in layout.columns for end in ("", " low", " high"))]
+    heads = guarded(pa.RecordBatch.from_pydict({"name": names})).column(0).to_pylist()
+    told, measured = zip(*(_values(one, configs) for one in layout.lines), strict=True)
+    texts = [pa.array(column, pa.string()) for column in zip(*told, strict=True)]
+    values = [pa.array(column, pa.float64()) for column in zip(*measured, strict=True)]
     held = io.BytesIO()
-    pyarrow.csv.write_csv(guarded(batch), held)
+    pyarrow.csv.write_csv(guarded(pa.RecordBatch.from_arrays([*texts, *values], names=heads)), held)
     return held.getvalue().decode()
 
 
-def _values(one: Line, columns: Sequence[str], configs: Sequence[EvictionConfig]) -> dict[str, str | float | None]:
-    whole = {"config": FULL, **dict.fromkeys(CSV[1:-1], "")}
-    about = whole if one.place is None else columns_of(configs[one.place])
-    found: dict[str, str | float | None] = {**about, "held": one.held}
-    for name, cell in zip(columns, one.cells, strict=True):
-        found |= _ends(name, cell.mean)
-    return found
+def _values(one: Line, configs: Sequence[EvictionConfig]) -> tuple[list[str], list[float | None]]:
+    """The texts and the numbers of a row."""
+    about = {"config": FULL} if one.place is None else columns_of(configs[one.place])
+    texts = [about.get(name, "") for name in CSV[:-1]]
+    return texts, [one.held, *(number for cell in one.cells for number in _ends(cell.mean))]
 
 
-def _ends(name: str, mean: Mean) -> dict[str, float | None]:
+def _ends(mean: Mean) -> list[float | None]:
     low, high = (None, None) if mean.interval is None else (100 * mean.interval.low, 100 * mean.interval.high)
-    return {name: 100 * mean.value, f"{name} low": low, f"{name} high": high}
+    return [100 * mean.value, low, high]

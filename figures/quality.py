@@ -11,10 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import folded
 from perturbkv.analyses.quality import Quality
 from perturbkv.analyses.quality_columns import Column, Mean
-from perturbkv.analyses.quality_layout import FULL, Line, lines
+from perturbkv.analyses.quality_layout import FULL, lines
 from perturbkv.analyses.quality_told import about_scores
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
@@ -26,6 +27,8 @@ _ROW_MM, _AROUND_MM, _LEGEND_MM = 46, 12, 4
 _LONG = 22
 _TITLE = {style.COLUMN_MM: 44, style.WIDE_MM: 100}
 """Letters of a line of titles, by width."""
+Curves = dict[str, list[tuple[int, float]]]
+"""Method -> place and budget of each of its configurations."""
 _APART = 0.012
 """What keeps methods of one budget apart on the axis, in powers of ten."""
 
@@ -57,34 +60,29 @@ def panels(result: Quality) -> list[Column]:
     return [*first, result.average] if len(first) > 1 else list(first)
 
 
-def _curves(result: Quality) -> dict[str, list[Line]]:
+def _curves(result: Quality) -> Curves:
     """Method -> its configurations, that which holds least first."""
-    found: dict[str, list[Line]] = {}
-    for line in lines(result.configs, [result.average], result.average)[1:]:
-        found.setdefault(line.method, []).append(line)
-    return {name: by_held(some, lambda line: line.held) for name, some in found.items()}
+    found: Curves = {}
+    for line in lines(result.configs, [result.average], result.average):
+        if line.place is not None:
+            found.setdefault(line.method, []).append((line.place, float(line.budget)))
+    return {name: by_held(some, lambda one: float(result.average.held[one[0]])) for name, some in found.items()}
 
 
-def _panel(axes: Axes, column: Column, curves: dict[str, list[Line]], title: int) -> None:
+def _panel(axes: Axes, column: Column, curves: Curves, title: int) -> None:
     _full(axes, column.full)
     drawn = zip(curves.items(), _looks(len(curves)), strict=True)
     for number, ((name, some), (colour, marker)) in enumerate(drawn):
-        places = [line.place for line in some if line.place is not None]
         shift = 10 ** (_APART * (number - (len(curves) - 1) / 2))
-        held = 100 * shift * np.array([_share(column, line) for line in some])
-        means = [column.evicted[place] for place in places]
-        axes.errorbar(held, [100 * mean.value for mean in means], yerr=_reach(means), color=colour, marker=marker,
-                      markersize=2.6, markerfacecolor="none", linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
+        shares = [budget if np.isnan(column.held[place]) else column.held[place] for place, budget in some]
+        means = [column.evicted[place] for place, _ in some]
+        axes.errorbar(100 * shift * np.array(shares), np.array([100 * mean.value for mean in means]),
+                      yerr=_reach(means), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
+                      linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
     axes.set_title(folded(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
     style.log_axes(axes, x=True)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if column.full.value else None)
     axes.grid(visible=True, axis="y")
-
-
-def _share(column: Column, line: Line) -> float:
-    """What a cache of this data set holds over the full one; where a trace does not tell, its budget."""
-    place = line.place or 0
-    return float(line.budget) if np.isnan(column.held[place]) else float(column.held[place])
 
 
 def _full(axes: Axes, full: Mean) -> None:
@@ -112,7 +110,7 @@ def _axis(result: Quality) -> str:
     return "held / full cache (%)" if told else "budget × 100"
 
 
-def _legend(curves: dict[str, list[Line]]) -> list[Line2D]:
+def _legend(curves: Curves) -> list[Line2D]:
     full = Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label=FULL)
     looks = zip(curves, _looks(len(curves)), strict=True)
     return [full, *(Line2D([], [], color=colour, marker=marker, markersize=3, markerfacecolor="none", label=name)
@@ -122,5 +120,5 @@ def _legend(curves: dict[str, list[Line]]) -> list[Line2D]:
 def _bars(result: Quality) -> str:
     """What bars and bands are; methods of one budget stand apart to be seen."""
     sizes = [one.samples for one in result.datasets]
-    kind = "95 % intervals" if min(sizes) >= 5 else "95 % intervals, of fewer than 5 samples ranges"
+    kind = "95 % intervals" if min(sizes) >= LEAST else f"95 % intervals, of fewer than {LEAST} samples ranges"
     return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
