@@ -20,7 +20,6 @@ from perturbkv.errors import ConfigError, FailedRunError
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
-    from perturbkv.trace import Trace
 
 _MOST_NAMED = 3
 
@@ -32,9 +31,9 @@ def open_joined(
     configs: Callable[[], Sequence[EvictionConfig]],
     check: Callable[[Path], None],
     leave_out_unfit: bool = False,
-    generate: int | None = 0,
+    generate: int | None = None,
 ) -> Study | None:
-    """The study of `look.trace`, or of the traces that `run` makes of `configs`; None after a dry run.
+    """The study of `look.trace`, or of the traces with answers that `run` makes of `configs`; None after a dry run.
 
     `run.dataset` names data sets, separated by commas; each trace lies in a folder of its data set's name. `check` is
     asked of the folder of the results, before anything is measured. Raises PerturbkvErrors, all that can be known
@@ -56,8 +55,7 @@ def open_joined(
             reachable(path, run.wait)
         _check_free(name, folder, look, run, [summary.Source(str(path)) for path in paths], check)
     planned = plans(runs, asked, leave_out_unfit, generate)
-    if generate != 0:
-        _check_graded(planned)
+    _check_graded(planned)
     if run.dry_run:
         dry_run.show_all(planned, run.as_json)
         return None
@@ -130,13 +128,12 @@ def _study(name: str, paths: Sequence[Path], folder: Path, look: TracesOptions, 
     """Raises FailedRunError where no sample of any trace can be looked at; a trace without is left out, and told."""
     from perturbkv.storage.trace_file import read_trace
 
-    held: list[Trace] = [read_trace(path) for path in paths]
-    whole = [one for one in held if one.ok.any()]
+    held = tuple(read_trace(path) for path in paths)
+    study = Study(name, held, folder, look, look.asked, run.as_json, run.overwrite, joined=True)
+    if not study.usable:
+        failures = {sample: why for one in held for sample, why in one.failures.items()}
+        raise FailedRunError(", ".join(map(str, paths)), failures)
     for one in held:
-        if one not in whole:
+        if not one.ok.any():
             console.note(f"left out: every sample of {one.run.dataset} failed, see {one.source}")
-    if not whole:
-        raise FailedRunError(
-            ", ".join(map(str, paths)), {key: why for one in held for key, why in one.failures.items()}
-        )
-    return Study(name, tuple(whole), folder, look, look.asked, run.as_json, run.overwrite, joined=True)
+    return study

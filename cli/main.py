@@ -48,9 +48,11 @@ _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon, quality)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
+ANSWERS = (quality,)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
+    "Answers and what they score, of finished traces or of those that they make": ANSWERS,
     "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
     "An eviction that is not ours": (audit,),
     "What there is to choose from": (models, datasets, policies),

@@ -61,7 +61,7 @@ def quality(
         return
     from perturbkv.analyses.quality import quality as analyse
 
-    result = analyse(study.traces)
+    result = analyse(study.usable)
     study.save(result.plot(study.width_mm), result.identity, _NAME)
     study.show(result, {**result.to_dict(), "tables": _save(result, study.folder, run.overwrite)})
 

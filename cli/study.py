@@ -60,6 +60,11 @@ class Study:
         return self.traces[0]
 
     @property
+    def usable(self) -> tuple[Trace, ...]:
+        """The traces that hold a complete sample."""
+        return tuple(trace for trace in self.traces if trace.ok.any())
+
+    @property
     def width_mm(self) -> int:
         """Printed width of the figures."""
         return self.look.width_mm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 from perturbkv.pipeline.plan import Plan
-from perturbkv.storage.trace_file import read_run, read_trace
+from perturbkv.storage.trace_file import read_run
 from tests.support.graded import graded
 
 Run = Callable[..., Any]
@@ -195,11 +196,29 @@ def test_traces_that_do_not_belong_together_are_one_line(perturbkv: Run) -> None
 def test_failed_samples_are_told_and_a_data_set_without_any_other_is_left_out(perturbkv: Run) -> None:
     full, rows = [1.0, 0.5], [[1.0, 0.5, 0.0], [0.5, 0.5, 0.0]]
     graded("qasper", full, rows, failures={"bad": "NaN in 'bad'"}).save("a.h5")
-    trec = graded("trec", full, rows).save("b.h5")
+    whole = graded("trec", full, rows)
+    replace(whole, failures={"s0": "NaN in 's0'", "s1": "NaN in 's1'"}).save("b.h5")
     ran = perturbkv("quality", "--trace", "a.h5", "--trace", "b.h5", "-o", "out", "--json")
-    assert (ran.code, "failed: NaN in 'bad'" in ran.err) == (1, True)
-    assert [one["failed"] for one in ran.json()["datasets"]] == [1, 0]
-    assert read_trace(trec).ok.all()
+    assert (ran.code, "failed: NaN in 'bad'" in ran.err) == (1, True), ran.err
+    assert "left out: every sample of trec failed, see b.h5" in ran.err
+    assert [(one["name"], one["failed"]) for one in ran.json()["datasets"]] == [("qasper", 1)]
+    graded("lcc", full, rows).save("c.h5")
+    assert perturbkv("quality", "--trace", "c.h5", "--trace", "b.h5", "-o", "other").code == 1
+    assert perturbkv("quality", "--trace", "c.h5", "-o", "whole").code == 0
+    none = perturbkv("quality", "--trace", "b.h5", "-o", "none")
+    assert (none.code, "all 2 samples of b.h5 failed" in none.err) == (1, True), none.err
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    perturbkv: Run, two: str, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: Any, planned: Plan, missing: Any, finished: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perturbkv.engines.here.HereTogether.measure", stop)
+    ran = perturbkv("quality", *small, "--dataset", two, "-o", "out")
+    assert ran.code == 130
+    assert "0 of 2 samples are kept beside out/first/trace.h5; run the same command with --output out to" in ran.err
 
 
 def test_a_notebook_says_what_the_command_says(perturbkv: Run) -> None:
