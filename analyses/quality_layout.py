@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from perturbkv.analyses.naming import short
 from perturbkv.analyses.quality_columns import AVERAGE, Column, Mean
 from perturbkv.configs.eviction import EvictionConfig
@@ -34,7 +36,7 @@ class Line:
         place: among the configurations; None of the full cache.
         method: what tells it from the others beside its budget.
         budget: as the user gave it; empty of the full cache.
-        held: entries over the full cache's, mean over data sets; NaN where a trace does not tell.
+        held: entries over the full cache's, mean over the data sets shown; NaN where a trace does not tell.
         cells: one per column.
     """
 
@@ -72,17 +74,18 @@ def layout(configs: Sequence[EvictionConfig], columns: Sequence[Column], average
     return Layout(
         columns=tuple(one.name for one in shown),
         groups=tuple((kind, len(list(some))) for kind, some in groupby(kinds)),
-        lines=lines(configs, shown, average),
+        lines=lines(configs, shown),
     )
 
 
-def lines(configs: Sequence[EvictionConfig], columns: Sequence[Column], average: Column) -> tuple[Line, ...]:
+def lines(configs: Sequence[EvictionConfig], columns: Sequence[Column]) -> tuple[Line, ...]:
     """The full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
     names = [name or "evicted" for name in short(configs, "budget")]
+    held = np.mean(list({task.dataset: task.held for one in columns for task in one.tasks}.values()), axis=0)
     full = Line(None, FULL, "", 1.0, tuple(Cell(one.full, best=False) for one in columns))
     evicted = [
         Line(
-            place, names[place], str(configs[place].budget), float(average.held[place]),
+            place, names[place], str(configs[place].budget), float(held[place]),
             tuple(Cell(one.evicted[place], one.best[place]) for one in columns),
         )
         for place in sorted(range(len(configs)), key=lambda place: _size(configs[place]))

@@ -63,7 +63,7 @@ def _scores(configs: Sequence[EvictionConfig], columns: Sequence[Column], averag
     kinds = list(dict.fromkeys(one.kind for one in columns if one is not average))
     title = f"{', '.join(kinds) or average.name}: scores × 100"
     heads = ("method", "#held /\nfull", *(f"#{_head(one)}" for one in columns))
-    return Table(title, heads, [_row(line) for line in lines(configs, columns, average)])
+    return Table(title, heads, [_row(line) for line in lines(configs, columns)])
 
 
 def _head(column: Column) -> str:
@@ -91,9 +91,9 @@ def _differences(
     over = "average" if len(average.tasks) > 1 else average.tasks[0].name
     heads = ["method", "#− full cache", "#better/equal/\nworse"]
     heads += [f"#− {folded(sides[0])}", "#better/equal/\nworse"] if pairs else []
-    gains = {second: gain for (_, second), gain in zip(pairs, average.gains, strict=True)}
+    gains = {second: gain for (_, second), gain in reversed([*zip(pairs, average.gains, strict=True)])}  # the first
     rows = []
-    for line in lines(configs, [average], average):
+    for line in lines(configs, [average]):
         if line.place is not None:
             shown = [average.lost[line.place], *([gains.get(line.place)] if pairs else [])]
             rows.append([_name(line), *(part for one in shown for part in _contest(one))])

@@ -39,6 +39,8 @@ def open_joined(
     asked of the folder of the results, before anything is measured. Raises PerturbkvErrors, all that can be known
     before a model is loaded before it is, of all data sets.
     """
+    from perturbkv.datasets.prompts import check_answers
+
     if look.trace:
         effects.check_finished(name, run, look.trace[0])
         folder = run.output or look.trace[0].parent
@@ -55,7 +57,8 @@ def open_joined(
             reachable(path, run.wait)
         _check_free(name, folder, look, run, [summary.Source(str(path)) for path in paths], check)
     planned = plans(runs, asked, leave_out_unfit, generate)
-    _check_graded(planned)
+    for one in planned:
+        check_answers(one.prompts)
     if run.dry_run:
         dry_run.show_all(planned, run.as_json)
         return None
@@ -101,16 +104,6 @@ def _check_free(
     free_figures(folder, [name], look.formats, run.overwrite)
     check(folder)
     summary.check_free(folder / summary.NAME, sources, name, look.asked, run.overwrite)
-
-
-def _check_graded(planned: Sequence[Plan]) -> None:
-    """Raise DatasetError for a data set whose answers nothing grades."""
-    from perturbkv.datasets.prompts import check_answers
-    from perturbkv.pipeline.answered import metrics_of
-
-    for one in planned:
-        check_answers(one.prompts)
-        metrics_of(one.prompts)
 
 
 def _made(runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path) -> list[Path]:

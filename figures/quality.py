@@ -29,8 +29,8 @@ _TITLE = {style.COLUMN_MM: 44, style.WIDE_MM: 100}
 """Letters of a line of titles, by width."""
 Curves = dict[str, list[tuple[int, float]]]
 """Method -> place and budget of each of its configurations."""
-_APART = 0.012
-"""What keeps methods of one budget apart on the axis, in powers of ten."""
+_APART = 0.016
+"""What keeps methods of one budget apart, as a share of the axis."""
 
 
 def draw(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
@@ -63,7 +63,7 @@ def panels(result: Quality) -> list[Column]:
 def _curves(result: Quality) -> Curves:
     """Method -> its configurations, that which holds least first."""
     found: Curves = {}
-    for line in lines(result.configs, [result.average], result.average):
+    for line in lines(result.configs, [result.average]):
         if line.place is not None:
             found.setdefault(line.method, []).append((line.place, float(line.budget)))
     return {name: by_held(some, lambda one: float(result.average.held[one[0]])) for name, some in found.items()}
@@ -71,10 +71,11 @@ def _curves(result: Quality) -> Curves:
 
 def _panel(axes: Axes, column: Column, curves: Curves, title: int) -> None:
     _full(axes, column.full)
+    apart = _APART * _decades(column, curves)
     drawn = zip(curves.items(), _looks(len(curves)), strict=True)
     for number, ((name, some), (colour, marker)) in enumerate(drawn):
-        shift = 10 ** (_APART * (number - (len(curves) - 1) / 2))
-        shares = [budget if np.isnan(column.held[place]) else column.held[place] for place, budget in some]
+        shift = 10 ** (apart * (number - (len(curves) - 1) / 2))
+        shares = [_share(column, *one) for one in some]
         means = [column.evicted[place] for place, _ in some]
         axes.errorbar(100 * shift * np.array(shares), np.array([100 * mean.value for mean in means]),
                       yerr=_reach(means), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
@@ -83,6 +84,17 @@ def _panel(axes: Axes, column: Column, curves: Curves, title: int) -> None:
     style.log_axes(axes, x=True)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if column.full.value else None)
     axes.grid(visible=True, axis="y")
+
+
+def _decades(column: Column, curves: Curves) -> float:
+    """Powers of ten between the smallest and the largest cache; of one size 1."""
+    shares = [_share(column, *one) for some in curves.values() for one in some]
+    return float(np.log10(max(shares) / min(shares))) or 1.0
+
+
+def _share(column: Column, place: int, budget: float) -> float:
+    """What a cache of this data set holds over the full one; where a trace does not tell, its budget."""
+    return budget if np.isnan(column.held[place]) else float(column.held[place])
 
 
 def _full(axes: Axes, full: Mean) -> None:

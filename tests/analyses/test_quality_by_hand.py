@@ -15,6 +15,7 @@ from scipy import stats
 from perturbkv.analyses.quality import Quality, quality
 from perturbkv.analyses.quality_columns import Mean
 from perturbkv.configs.kinds import KINDS, kind_of
+from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 from tests.support.graded import CONFIGS, graded
@@ -201,6 +202,13 @@ def test_configurations_that_a_trace_lacks_are_left_out_by_name() -> None:
     assert result.datasets[1].evicted[1].value == pytest.approx(sum(of(NEWS[1], 1)) / 5)
 
 
+def test_each_table_says_what_the_caches_of_its_own_data_sets_hold() -> None:
+    result = quality([*three(), graded("narrativeqa", *MUSIQUE, held=[0.4, 0.4, 0.3])])
+    single, every, _ = [part for part in result.tables() if isinstance(part, Table)]
+    assert [row[1] for row in single.rows] == ["1.00", "0.30", "0.30", "0.30"]
+    assert [row[1] for row in every.rows] == ["1.00", "0.23", "0.23", "0.30"]
+
+
 def test_configurations_are_found_wherever_a_trace_holds_them() -> None:
     turned = graded("qasper", QASPER[0], [row[::-1] for row in QASPER[1]], CONFIGS[::-1], held=[0.3, 0.2, 0.1])
     straight = graded("qasper", *QASPER, held=[0.1, 0.2, 0.3])
@@ -253,6 +261,10 @@ def test_the_conclusion_tells_the_best_and_how_often_the_treatment_wins() -> Non
     assert said.startswith("The full cache scores 40.0 [")
     assert "the average of 2 data sets, 11 samples" in said
     assert "at b=0.2 two-stage scores best, " in said
+    same = quality(graded("qasper", [1, 1, 1], [[0.5, 0.5, 0.5]] * 3)).conclusion()
+    assert "at b=0.2 all 3 methods score 50.0 (50.0 … 50.0); two-stage scores 0.0 (0.0 … 0.0) more than" in same
+    alone = quality(graded("qasper", [1, 1, 1], [[0.5]] * 3, CONFIGS[:1])).conclusion()
+    assert alone.endswith("at b=0.2 evicted scores 50.0 (50.0 … 50.0).")
     lost = quality(graded("qasper", [0, 0, 0], [[0, 0, 0]] * 3)).conclusion()
     assert lost == "Even the full cache scores 0 (3 samples): there is nothing that eviction can lose."
 
