@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from perturbkv.cli import console, dry_run, effects, summary
 from perturbkv.cli.choices import apart
 from perturbkv.cli.options import RunOptions, TracesOptions
-from perturbkv.cli.planning import plans
+from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import free_figures, reachable
 from perturbkv.cli.study import Study
 from perturbkv.cli.tracing import make_trace, run_folder, slug
@@ -39,8 +39,6 @@ def open_joined(
     asked of the folder of the results, before anything is measured. Raises PerturbkvErrors, all that can be known
     before a model is loaded before it is, of all data sets.
     """
-    from perturbkv.datasets.prompts import check_answers
-
     if look.trace:
         effects.check_finished(name, run, look.trace[0])
         folder = run.output or look.trace[0].parent
@@ -56,9 +54,7 @@ def open_joined(
         for path in paths:
             reachable(path, run.wait)
         _check_free(name, folder, look, run, [summary.Source(str(path)) for path in paths], check)
-    planned = plans(runs, asked, leave_out_unfit, generate)
-    for one in planned:
-        check_answers(one.prompts)
+    planned = _planned(runs, asked, leave_out_unfit, generate)
     if run.dry_run:
         dry_run.show_all(planned, run.as_json)
         return None
@@ -104,6 +100,23 @@ def _check_free(
     free_figures(folder, [name], look.formats, run.overwrite)
     check(folder)
     summary.check_free(folder / summary.NAME, sources, name, look.asked, run.overwrite)
+
+
+def _planned(
+    runs: Sequence[RunOptions], configs: Sequence[EvictionConfig], leave_out_unfit: bool, generate: int | None
+) -> list[Plan]:
+    """The plan of each data set, the model opened once. Raises PerturbkvErrors, of a name before anything is opened."""
+    from perturbkv.datasets.prompts import check_answers
+    from perturbkv.datasets.registry import check_name
+
+    for one in runs:
+        check_name(one.dataset)
+    found: list[Plan] = []
+    for one in runs:
+        made = plan(one, configs, leave_out_unfit, generate, found[0].files if found else None)
+        check_answers(made.prompts)
+        found.append(made)
+    return found
 
 
 def _made(runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path) -> list[Path]:

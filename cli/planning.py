@@ -11,6 +11,7 @@ from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
     from perturbkv.datasets.prompts import Prompts
+    from perturbkv.models.loading import ModelFiles
     from perturbkv.pipeline.plan import Plan
 
 
@@ -29,24 +30,18 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
 
 
 def plan(
-    options: RunOptions, configs: Sequence[EvictionConfig], leave_out_unfit: bool = False, generate: int | None = 0
+    options: RunOptions,
+    configs: Sequence[EvictionConfig],
+    leave_out_unfit: bool = False,
+    generate: int | None = 0,
+    files: ModelFiles | None = None,
 ) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors.
 
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
     `generate`: tokens generated from every cache and scored; None: as many as the dataset says.
+    `files`: the model, where it was opened for another run already.
     """
-    (found,) = plans([options], configs, leave_out_unfit, generate)
-    return found
-
-
-def plans(
-    several: Sequence[RunOptions],
-    configs: Sequence[EvictionConfig],
-    leave_out_unfit: bool = False,
-    generate: int | None = 0,
-) -> list[Plan]:
-    """The same of several runs that differ in their data alone: the model is opened once. Raises as `plan`."""
     from perturbkv.cache import positions
     from perturbkv.datasets import registry as datasets
     from perturbkv.models.loading import open_model, pick_device, pick_dtype
@@ -56,13 +51,11 @@ def plans(
     from perturbkv.selection import compatibility
     from perturbkv.selection.policies import registry as policies
 
-    for one in several:
-        datasets.check_name(one.dataset)
-    options = several[0]
+    datasets.check_name(options.dataset)
     resources, device = options.resources, pick_device(options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
-    files = open_model(options.model, options.seed)
+    files = files or open_model(options.model, options.seed)
     positions.check(configs, files.config, files.name)
     needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
     scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, compatibility.works())
@@ -76,8 +69,5 @@ def plans(
         text=options.text,
         leave_out_unfit=leave_out_unfit,
     )
-    limit = int(files.config.max_position_embeddings)
-    return [
-        plan_run(files, placement, encode_prompts(one, files.tokenizer, limit), configs, settings, resources)
-        for one in several
-    ]
+    prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings))
+    return plan_run(files, placement, prompts, configs, settings, resources)
