@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses.naming import counted
@@ -21,7 +22,21 @@ def show(planned: Plan, as_json: bool) -> None:
     document = describe(planned)
     if as_json:
         console.print_json(document)
+    else:
+        _show(planned, document)
+
+
+def show_all(plans: Sequence[Plan], as_json: bool) -> None:
+    """Print the plans of several runs, one after the other; as JSON under `runs`."""
+    documents = [describe(planned) for planned in plans]
+    if as_json:
+        console.print_json({"runs": documents})
         return
+    for planned, document in zip(plans, documents, strict=True):
+        _show(planned, document)
+
+
+def _show(planned: Plan, document: dict[str, Any]) -> None:
     rows = [
         ("model", f"{line(planned.run.model)} ({document['model_parameters']:,} parameters, {planned.run.dtype})"),
         ("dataset", line(planned.run.dataset)),

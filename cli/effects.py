@@ -98,6 +98,7 @@ _ON_A_TRACE = frozenset({
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
     "bound-tightness": frozenset({"compare"}),
     "needle": frozenset({"compare"}),
+    "quality": frozenset({"compare"}),
 }
 """Command -> what it asks of a trace that it makes, and not of a finished one."""
 
@@ -116,7 +117,17 @@ def idle(command: str, name: str, run: DataOptions, configs: Sequence[EvictionCo
 
 def check(command: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> None:
     """Raise ConfigError for the first option that was typed and makes no difference to the run."""
-    _refuse_first(run, lambda name: idle(command, name, run, configs))
+    check_all(command, [run], configs)
+
+
+def check_all(command: str, runs: Sequence[DataOptions], configs: Sequence[EvictionConfig]) -> None:
+    """The same of an option that makes no difference to any of several runs of the same command line."""
+
+    def reason(name: str) -> str:
+        said = [idle(command, name, run, configs) for run in runs]
+        return said[0] if all(said) else ""
+
+    _refuse_first(runs[0], reason)
 
 
 def check_finished(command: str, run: DataOptions, path: Path) -> None:

@@ -31,6 +31,7 @@ from perturbkv.cli.layers import layers
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
+from perturbkv.cli.quality import quality
 from perturbkv.cli.restriction import restriction
 from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.tokens import tokens
@@ -48,8 +49,10 @@ _UsageError: Any = typer.BadParameter.__base__
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
+ANSWERS = (quality,)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
+    "Answers and what they score, of finished traces or of those that they make": ANSWERS,
     "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
     "Answers that generate wrote": (divergence, judge),
     "An eviction that is not ours": (audit,),

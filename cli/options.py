@@ -200,3 +200,19 @@ class LookOptions(FigureOptions):
         if self.step < 0:
             msg = f"expected a step of at least 0, got {self.step}"
             raise ConfigError(msg)
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What an analysis was asked, as summary.json keeps it: its own options, and the step."""
+        return {**self.asked, "step": self.step}
+
+
+@dataclass(frozen=True)
+class TracesOptions(FigureOptions):
+    """Which finished traces an analysis looks at, one of each data set; `asked` as in `LookOptions`."""
+
+    trace: Annotated[
+        list[Path] | None,
+        Option("--trace", metavar="PATH", help="A finished trace, one of each data set", rich_help_panel=LOOK),
+    ] = None
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -11,6 +11,7 @@ from perturbkv.configs.eviction import EvictionConfig
 
 if TYPE_CHECKING:
     from perturbkv.datasets.prompts import Prompts
+    from perturbkv.models.loading import ModelFiles
     from perturbkv.pipeline.plan import Plan
 
 
@@ -37,12 +38,14 @@ def plan(
     generate: int | None = 0,
     metric: str = "",
     scored: bool = True,
+    files: ModelFiles | None = None,
 ) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors.
 
     `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
     `generate`: tokens generated from every cache; None: as many as the dataset says. `metric`: that grades answers
     instead of the data set's own. `scored`: whether prompts whose answers nothing grades are refused.
+    `files`: the model, where it was opened for another run already.
     """
     from perturbkv.cache import positions
     from perturbkv.datasets import registry as datasets
@@ -57,7 +60,7 @@ def plan(
     resources, device = options.resources, pick_device(options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
-    files = open_model(options.model, options.seed)
+    files = files or open_model(options.model, options.seed)
     positions.check(configs, files.config, files.name)
     needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
     scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, compatibility.works())

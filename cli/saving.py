@@ -62,6 +62,18 @@ def free_figures(folder: Path, stems: Iterable[str], formats: Iterable[str], ove
                 raise ConfigError(msg)
 
 
+def free_text(path: Path, begins: str, overwrite: bool) -> Path:
+    """The path. Raises ConfigError where a text would replace a file that is none of ours, which begin with `begins`.
+
+    OutputError where nothing can be written.
+    """
+    check_place(path)
+    if path.exists() and not overwrite and not path.read_bytes().startswith(begins.encode()):
+        msg = f"expected a table of ours at {path}, got another file; --overwrite replaces it"
+        raise ConfigError(msg)
+    return path
+
+
 def save_figure(
     figure: Figure, identity: RunIdentity, stem: Path, formats: list[str], overwrite: bool = False
 ) -> list[str]:

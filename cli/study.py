@@ -1,16 +1,16 @@
-"""What all analyses share: open a trace or make it, save figures, write summary.json, say what failed."""
+"""What all analyses share: open a trace or make it, save figures, leave numbers, say what failed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perturbkv.cli import console, dry_run, effects
+from perturbkv.cli import console, dry_run, effects, summary
+from perturbkv.cli.figure_options import FigureOptions
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import free_figures, reachable, save_figure
@@ -18,10 +18,6 @@ from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import make_trace, run_folder
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError
-from perturbkv.reading import FileKind
-from perturbkv.storage.files import write_whole
-from perturbkv.storage.lock import Lock
-from perturbkv.storage.places import check_place
 from perturbkv.visible import line
 
 if TYPE_CHECKING:
@@ -31,30 +27,42 @@ if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
     from perturbkv.trace import Trace
 
-_SUMMARY = FileKind("a summary of ours", ConfigError, hint="move it away or give another --output")
-
 
 @dataclass(frozen=True)
 class Study:
-    """One analysis of one finished trace.
+    """One analysis of finished traces, of one in most cases.
 
     Attributes:
         name: of the analysis: its command, its key in summary.json.
-        trace: what is looked at.
+        traces: what is looked at.
         folder: where figures and summary go.
         look: how figures come out.
+        asked: the analysis' own options.
         as_json: whether the numbers go to stdout instead of tables.
         overwrite: whether files of somebody else are replaced.
+        joined: whether it may be of several, so that all that is said of them is a list.
         figures: paths written so far.
     """
 
     name: str
-    trace: Trace
+    traces: tuple[Trace, ...]
     folder: Path
-    look: LookOptions
+    look: FigureOptions
+    asked: Mapping[str, Any]
     as_json: bool
     overwrite: bool = False
+    joined: bool = False
     figures: list[str] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Trace:
+        """The only trace, or the first."""
+        return self.traces[0]
+
+    @property
+    def usable(self) -> tuple[Trace, ...]:
+        """The traces that hold a complete sample."""
+        return tuple(trace for trace in self.traces if trace.ok.any())
 
     @property
     def width_mm(self) -> int:
@@ -88,31 +96,27 @@ class Study:
 
     def _leave(self, numbers: dict[str, Any], shown: Callable[[], None]) -> None:
         """The numbers in summary.json, and on stdout as JSON or as `shown` prints them."""
-        from perturbkv.analyses.objects import run_object
-
-        header = {
-            "trace": self.trace.source,
-            "trace_digest": self.trace.digest,
-            "run": run_object(self.trace.run),
-            "failed": dict(self.trace.failures),
-        }
-        own = {"asked": asked(self.look), **numbers, "figures": self.figures}
-        _write_summary(self.folder / "summary.json", header, self.name, own, self.overwrite)
+        headers = [summary.header(trace) for trace in self.traces]
+        told = {"traces": headers} if self.joined else headers[0]
+        own = {"asked": dict(self.asked), **numbers, "figures": self.figures}
+        summary.write(self.folder / summary.NAME, told, self.name, own, self.overwrite)
         if self.as_json:
-            console.print_json({"analysis": self.name, **header, **own})
+            console.print_json({"analysis": self.name, **told, **own})
         else:
             shown()
             console.say(f"written to {self.folder}")
-        say_failures(dict(self.trace.failures))
-        if self.trace.failures:
+        for trace in self.traces:
+            say_failures(dict(trace.failures))
+        if any(trace.failures for trace in self.traces):
             raise typer.Exit(1)
 
     def _title(self) -> None:
         from perturbkv.analyses.naming import counted
 
         run, words = self.trace.run, " · random weights" if self.trace.run.random_weights else ""
-        samples = counted(int(self.trace.ok.sum()), "sample")
-        console.say(line(f"{run.model} · {run.dataset} · {samples}{words}"), bold=True)
+        samples = counted(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
+        datasets = ", ".join(trace.run.dataset for trace in self.traces)
+        console.say(line(f"{run.model} · {datasets} · {samples}{words}"), bold=True)
 
 
 def open_study(
@@ -167,70 +171,13 @@ def _study(name: str, path: Path, folder: Path, look: LookOptions, run: RunOptio
     finished = read_trace(path)
     if not finished.ok.any():
         raise FailedRunError(str(path), finished.failures)
-    return Study(name, finished, folder, look, run.as_json, run.overwrite)
+    return Study(name, (finished,), folder, look, look.question, run.as_json, run.overwrite)
 
 
 def _check_free(
     folder: Path, name: str, look: LookOptions, run: RunOptions, trace: Path, stems: Sequence[str], digest: str = ""
 ) -> None:
-    """Raise ConfigError where the folder holds figures and numbers of another trace, or of another question to it.
-
-    The same question replaces its old answer, and so does one that only adds to it.
-    """
-    path = folder / "summary.json"
-    check_place(path)
+    """Raise ConfigError where the folder holds figures and numbers of another trace, or of another question to it."""
     free_figures(folder, stems, look.formats, run.overwrite)
-    if run.overwrite or not path.exists():
-        return
-    before = _read_summary(path)
-    if before["trace_digest"] != digest and Path(before["trace"]).resolve() != trace.resolve():
-        msg = f"{path} is of another trace, {before['trace']}; give another --output, or --overwrite to replace it"
-        raise ConfigError(msg)
-    old, new = before["analyses"].get(name, {}).get("asked"), asked(look)
-    for option in new if old is not None else ():
-        if old.get(option) not in (new[option], False):
-            said = f"--{option.replace('_', '-')}"
-            msg = (
-                f"{path} holds {name} with {said} {old.get(option)}, not {new[option]}; give another --output, or "
-                "--overwrite to replace its numbers and figures"
-            )
-            raise ConfigError(msg)
-
-
-def asked(look: LookOptions) -> dict[str, Any]:
-    """What an analysis was asked, as summary.json keeps it: its own options, and the step."""
-    return {**look.asked, "step": look.step}
-
-
-def _write_summary(path: Path, header: dict[str, Any], name: str, numbers: dict[str, Any], overwrite: bool) -> None:
-    """Put one analysis into summary.json; those of the same trace that stand there already stay.
-
-    Analyses that end at the same time wait for each other. Raises ConfigError for a file that is no summary of ours,
-    unless `overwrite` allows to replace it.
-    """
-    with Lock(path, wait=True):
-        others: dict[str, Any] = {}
-        if path.exists():
-            with suppress(*[ConfigError] if overwrite else []):
-                before = _read_summary(path)
-                others = before["analyses"] if before["trace_digest"] == header["trace_digest"] else {}
-        document = {**header, "analyses": {**others, name: numbers}}
-        write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    """A summary of ours: its trace, its digest, its analyses. Raises ConfigError for any other file."""
-    before = _SUMMARY.read_json(path)
-    told = {name: before.get(name) for name in ("trace", "trace_digest", "analyses")} if _is_object(before) else {}
-    texts, analyses = [told.get("trace"), told.get("trace_digest")], told.get("analyses")
-    if not all(isinstance(text, str) for text in texts) or not _is_object(analyses, _is_analysis):
-        raise _SUMMARY.refusal(path, "another document")
-    return told
-
-
-def _is_object(value: Any, holds: Callable[[Any], bool] = lambda value: True) -> bool:
-    return isinstance(value, dict) and all(map(holds, value.values()))
-
-
-def _is_analysis(value: Any) -> bool:
-    return _is_object(value) and _is_object(value.get("asked", {}))
+    source = summary.Source(str(trace), digest)
+    summary.check_free(folder / summary.NAME, [source], name, look.question, run.overwrite)

@@ -11,33 +11,45 @@ from perturbkv.cli import console
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import RunOptions
 from perturbkv.errors import InterruptedRunError
+from perturbkv.visible import line
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
+    from perturbkv.pipeline.run import Engine
 
 
 def run_folder(options: DataOptions, output: Path | None) -> Path:
     """`--output`, or runs/<time>-<model>-<dataset>."""
     if output is not None:
         return output
-    names = [Path(name).stem if "/" in name else name for name in (options.model, options.dataset)]
-    slug = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-") for name in names)
-    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
+    slugs = "-".join(map(slug, (options.model, options.dataset)))
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slugs}"
 
 
-def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
+def slug(name: str) -> str:
+    """A model or a data set as a part of a file's name; of one that is named by its path the stem."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).stem if "/" in name else name).strip("-")
+
+
+def make_trace(
+    options: RunOptions, planned: Plan, path: Path, *, engine: Engine | None = None, folder: Path | None = None
+) -> Path:
     """Run what is missing of a trace and finish its file; the weights are loaded only where something is.
 
-    Raises PerturbkvErrors; finished samples survive all of them.
+    `engine` measures, by default one that is made for this run. `folder` is the --output that goes on with it, where
+    that is neither the file nor its folder: of a run of several traces. Raises PerturbkvErrors; finished samples
+    survive all of them.
     """
     from perturbkv.engines.here import Here
     from perturbkv.pipeline.run import run_to_file
 
+    measuring, what = engine or Here(), "samples" if folder is None else f"{planned.run.dataset}: samples"
     try:
-        with console.progress("samples") as bar:
-            return run_to_file(planned, Here(), path, overwrite=options.overwrite, wait=options.wait, progress=bar.at)
+        with console.progress(line(what)) as bar:
+            return run_to_file(planned, measuring, path, overwrite=options.overwrite, wait=options.wait,
+                               progress=bar.at)  # fmt: skip
     except InterruptedRunError as error:
-        again = path if path == options.output else path.parent
+        again = folder or (path if path == options.output else path.parent)
         msg = (
             f"interrupted: {error.kept} of {error.total} samples are kept beside {path}; "
             f"run the same command with --output {again} to go on"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
     from perturbkv.analyses.methods import methods as methods
     from perturbkv.analyses.needle import needle as needle
+    from perturbkv.analyses.quality import quality as quality
     from perturbkv.analyses.restriction import restriction as restriction
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.analyses.tokens import tokens as tokens
@@ -80,6 +81,7 @@ _PUBLIC = {
     "methods": "perturbkv.analyses.methods",
     "needle": "perturbkv.analyses.needle",
     "option": "perturbkv.configs.option",
+    "quality": "perturbkv.analyses.quality",
     "read_answers": "perturbkv.storage.answers_file",
     "read_trace": "perturbkv.storage.trace_file",
     "tokens": "perturbkv.analyses.tokens",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from perturbkv.configs import numbers
+from perturbkv.configs.kinds import LONGBENCH
 from perturbkv.datasets import metrics
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.ruler.tasks import PREFIX
@@ -157,7 +158,7 @@ def in_ruler(name: str) -> bool:
 
 def in_longbench(name: str) -> bool:
     """Whether it is one of LongBench's 21 data sets."""
-    return any(name in names for names in _LONGBENCH.values())
+    return any(name in names for names in LONGBENCH.values())
 
 
 def is_file(name: str) -> bool:
@@ -199,16 +200,8 @@ register(
         frozenset({"seed", "lengths", "depths", "haystack"}),
     )
 )
-_LONGBENCH = {
-    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
-    "multi-document QA": ("hotpotqa", "2wikimqa", "musique", "dureader"),
-    "summarisation": ("gov_report", "qmsum", "multi_news", "vcsum"),
-    "few-shot": ("trec", "triviaqa", "samsum", "lsht"),
-    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
-    "code": ("lcc", "repobench-p"),
-}
 _LONGBENCH_NEEDS = "--data-dir or the hub; perturbkv[longbench]"
-for _kind, _names in _LONGBENCH.items():
+for _kind, _names in LONGBENCH.items():
     for _name in _names:
         _module = "perturbkv.datasets.longbench"
         register(DatasetInfo(_name, "LongBench", _kind, _LONGBENCH_NEEDS, _module, frozenset({"data_dir"})))

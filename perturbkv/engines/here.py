@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.run import Finished, Missing
 from perturbkv.pipeline.samples import trace
@@ -15,3 +19,16 @@ class Here:
         todo = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
         wanted = {name: tuple(configs) for name, configs in missing.items()}
         trace(planned.model(), todo, planned.run, planned.resources, finished, wanted)
+
+
+class HereTogether:
+    """The same for several runs of one model, which is loaded once, when the first of them lacks a sample."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._largest = max(plans, key=Plan.caches_bytes)
+        self._model: Adapter | None = None
+
+    def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
+        """As `Here`; there has to be room for the caches of the run that takes most."""
+        self._model = self._model or self._largest.model()
+        Here().measure(replace(planned, loaded=self._model), missing, finished)

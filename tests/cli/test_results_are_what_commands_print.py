@@ -160,7 +160,9 @@ def test_what_each_sample_found_adds_up_to_the_shares(results: dict[str, Result]
     np.testing.assert_array_equal(rows.propagated, np.array(link["measured"]["propagated"])[:, 0])
 
 
-@pytest.mark.parametrize("module", ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle"])
+@pytest.mark.parametrize(
+    "module", ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle", "quality"]
+)
 def test_the_examples_in_docstrings_run(module: str) -> None:
     where = importlib.import_module(f"perturbkv.analyses.{module}")
     ran = doctest.testmod(where, extraglobs={"trace": asked_of(module)})
@@ -172,7 +174,7 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "for name in ('assumption', 'bound_tightness', 'ablation', 'restriction', 'horizon', 'needle'):\n"
+        "for name in ('assumption', 'bound_tightness', 'ablation', 'restriction', 'horizon', 'needle', 'quality'):\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )

@@ -1,0 +1,95 @@
+"""`perturbkv quality`: how good the answers from evicted caches are, by data set (paper, tables 1 to 6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from perturbkv.cli.choices import apart
+from perturbkv.cli.joined import open_joined
+from perturbkv.cli.options import RunOptions, TracesOptions
+from perturbkv.cli.saving import free_text
+from perturbkv.cli.spreading import with_options
+from perturbkv.configs.choice import split
+from perturbkv.errors import ConfigError
+from perturbkv.storage.files import write_whole
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.quality import Quality
+
+_METHODS = ",".join(
+    [*(f"{policy}:{own}" for policy in ("snapkv", "adakv") for own in ("attention", "two-stage")), "random"]
+)
+_BUDGETS = ("0.1", "0.2", "0.4")
+_NAME = "quality"
+
+
+@with_options
+def quality(
+    run: RunOptions,
+    look: TracesOptions,
+    compare: Annotated[
+        str,
+        Option(
+            metavar="NAMES",
+            help="Methods, separated by commas: policy:selection",
+            show_default="attention and two-stage of snapkv and adakv, random",
+        ),
+    ] = _METHODS,
+    max_new_tokens: Annotated[
+        int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the data set's own")
+    ] = None,
+) -> None:
+    """Score the answers from the full and the evicted caches.
+
+    By the metric of each data set: --dataset takes several, separated by commas. Each has a trace of its own in a
+    folder of its name; a killed run goes on where it stopped. Without --budget at 0.1, 0.2 and 0.4 of the prompt.
+    Beside figure and summary.json the tables are left as quality.tex, quality.md and quality.csv. With --trace, once
+    for each, finished traces are scored instead.
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
+        raise ConfigError(msg)
+    wanted = run.with_budgets(_BUDGETS)
+    study = open_joined(
+        _NAME, wanted, look, lambda: wanted.configs(_names(compare)), lambda folder: _check(folder, run.overwrite),
+        leave_out_unfit=not run.budget, generate=max_new_tokens,
+    )  # fmt: skip
+    if study is None:
+        return
+    from perturbkv.analyses.quality import quality as analyse
+
+    result = analyse(study.usable)
+    study.save(result.plot(study.width_mm), result.identity, _NAME)
+    study.show(result, {**result.to_dict(), "tables": _save(result, study.folder, run.overwrite)})
+
+
+def _names(compare: str) -> list[str]:
+    names = [name.strip() for name in split(compare, ",") if name.strip()]
+    if not names:
+        msg = f"--compare takes methods such as {_METHODS.partition(',')[0]}, got none"
+        raise ConfigError(msg)
+    return list(apart("--compare", names))
+
+
+def _check(folder: Path, overwrite: bool) -> None:
+    """Raise ConfigError where a table would replace a file of somebody else."""
+    from perturbkv.analyses.quality_latex import COMMENT
+    from perturbkv.analyses.quality_text import CSV, MARKDOWN
+
+    quoted = ",".join(f'"{name}"' for name in CSV)
+    for suffix, begins in (("tex", COMMENT), ("md", MARKDOWN), ("csv", quoted)):
+        free_text(folder / f"{_NAME}.{suffix}", begins, overwrite)
+
+
+def _save(result: Quality, folder: Path, overwrite: bool) -> list[str]:
+    """Write the tables; returns their paths."""
+    _check(folder, overwrite)
+    paths = []
+    for suffix, text in (("tex", result.to_latex()), ("md", result.to_markdown()), ("csv", result.to_csv())):
+        path = folder / f"{_NAME}.{suffix}"
+        write_whole(path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
+        paths.append(str(path))
+    return paths

@@ -1,0 +1,78 @@
+"""Scores against what caches hold: every point, bar and line is a number of the result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from perturbkv.analyses.quality import Quality, quality
+from perturbkv.figures.quality import panels
+from tests.support.artists import overlapping
+from tests.support.graded import graded
+from tests.support.measured import config
+
+BUDGETS, HELD = (0.1, 0.2, 0.4), (0.1, 0.2, 0.4)
+CONFIGS = tuple(config(selection, budget) for budget in BUDGETS for selection in ("attention", "two-stage"))
+MANY = ("qasper", "narrativeqa", "musique", "hotpotqa", "trec", "triviaqa", "lcc")
+
+
+def made(*names: str, held: bool = True) -> Quality:
+    found = []
+    for seed, name in enumerate(names):
+        draw = np.random.default_rng(seed)
+        found.append(
+            graded(name, draw.random(6), draw.random((6, 6)), CONFIGS, held=np.repeat(HELD, 2) if held else ())
+        )
+    return quality(found)
+
+
+def panel_of(figure: Figure, name: str) -> Axes:
+    (found,) = [one for one in figure.axes if one.get_title(loc="left").startswith(name)]
+    return found
+
+
+@pytest.mark.parametrize("width", [84, 174])
+def test_every_score_and_its_interval_is_drawn_where_its_cache_is(width: int) -> None:
+    result = made("qasper", "multi_news")
+    figure = result.plot(width)
+    for column in panels(result):
+        panel = panel_of(figure, column.name)
+        for side, name in enumerate(("attention", "two-stage")):
+            (drawn,) = [one for one in panel.containers if one[0].get_gid() == name]
+            line, _, (bars,) = drawn
+            means = [column.evicted[2 * place + side] for place in range(3)]
+            np.testing.assert_allclose(line.get_ydata(), [100 * mean.value for mean in means])
+            np.testing.assert_allclose(line.get_xdata(), 100 * np.array(HELD), rtol=0.05)
+            for mean, segment in zip(means, bars.get_segments(), strict=True):
+                assert mean.interval is not None
+                np.testing.assert_allclose(segment[:, 1], [100 * mean.interval.low, 100 * mean.interval.high])
+        (full,) = [one for one in panel.get_lines() if one.get_gid() == "full cache"]
+        np.testing.assert_allclose(full.get_ydata(), [100 * column.full.value] * 2)
+
+
+def test_many_data_sets_are_drawn_by_kind_with_the_average_last() -> None:
+    result = made(*MANY)
+    assert [one.name for one in panels(result)] == ["single-document QA", "multi-document QA", "few-shot", "code",
+                                                    "average"]  # fmt: skip
+    assert [one.name for one in panels(made("needle"))] == ["needle"]
+    figure = result.plot()
+    assert sum(panel.axison for panel in figure.axes) == 5
+
+
+def test_a_trace_that_tells_no_shares_is_drawn_by_budget() -> None:
+    figure = made("qasper", held=False).plot()
+    assert figure.axes[0].get_xlabel() == "budget × 100"
+    np.testing.assert_allclose(figure.axes[0].containers[0][0].get_xdata(), 100 * np.array(BUDGETS), rtol=0.05)
+
+
+def test_a_single_sample_has_points_without_bars() -> None:
+    figure = quality(graded("qasper", [0.5], [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]], CONFIGS)).plot()
+    assert all(not drawn[2] for drawn in figure.axes[0].containers)
+
+
+@pytest.mark.parametrize("width", [84, 174])
+@pytest.mark.parametrize("names", [("needle",), ("qasper", "multi_news", "lcc"), MANY], ids=len)
+def test_nothing_that_is_written_lies_on_anything_else(names: tuple[str, ...], width: int) -> None:
+    assert overlapping(made(*names).plot(width)) == []
