@@ -32,6 +32,7 @@ def open_joined(
     check: Callable[[Path], None],
     leave_out_unfit: bool = False,
     generate: int | None = None,
+    metric: str = "",
 ) -> Study | None:
     """The study of `look.trace`, or of the traces with answers that `run` makes of `configs`; None after a dry run.
 
@@ -54,7 +55,7 @@ def open_joined(
         for path in paths:
             reachable(path, run.wait)
         _check_free(name, folder, look, run, [summary.Source(str(path)) for path in paths], check)
-    planned = _planned(runs, asked, leave_out_unfit, generate)
+    planned = _planned(runs, asked, leave_out_unfit, generate, metric)
     if run.dry_run:
         dry_run.show_all(planned, run.as_json)
         return None
@@ -103,19 +104,21 @@ def _check_free(
 
 
 def _planned(
-    runs: Sequence[RunOptions], configs: Sequence[EvictionConfig], leave_out_unfit: bool, generate: int | None
+    runs: Sequence[RunOptions],
+    configs: Sequence[EvictionConfig],
+    leave_out_unfit: bool,
+    generate: int | None,
+    metric: str,
 ) -> list[Plan]:
     """The plan of each data set, the model opened once. Raises PerturbkvErrors, of a name before anything is opened."""
-    from perturbkv.datasets.prompts import check_answers
     from perturbkv.datasets.registry import check_name
 
     for one in runs:
         check_name(one.dataset)
     found: list[Plan] = []
     for one in runs:
-        made = plan(one, configs, leave_out_unfit, generate, found[0].files if found else None)
-        check_answers(made.prompts)
-        found.append(made)
+        files = found[0].files if found else None
+        found.append(plan(one, configs, leave_out_unfit, generate, metric, files=files))
     return found
 
 

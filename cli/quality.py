@@ -9,7 +9,7 @@ from typer import Option
 
 from perturbkv.cli.choices import apart
 from perturbkv.cli.joined import open_joined
-from perturbkv.cli.options import RunOptions, TracesOptions
+from perturbkv.cli.options import MetricOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import free_text
 from perturbkv.cli.spreading import with_options
 from perturbkv.configs.choice import split
@@ -41,6 +41,7 @@ def quality(
     max_new_tokens: Annotated[
         int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the data set's own")
     ] = None,
+    metric: MetricOption = "",
 ) -> None:
     """Score the answers from the full and the evicted caches.
 
@@ -55,7 +56,7 @@ def quality(
     wanted = run.with_budgets(_BUDGETS)
     study = open_joined(
         _NAME, wanted, look, lambda: wanted.configs(_names(compare)), lambda folder: _check(folder, run.overwrite),
-        leave_out_unfit=not run.budget, generate=max_new_tokens,
+        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric,
     )  # fmt: skip
     if study is None:
         return

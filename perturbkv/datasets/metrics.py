@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from perturbkv.configs.kinds import RULER_PREFIX
 from perturbkv.datasets import scoring, word_overlap, wording
 from perturbkv.datasets.ruler.metrics import grader
-from perturbkv.datasets.ruler.tasks import PREFIX
 from perturbkv.errors import DatasetError, UnknownNameError
 
 Grade = Callable[[str, Sequence[str], Sequence[str]], float]
@@ -44,7 +44,7 @@ def metric(named: str) -> Metric | None:
         return metric("exact-number")
     if not named:
         return None
-    if named.startswith(PREFIX):
+    if named.startswith(RULER_PREFIX):
         name, ruler = grader(named)
         return Metric(name, _of_answers(ruler))
     worded = wording.read(named)

@@ -160,17 +160,6 @@ def _check_made(name: str, length: int, max_tokens: int | None, positions: int) 
         raise DatasetError(msg)
 
 
-def check_answers(prompts: Prompts) -> None:
-    """Raise DatasetError where a prompt has no accepted answers, by which a generated one could be graded."""
-    bare = [prompt.sample_id for prompt in prompts if not prompt.answers]
-    if bare:
-        msg = (
-            f"expected accepted answers to every prompt of {prompts.dataset}, got none to {len(bare)} of "
-            f"{len(prompts)} ('{bare[0]}'{' first' if len(bare) > 1 else ''}); give each of its rows `answers`"
-        )
-        raise DatasetError(msg)
-
-
 def gathered(prompts: Iterable[Prompt]) -> Prompts:
     """Prompts as they are, those of one's own with a digest each, by which a trace knows them again.
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from perturbkv.configs import numbers
-from perturbkv.configs.kinds import LONGBENCH
+from perturbkv.configs.kinds import LONGBENCH, RULER_PREFIX, kind_of
 from perturbkv.datasets import metrics
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.ruler.tasks import PREFIX
 from perturbkv.datasets.sample import Sample
 from perturbkv.datasets.wording import WITHOUT_CHAT
 from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
@@ -153,7 +152,7 @@ def takes(name: str, option: str) -> bool:
 
 def in_ruler(name: str) -> bool:
     """Whether it is one of RULER's 13 tasks."""
-    return name in _REGISTRY and name.startswith(PREFIX)
+    return name in _REGISTRY and name.startswith(RULER_PREFIX)
 
 
 def in_longbench(name: str) -> bool:
@@ -207,17 +206,14 @@ for _kind, _names in LONGBENCH.items():
         register(DatasetInfo(_name, "LongBench", _kind, _LONGBENCH_NEEDS, _module, frozenset({"data_dir"})))
 _ESSAYS = "--data-dir or the hub: PaulGrahamEssays.json; nltk's punkt_tab; "
 _RULER = (
-    ("retrieval", "", "RULER, made offline", ("niah_single_1", "niah_multikey_2", "niah_multikey_3")),
-    ("retrieval", _ESSAYS, "RULER, over essays",
+    ("", "RULER, made offline", ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")),
+    (_ESSAYS, "RULER, over essays",
      ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")),
-    ("multi-hop tracing", "", "RULER, made offline", ("vt",)),
-    ("aggregation", "", "RULER, made offline", ("cwe", "fwe")),
-    ("question answering", "--data-dir: squad.json; ", "RULER, over squad.json", ("qa_squad",)),
-    ("question answering", "--data-dir or the hub: hotpotqa.json; ", "RULER, over hotpotqa.json",
-     ("qa_hotpot",)),
+    ("--data-dir: squad.json; ", "RULER, over squad.json", ("qa_squad",)),
+    ("--data-dir or the hub: hotpotqa.json; ", "RULER, over hotpotqa.json", ("qa_hotpot",)),
 )  # fmt: skip
-for _kind, _data, _what, _names in _RULER:
+for _data, _what, _names in _RULER:
     _module = "perturbkv.datasets.ruler.samples"
     _options = frozenset({"seed", "lengths"} | ({"data_dir"} if _data else set()))
-    for _name in _names:
-        register(DatasetInfo(PREFIX + _name, _what, _kind, f"{_data}perturbkv[ruler]", _module, _options))
+    for _name in map(RULER_PREFIX.__add__, _names):
+        register(DatasetInfo(_name, _what, kind_of(_name), f"{_data}perturbkv[ruler]", _module, _options))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perturbkv.configs.kinds import RULER_PREFIX
 from perturbkv.datasets import wording
 from perturbkv.datasets.ruler.running import run_file
 from perturbkv.errors import DatasetError
 
-PREFIX = "ruler:"
 INSTALL = 'pip install "perturbkv[ruler]"'
 CONTEXT = "{context}"
 _FETCHING = ("lm_eval", "datasets", "requests", "tqdm")
@@ -84,7 +84,7 @@ def read(name: str) -> Task:
     """One of RULER's tasks. Raises DatasetError where lm-eval or a package is missing, or is another than ours."""
     where = folder()
     with explained(name):
-        found = _merged(where / f"{name.removeprefix(PREFIX)}.yaml")
+        found = _merged(where / f"{name.removeprefix(RULER_PREFIX)}.yaml")
         file, function = str(found["custom_dataset"]).split(".")
         answer = found["generation_kwargs"]
         made = Task(
