@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from perturbkv.datasets import metrics
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import Metric
+from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import DatasetError
 
 Decode = Callable[..., str]
@@ -27,12 +28,12 @@ def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
     return known
 
 
-def check_answers(prompts: Sequence[Prompt]) -> None:
+def check_answers(prompts: Prompts) -> None:
     """Raise DatasetError where a prompt has no accepted answers: nothing would tell how good a generated one is."""
     without = [prompt.sample_id for prompt in prompts if not prompt.grading]
     if without:
         msg = (
-            f"expected accepted answers in every sample, which generated ones are graded by, got none in "
+            f"expected accepted answers in every sample of {prompts.dataset}, to grade generated ones by, got none in "
             f"{len(without)} of {len(prompts)}, such as '{without[0]}'; give `answers`, or use generate, which shows "
             "answers without grading them"
         )

@@ -119,7 +119,7 @@ def test_what_is_asked_when_nobody_says(perturbkv: Run, model: Path, two: str) -
     [
         ("first.jsonl,first.jsonl", "expected different values for --dataset, got first.jsonl twice"),
         ("first.jsonl,nowhere", "unknown dataset 'nowhere'"),
-        ("first.jsonl,bare.jsonl", "accepted answers to every prompt of bare.jsonl, got none to 2 of 2 ('p0' first)"),
+        ("first.jsonl,bare.jsonl", "in every sample of bare.jsonl, to grade generated ones by, got none in 2 of 2"),
         (",", "--dataset takes names of data sets, separated by commas; got ','"),
         ("first.jsonl,there/first.jsonl", "expected data sets of different names, got first.jsonl and there/first"),
         ("first.jsonl,gone.jsonl", "gone.jsonl"),
