@@ -180,8 +180,7 @@ class _Decoding:
             steps = [self._measure(step, len(places)) for step in zip(self.full, evicted, strict=True)]
         whole = sum(layer.borrowed_nbytes for layer in cache.layers)
         held, padding = cache.nbytes - whole, cache.padding_nbytes
-        with phase("answers"):
-            answers = self._answers(cache, asked, places)
+        answers = self._answers(cache, asked, places) if self.run.generate else {}
         return BatchResult(places, steps, [kept for _, kept in found], held, padding, answers)
 
     def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept]:
@@ -216,13 +215,12 @@ class _Decoding:
 
         `asked` are the logits after the question, which stays in the cache: None where there is none.
         """
-        if not self.run.generate:
-            return {}
         first = 0 if 0 in places else 1
         rows = range(first, 1 + len(places))
         cache.forget(after=len(self.question))
         cache.only(rows)
         logits = self.before.logits if asked is None else asked[first : rows.stop]
         ends = end_tokens(self.adapter)
-        made = generate(self.adapter, cache, (), logits, self.run.generate, ends, check=self.finite)
+        with phase("answers"):
+            made = generate(self.adapter, cache, (), logits, self.run.generate, ends, check=self.finite)
         return dict(zip([None, *places][first:], made, strict=True))
