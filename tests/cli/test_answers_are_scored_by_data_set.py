@@ -157,7 +157,7 @@ def test_other_options_that_cannot_be_met_are_refused(
 
 
 def test_an_option_that_matters_to_one_of_the_data_sets_is_taken(perturbkv: Run, small: list[object], two: str) -> None:
-    asked = [*small, "--dataset", f"needle,{two}", "--length", 300, "--depth", 0.5, "--samples", 2, "--dry-run"]
+    asked = [*small, "--dataset", f"{two},needle", "--length", 300, "--depth", 0.5, "--samples", 2, "--dry-run"]
     ran = perturbkv("quality", *asked)
     assert ran.code == 0, ran.err
 
