@@ -45,14 +45,19 @@ class Bin:
     drop_interval: Scalar
 
 
-def curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = BINS) -> tuple[Bin, ...]:
-    """Bins of (prompt, config) arrays, least perturbed first; equal perturbations are never parted.
-
-    Prompts without a measure (NaN) are left out. Raises ConfigError for fewer than two bins.
-    """
+def check_bins(bins: int) -> int:
+    """The number of bins. Raises ConfigError for fewer than two."""
     if bins < 2:
         msg = f"expected at least 2 bins of a calibration curve, got {bins}"
         raise ConfigError(msg)
+    return bins
+
+
+def curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = BINS) -> tuple[Bin, ...]:
+    """Bins of (prompt, config) arrays, least perturbed first; equal perturbations are never parted.
+
+    Prompts without a measure (NaN) are left out.
+    """
     known = measured[~np.isnan(measured)]
     if not len(known):
         return ()

@@ -14,7 +14,7 @@ import numpy as np
 
 from perturbkv.analyses import link_tables, link_told
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.calibration import BINS
+from perturbkv.analyses.calibration import BINS, check_bins
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.link_budgets import AcrossBudgets, across_budgets
 from perturbkv.analyses.link_data import ANALYSIS, Part, Pooled, pooled
@@ -155,7 +155,7 @@ def link(
         >>> [one.measure for one in pk.link(trace).settings[0].strengths][:2]
         ['isolated', 'propagated']
     """
-    rule = Rule(right, lost)
+    rule, bins = Rule(right, lost), check_bins(bins)
     given = [traces] if isinstance(traces, Trace) else list(traces)
     held = [_of_methods(trace, only) for trace in given]
     found = pooled(held, rule)

@@ -26,6 +26,7 @@ from perturbkv.cli.horizon import horizon
 from perturbkv.cli.info import info
 from perturbkv.cli.interrupting import INTERRUPTED, Ending, sigterm_as_interrupt
 from perturbkv.cli.layers import layers
+from perturbkv.cli.link import link
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
@@ -47,7 +48,7 @@ _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, link, horizon)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),

@@ -45,6 +45,7 @@ class Study:
         look: how figures come out.
         as_json: whether the numbers go to stdout instead of tables.
         overwrite: whether files of somebody else are replaced.
+        more: other traces that are looked at together with this one.
         figures: paths written so far.
     """
 
@@ -54,12 +55,19 @@ class Study:
     look: LookOptions
     as_json: bool
     overwrite: bool = False
+    more: Sequence[Trace] = ()
     figures: list[str] = field(default_factory=list)
 
     @property
     def width_mm(self) -> int:
         """Printed width of the figures."""
         return self.look.width_mm
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Failed sample -> why; one of another trace stands under its data set too."""
+        others = {f"{one.run.dataset}: {name}": why for one in self.more for name, why in one.failures.items()}
+        return {**self.trace.failures, **others}
 
     def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
         """Write a figure in every format asked for."""
@@ -94,7 +102,7 @@ class Study:
             "trace": self.trace.source,
             "trace_digest": self.trace.digest,
             "run": run_object(self.trace.run),
-            "failed": dict(self.trace.failures),
+            "failed": self.failures,
         }
         own = {"asked": asked(self.look), **numbers, "figures": self.figures}
         _write_summary(self.folder / "summary.json", header, self.name, own, self.overwrite)
@@ -103,16 +111,18 @@ class Study:
         else:
             shown()
             console.say(f"written to {self.folder}")
-        say_failures(dict(self.trace.failures))
-        if self.trace.failures:
+        say_failures(self.failures)
+        if self.failures:
             raise typer.Exit(1)
 
     def _title(self) -> None:
         from perturbkv.analyses.naming import counted
 
         run, words = self.trace.run, " · random weights" if self.trace.run.random_weights else ""
-        samples = counted(int(self.trace.ok.sum()), "sample")
-        console.say(line(f"{run.model} · {run.dataset} · {samples}{words}"), bold=True)
+        every = (self.trace, *self.more)
+        samples = counted(sum(int(one.ok.sum()) for one in every), "sample")
+        datasets = ", ".join(dict.fromkeys(one.run.dataset for one in every))
+        console.say(line(f"{run.model} · {datasets} · {samples}{words}"), bold=True)
 
 
 def open_study(
@@ -121,14 +131,14 @@ def open_study(
     look: LookOptions,
     configs: Callable[[], Sequence[EvictionConfig]],
     leave_out_unfit: bool = False,
-    generate: int = 0,
+    generate: int | None = 0,
     stems: Sequence[str] = (),
 ) -> Study | None:
     """The study of `look.trace`, or of the trace that `run` makes of `configs`; None after a dry run.
 
     `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
-    tokens are generated from every cache and scored; `stems` are names of its figures, by default its own. Raises
-    PerturbkvErrors, all that can be known before a model is loaded before it is.
+    tokens are generated from every cache and scored, None: as many as the dataset says; `stems` are names of its
+    figures, by default its own. Raises PerturbkvErrors, all that can be known before a model is loaded before it is.
     """
     if look.trace is not None:
         effects.check_finished(name, run, look.trace)
