@@ -1,10 +1,13 @@
-"""How much of a link is the method's name alone: some methods perturb more and score less in every prompt.
+"""How much of a link is the method's name alone: some methods perturb more and score less whatever the prompt.
 
-A method's mean rank in all *other* prompts is held against this prompt's scores. All prompts share these means, so that
-the interval leaves a prompt out of them too (the jackknife of a statistic of pairs of prompts).
+The perturbation of every *other* prompt is held against this prompt's scores. If the prompt's own told no more than the
+names of the methods do, another prompt's would tell as much. Pairs of prompts share prompts, so that the interval
+leaves each prompt out of all of its pairs (the jackknife).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +15,7 @@ from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import ratio
 from perturbkv.analyses.estimates import Estimate
 from perturbkv.analyses.intervals import CORRELATION, Kind
-from perturbkv.analyses.ranks import mean_ranks, spearman
+from perturbkv.analyses.ranks import mean_ranks
 from perturbkv.analyses.reading import Floats
 
 DIFFERENCES = Kind(3 / 8, limits=(-2, 2))
@@ -20,44 +23,46 @@ DIFFERENCES = Kind(3 / 8, limits=(-2, 2))
 
 
 def by_name(measured: Floats, scored: Floats) -> Estimate:
-    """ρ between the mean rank in all other prompts and the score, of (prompt, config) arrays."""
-    return _estimate(measured, scored, np.zeros(len(measured)), 1, CORRELATION)
+    """ρ between the measure of another prompt and a prompt's scores, mean over pairs, of (prompt, config) arrays."""
+    table = _table(measured, scored)
+    return _estimate(table, lambda weights: _of_others(table, weights), CORRELATION)
 
 
 def beyond_name(measured: Floats, scored: Floats) -> Estimate:
-    """ρ of the prompt's own measure less `by_name`; below 0 the prompt's own tells more."""
-    return _estimate(measured, scored, spearman(measured.T, scored.T), -1, DIFFERENCES)
+    """ρ of the prompts' own measures less `by_name`; below 0 the prompt's own tells more."""
+    table = _table(measured, scored)
+    return _estimate(table, lambda weights: _of_own(table, weights) - _of_others(table, weights), DIFFERENCES)
 
 
-def _estimate(measured: Floats, scored: Floats, own: Floats, sign: int, kind: Kind) -> Estimate:
-    """The mean of `own` + `sign` × the name's ρ over the prompts that have both."""
-    ranks = mean_ranks(measured.T).T
-    count = len(measured)
-
-    def each(weights: Floats) -> Floats:
-        return np.asarray(own + sign * _named(ranks, scored, weights))
-
-    def mean(rows: Floats) -> Floats:
-        found = [each(row) for row in rows]
-        return np.array([_mean(values, row) for values, row in zip(found, rows, strict=True)])
-
-    equal = np.full((1, count), 1 / max(count, 1))
-    value = float(mean(equal)[0])
-    prompts = int((~np.isnan(each(equal[0]))).sum())
-    return Estimate(value, intervals.scalar(mean, count, kind), prompts)
+def _table(measured: Floats, scored: Floats) -> Floats:
+    """(prompt scored, prompt measured) Spearman's ρ; NaN where either side is constant."""
+    units = []
+    for side in (scored, measured):
+        ranks = mean_ranks(side.T).T
+        centred = ranks - ranks.mean(axis=1, keepdims=True)
+        units.append(ratio(centred, np.sqrt((centred**2).sum(axis=1, keepdims=True))))
+    return np.asarray(np.einsum("ic,jc->ij", *units))
 
 
-def _named(ranks: Floats, scored: Floats, weights: Floats) -> Floats:
-    """(prompt,) ρ of the other prompts' weighted ranks with this prompt's scores; NaN where there is no other."""
-    weighted = ranks * weights[:, None]
-    others = (weighted.sum(axis=0) - weighted).round(_DIGITS)
-    return spearman(others.T, scored.T)
+def _of_own(table: Floats, weights: Floats) -> Floats:
+    """(row,) weighted mean of the diagonal."""
+    own = np.diag(table)
+    held = ~np.isnan(own)
+    return np.asarray(ratio(weights[:, held] @ own[held], weights[:, held].sum(axis=1)))
 
 
-def _mean(values: Floats, weights: Floats) -> float:
-    held = ~np.isnan(values)
-    return float(ratio(values[held] @ weights[held], weights[held].sum()))
+def _of_others(table: Floats, weights: Floats) -> Floats:
+    """(row,) weighted mean of what is not on the diagonal."""
+    held = ~np.isnan(table) & ~np.eye(len(table), dtype=bool)
+    top, bottom = (
+        np.einsum("wi,ij,wj->w", weights, each, weights, optimize=True)
+        for each in (np.where(held, table, 0), held.astype(np.float64))
+    )
+    return np.asarray(ratio(top, bottom))
 
 
-_DIGITS = 9
-"""Sums of ranks that differ by less were added in another order: they are equal."""
+def _estimate(table: Floats, statistic: Callable[[Floats], Floats], kind: Kind) -> Estimate:
+    count = len(table)
+    value = float(statistic(np.full((1, count), 1 / max(count, 1)))[0])
+    deciding = int((~np.isnan(np.diag(table))).sum())
+    return Estimate(value, intervals.scalar(statistic, count, kind), deciding)

@@ -40,7 +40,7 @@ class Control:
     Attributes:
         measure: a key of `NAMES`.
         rho, auc: what scores that are dealt out anew within each prompt show; `auc` is told as the area less 0.5.
-        by_name: ρ of the configuration's mean rank in the measure over all *other* prompts: what a method's name tells.
+        by_name: ρ between the measure of every *other* prompt and this prompt's scores: what a method's name tells.
         beyond: ρ of the prompt's own perturbation less that; below 0 the prompt's own tells more.
         between: the area over answers of different prompts, which hard and long prompts confound.
         stands: whether `rho.p` still counts beside those of all measures and settings (Benjamini–Hochberg, 5 %);

@@ -29,8 +29,8 @@ _STRENGTH = ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#n")
 _CONTROL = (
     "measure",
     "#ρ of dealt\nscores",
-    "#ρ by the\nname alone",
-    "#own ρ less\nthe name's",
+    "#ρ of other\nprompts' measure",
+    "#own ρ less\nthat of others",
     "#lost above kept,\nbetween prompts",
 )
 _CONTRAST = ("budget", "measure", "#its ρ less\nthat of 1 − S", "#n", "#its area less\nthat of 1 − S", "#n")

@@ -99,8 +99,9 @@ def notes(found: Link) -> str:
         "differ in both; below 0 the more perturbed score less. Lost above kept: share of pairs of a lost and a kept "
         "answer of one prompt in which the lost one is more perturbed, ties half; 0.5 without a link. p: share of "
         "deals of each prompt's scores among its methods whose ρ is as far from 0; * where it stands beside all "
-        "measures and budgets (Benjamini–Hochberg, 5 %); dealt: the middle 95 % of them. By the name alone: ρ of a "
-        "method's mean rank in all other prompts. Between prompts, hard and long prompts confound; across budgets, "
-        "everything does. Methods are those of this run, n counts prompts. L1, θ, θ̂ and drift are relative to the "
-        f"full run's norms. {numbers.about_intervals(found.identity.samples)} {numbers.ABOUT_HELD}"
+        "measures and budgets (Benjamini–Hochberg, 5 %); dealt: the middle 95 % of them. Of other prompts: ρ of "
+        "their measure with this prompt's scores, which the methods' names make. Between prompts, hard and long "
+        "prompts confound; across budgets, everything does. Methods are those of this run, n counts prompts. L1, θ, "
+        "θ̂ and drift are relative to the full run's norms. "
+        f"{numbers.about_intervals(found.identity.samples)} {numbers.ABOUT_HELD}"
     )

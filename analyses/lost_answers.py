@@ -65,7 +65,7 @@ def between(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
     wins, pairs = _between_pairs(measured, lost)
 
     def area(weights: Floats) -> Floats:
-        top, bottom = (np.einsum("wi,ij,wj->w", weights, each, weights) for each in (wins, pairs))
+        top, bottom = (np.einsum("wi,ij,wj->w", weights, each, weights, optimize=True) for each in (wins, pairs))
         return np.asarray(ratio(top, bottom))
 
     prompts = len(measured)

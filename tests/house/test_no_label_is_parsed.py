@@ -70,6 +70,7 @@ COMMANDS = {
     "restriction": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
+    "link": [],
 }
 
 
