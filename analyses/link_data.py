@@ -67,7 +67,7 @@ class Pooled:
 
     def bound(self, places: Sequence[int]) -> tuple[Floats, float]:
         """(prompt, place) θ̂ over ‖o_h‖ of the heads with σ > 0.5 in all of these configurations, and their share."""
-        counted = (self.sigma[:, places] > EVIDENCE).all(axis=1)
+        counted = np.asarray((self.sigma[:, places] > EVIDENCE).all(axis=1))
         top = np.where(counted[:, None], self.theta_hat[:, places], 0).sum(axis=(2, 3))
         found = ratio(top, np.where(counted, self.norm, 0).sum(axis=(1, 2))[:, None])
         return np.asarray(found), float(ratio(counted.sum(), counted.size))

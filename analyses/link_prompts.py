@@ -89,7 +89,7 @@ def within(measured: Floats, scored: Floats, lost: NDArray[np.bool_]) -> Within:
 
 def known(measured: Floats, of: Callable[[Floats, NDArray[np.bool_]], Floats]) -> Floats:
     """(prompt,) what `of` says of the prompts that have the measure; NaN for the others."""
-    rows = ~np.isnan(measured).any(axis=1)
+    rows = np.asarray(~np.isnan(measured).any(axis=1))
     found = np.full(len(measured), np.nan)
     if rows.any():
         found[rows] = of(measured[rows], rows)

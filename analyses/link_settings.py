@@ -101,15 +101,31 @@ class Setting:
         """Of one measure."""
         return next(one for one in self.controls if one.measure == measure)
 
+    @property
+    def decides(self) -> bool:
+        """Whether any prompt has ranks, or a lost answer beside a kept one."""
+        return any(one.rho.prompts or one.auc.prompts for one in self.strengths)
+
     def silence(self) -> str:
-        """Why no prompt has ranks, or no answer is lost while others are kept; empty where both are there."""
+        """Why no prompt has ranks, or a lost answer beside a kept one; empty where there are both."""
         if not len(self.full):
             return "the full cache answers no prompt"
-        if all(isnan(one.rho.value) for one in self.strengths):
-            return "the configurations of each prompt score alike: no ranks"
+        return "; ".join(filter(None, (self.no_areas(), self.no_ranks())))
+
+    def no_areas(self) -> str:
+        """Why no prompt has a lost answer beside a kept one; empty where one has."""
         if not self.lost.any():
             return "no answer is lost"
-        return "every answer is lost" if self.lost.all() else ""
+        if self.lost.all():
+            return "every answer is lost"
+        return "" if any(one.auc.prompts for one in self.strengths) else "no prompt has lost and kept answers"
+
+    def no_ranks(self) -> str:
+        """Why no prompt has ranks; empty where one has."""
+        if any(one.rho.prompts for one in self.strengths):
+            return ""
+        differ = (np.ptp(self.evicted, axis=1) > 0).any()
+        return f"no two methods of a prompt {'perturb' if differ else 'score'} differently"
 
 
 def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: int) -> Setting:

@@ -40,14 +40,20 @@ _ACROSS = ("measure", "#ρ over the budgets\nof one method", "#n")
 
 
 def tables(found: Link) -> list[Table | str]:
-    """All of them, the settings together first."""
+    """All of them, the settings together first; where nothing is to be told, the reason instead."""
     said: list[Table | str] = [_answered(found)]
     said += [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in found.too_few]
-    if len(found.settings) > 1:
+    telling = [one for one in found.settings if one.decides]
+    if len(telling) > 1:
         said.append(_overall("all budgets, one at a time: each prompt's mean over them", found.overall[0].strengths))
-    said += [_overall(f"{one.dataset}, all budgets", one.strengths) for one in found.overall[1:]]
+    if telling:
+        said += [_overall(f"{one.dataset}, all budgets", one.strengths) for one in found.overall[1:]]
     said += [part for one in found.settings for part in _of_setting(one)]
-    return [*said, _contrasts(found), _circular(found.settings), _curves(found.settings), *_across(found)]
+    return [
+        *said,
+        *([_contrasts(found, telling), _circular(telling), _curves(telling)] if telling else []),
+        *_across(found),
+    ]
 
 
 def _answered(found: Link) -> str:
@@ -59,18 +65,16 @@ def _answered(found: Link) -> str:
 
 def _of_setting(one: Setting) -> list[Table | str]:
     held = " to ".join(dict.fromkeys(map(numbers.held, one.held_ends)))
-    about = (
-        f"b={one.name}: {len(one.configs)} methods, held / full {held}; {int(one.lost.sum())} of {one.lost.size} lost"
-    )
-    rows = [_strength(one.strength(name), _p(one.control(name))) for name in MEASURES]
-    silent = [f"b={one.name}: {one.silence()}"] if one.silence() else []
-    controls = Table(
-        f"b={one.name}: what else could make it", _CONTROL, [_control(one.control(name)) for name in MEASURES]
-    )
-    evidence = (
-        f"b={one.name}: θ̂ is of the {numbers.percent(one.evidence)} of (prompt, head) with σ > 0.5 in all methods"
-    )
-    return [*silent, Table(about, _STRENGTH, rows), evidence, controls]
+    lost, silence = f"{int(one.lost.sum())} of {one.lost.size} lost", one.silence()
+    about = f"b={one.name}: {len(one.configs)} methods, held / full {held}; {lost}{f' ({silence})' if silence else ''}"
+    if not one.decides:
+        return [about]
+    evidence = numbers.percent(one.evidence)
+    return [
+        Table(about, _STRENGTH, [_strength(one.strength(name), _p(one.control(name))) for name in MEASURES]),
+        f"b={one.name}: θ̂ is of the {evidence} of (prompt, head) with σ > 0.5 in all methods",
+        Table(f"b={one.name}: what else could make it", _CONTROL, [_control(one.control(name)) for name in MEASURES]),
+    ]
 
 
 def _overall(title: str, strengths: Iterable[Strength]) -> Table:
@@ -99,9 +103,9 @@ def estimate(one: Estimate, apart: str = "\n") -> str:
     return numbers.decimal(one.value, one.interval, apart=apart)
 
 
-def _contrasts(found: Link) -> Table:
+def _contrasts(found: Link, settings: Sequence[Setting]) -> Table:
     """Each measure against 1 − S, per setting and in all."""
-    named = [(f"b={one.name}", one.contrasts) for one in found.settings]
+    named = [(f"b={one.name}", one.contrasts) for one in settings]
     every = [("all", found.overall[0].contrasts)] if len(named) > 1 else []
     rows = [row for name, contrasts in [*named, *every] for row in _under(name, map(_contrast, _against(contrasts)))]
     return Table(f"measures on the same prompts, each against {MEASURES[AGAINST]}", _CONTRAST, rows)
@@ -141,7 +145,7 @@ def _bin(one: Bin) -> list[str]:
 
 
 def _across(found: Link) -> list[Table]:
-    if not found.across:
+    if not any(one.rho.prompts for one in found.across):
         return []
     names = {EVICTED: "the budget itself", **NAMES}
     rows = [[names[one.measure], estimate(one.rho, " "), str(one.rho.prompts)] for one in found.across]

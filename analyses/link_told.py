@@ -39,9 +39,9 @@ def _ranks(found: Link) -> str:
     each = [(f"b={one.name}", one.strength(HEADLINE).rho) for one in found.settings]
     known = [(name, rho) for name, rho in each if not isnan(rho.value)]
     if not known:
-        return (
-            "whether methods that perturb more score less cannot be said: no two methods of a prompt score differently"
-        )
+        reasons = dict.fromkeys(filter(None, (one.no_ranks() for one in found.settings)))
+        why = " or ".join(reasons) or f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
+        return f"whether methods that perturb more score less cannot be said: {why}"
     told = ends([(name, rho.value, estimate(rho, " ")) for name, rho in known])
     verdicts = [decided(rho.interval, 0) for _, rho in known]
     return f"{tally(verdicts, _TELLS, 'budget')}: ρ = {told} ({_few(min((rho for _, rho in known), key=_prompts))})"
@@ -61,11 +61,7 @@ def _areas(found: Link) -> str:
     """How often a lost answer is the more perturbed one."""
     area = found.overall[0].strength(HEADLINE).auc
     if isnan(area.value):
-        every = all(one.lost.all() for one in found.settings)
-        none = not any(one.lost.any() for one in found.settings)
-        return (
-            "every answer is lost" if every else "no answer is lost" if none else "no prompt has lost and kept answers"
-        )
+        return " or ".join(dict.fromkeys(one.no_areas() for one in found.settings))
     share = numbers.percent(area.value, area.interval)
     return f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_few(area)})"
 

@@ -45,8 +45,8 @@ def chances(weights: Floats, scores: Floats) -> list[Chance]:
     A prompt that does not decide has NaN weights; others sum to 0 over configurations, so that dealt scores give 0 on
     the average.
     """
-    held = ~np.isnan(weights).any(axis=2)
-    deciding = held.any(axis=0)
+    held = np.asarray(~np.isnan(weights).any(axis=2))
+    deciding = np.asarray(held.any(axis=0))
     exact = math.factorial(weights.shape[2]) ** int(deciding.sum()) <= MOST_EXACT
     sums = _sums(np.where(held[:, :, None], weights, 0)[:, deciding], scores[deciding], exact)
     return [_chance(np.asarray(ratio(sums[:, one], held[one].sum())), exact) for one in range(len(weights))]

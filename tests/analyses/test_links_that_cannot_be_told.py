@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.link import link
+from perturbkv.display import Table
 from perturbkv.errors import ConfigError, PerturbkvError, TraceError
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import Trace
@@ -26,31 +27,41 @@ def made(scores: Any = MIXED, full: Any = (1,) * 6, **more: Any) -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("scores", "full", "said", "silence"),
+    ("scores", "full", "said", "silence", "shown"),
     [
         (MIXED, np.zeros(6), "The full cache answers none of 6 prompts (score > 0): there is nothing that eviction can",
-         "the full cache answers no prompt"),
+         "the full cache answers no prompt", False),
         (np.ones((6, 3)), np.ones(6), "no two methods of a prompt score differently; no answer is lost",
-         "the configurations of each prompt score alike"),
+         "no answer is lost; no two methods of a prompt score differently", False),
         (np.zeros((6, 3)), np.ones(6), "no two methods of a prompt score differently; every answer is lost",
-         "the configurations of each prompt score alike"),
-        (0.6 + MIXED / 4, np.ones(6), "no answer is lost", "no answer is lost"),
-        (MIXED / 4, np.ones(6), "every answer is lost", "every answer is lost"),
+         "every answer is lost; no two methods of a prompt score differently", False),
+        (0.6 + MIXED / 4, np.ones(6), "no answer is lost", "no answer is lost", True),
+        (MIXED / 4, np.ones(6), "every answer is lost", "every answer is lost", True),
         (np.repeat([[1, 0], [1, 0], [0, 1]], 3, axis=1).reshape(6, 3), np.ones(6),
-         "no prompt has lost and kept answers", "score alike"),
+         "no prompt has lost and kept answers",
+         "no prompt has lost and kept answers; no two methods of a prompt score differently", False),
     ],
     ids=["none answered", "all right", "all lost", "all kept, graded", "all lost, graded", "alike within prompts"],
 )  # fmt: skip
-def test_what_there_is_nothing_to_tell_of_is_told(scores: Any, full: Any, said: str, silence: str) -> None:
+def test_what_there_is_nothing_to_tell_of_is_told(scores: Any, full: Any, said: str, silence: str, shown: bool) -> None:
     result = link(made(scores, full))
     assert said in " ".join(result.conclusion().split())
-    assert silence in result.settings[0].silence()
-    shown = repr(result)
-    assert "nan" not in shown.lower()
-    assert silence.split(";")[0] in " ".join(shown.split())
+    assert result.settings[0].silence() == silence
+    told = " ".join(repr(result).split())
+    assert silence in told
+    assert "nan" not in told.lower()
+    assert any(isinstance(part, Table) for part in result.tables()) == shown
     json.dumps(result.to_dict(), allow_nan=False)
     for width in (84, 174):
         result.plot(width)
+
+
+def test_methods_that_perturb_alike_have_no_ranks_whatever_they_score() -> None:
+    result = link(
+        answered(methods(3), MIXED, np.ones(6), {"propagated": np.ones((6, 3)), "lost": np.full((6, 3), 0.5)})
+    )
+    assert "cannot be said: no two methods of a prompt perturb differently" in " ".join(result.conclusion().split())
+    assert result.settings[0].strength("propagated").auc.value == 0.5
 
 
 def test_fewer_than_five_prompts_have_ranges_and_are_called_too_few() -> None:
