@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from perturbkv.analyses import link_tables, link_told
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.calibration import BINS, check_bins
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.link_budgets import AcrossBudgets, across_budgets
-from perturbkv.analyses.link_data import ANALYSIS, Part, Pooled, pooled
-from perturbkv.analyses.link_prompts import NAMES, Contrast, Strength, contrasts, joined, of_prompts, strengths
+from perturbkv.analyses.link_budgets import across_budgets
+from perturbkv.analyses.link_data import ANALYSIS, Pooled, pooled
+from perturbkv.analyses.link_found import Linked, Overall
+from perturbkv.analyses.link_prompts import NAMES, contrasts, joined, of_prompts, strengths
 from perturbkv.analyses.link_settings import Setting, corrected_together, setting
 from perturbkv.analyses.lost_answers import LOST, Rule
 from perturbkv.analyses.objects import columns_of
@@ -33,49 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class Overall:
-    """Each prompt's mean over settings, in every one of which its configurations were compared.
-
-    Attributes:
-        dataset: whose prompts; empty for those of all data sets.
-        strengths: one per measure.
-        contrasts: every two measures on the same prompts.
-    """
-
-    dataset: str
-    strengths: tuple[Strength, ...]
-    contrasts: tuple[Contrast, ...]
-
-    def strength(self, measure: str) -> Strength:
-        """Of one measure."""
-        return next(one for one in self.strengths if one.measure == measure)
-
-
-@dataclass(frozen=True, repr=False)
-class Link(Result):
-    """The link between the first step's perturbation and the score of the answer.
-
-    Attributes:
-        identity: which run this is; of several traces all of their data sets.
-        parts: the traces: data set, samples, how many of them the full cache answers.
-        rule: when the full cache is right, and when an answer is lost.
-        settings: one per budget, granularity and protection of three configurations or more; `too_few`: the others'
-            names.
-        overall: all settings together, one at a time: of all prompts first, then, where there are several, of each
-            data set.
-        across: over the budgets of one method, for many reasons; empty where no method has three.
-        prompts: (prompt,) the trace's place in `parts` and the sample's name, of the arrays in `settings`.
-    """
-
-    identity: RunIdentity
-    parts: tuple[Part, ...]
-    rule: Rule
-    settings: tuple[Setting, ...]
-    too_few: tuple[str, ...]
-    overall: tuple[Overall, ...]
-    across: tuple[AcrossBudgets, ...]
-    prompts: tuple[tuple[int, str], ...]
+class Link(Linked, Result):
+    """The link between the first step's perturbation and the score of the answer; it shows itself, as any result."""
 
     def conclusion(self) -> str:
         """Whether more perturbed configurations score less, tell lost answers, and beat the attention given up."""

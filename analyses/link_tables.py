@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import isnan
-from typing import TYPE_CHECKING
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.calibration import Bin
@@ -12,14 +11,12 @@ from perturbkv.analyses.estimates import Estimate
 from perturbkv.analyses.first_step import CIRCULAR
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.link_budgets import EVICTED
+from perturbkv.analyses.link_found import Linked
 from perturbkv.analyses.link_prompts import MEASURES, NAMES, Contrast, Strength
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.link_settings import Control, Setting
+from perturbkv.analyses.naming import counted, folded
 from perturbkv.analyses.ranked_together import LEAST_CONFIGS
 from perturbkv.display import Table
-
-if TYPE_CHECKING:
-    from perturbkv.analyses.link import Link
-    from perturbkv.analyses.link_settings import Control, Setting
 
 HEADLINE = "propagated"
 """The measure that conclusions and curves on the screen are of, chosen beforehand."""
@@ -39,7 +36,7 @@ _CURVE = ("budget", "#perturbed", "#answers", "#prompts", "#lost", "#score lost,
 _ACROSS = ("measure", "#ρ over the budgets\nof one method", "#n")
 
 
-def tables(found: Link) -> list[Table | str]:
+def tables(found: Linked) -> list[Table | str]:
     """All of them, the settings together first; where nothing is to be told, the reason instead."""
     said: list[Table | str] = [_answered(found)]
     said += [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in found.too_few]
@@ -56,7 +53,7 @@ def tables(found: Link) -> list[Table | str]:
     ]
 
 
-def _answered(found: Link) -> str:
+def _answered(found: Linked) -> str:
     """'the full cache answers 12 of 16 prompts of needle (score > 0), …; lost: below 0.5 of its score'."""
     told = ", ".join(f"{part.answered} of {counted(part.samples, 'prompt')} of {part.dataset}" for part in found.parts)
     rule = found.rule
@@ -103,7 +100,7 @@ def estimate(one: Estimate, apart: str = "\n") -> str:
     return numbers.decimal(one.value, one.interval, apart=apart)
 
 
-def _contrasts(found: Link, settings: Sequence[Setting]) -> Table:
+def _contrasts(found: Linked, settings: Sequence[Setting]) -> Table:
     """Each measure against 1 − S, per setting and in all."""
     named = [(f"b={one.name}", one.contrasts) for one in settings]
     every = [("all", found.overall[0].contrasts)] if len(named) > 1 else []
@@ -144,7 +141,7 @@ def _bin(one: Bin) -> list[str]:
     return [ends, str(one.answers), str(one.prompts), lost, numbers.decimal(100 * one.drop, points)]
 
 
-def _across(found: Link) -> list[Table]:
+def _across(found: Linked) -> list[Table]:
     if not any(one.rho.prompts for one in found.across):
         return []
     names = {EVICTED: "the budget itself", **NAMES}
@@ -154,4 +151,4 @@ def _across(found: Link) -> list[Table]:
 
 def _under(name: str, rows: Iterable[list[str]]) -> list[list[str]]:
     """Rows with a name before the first of them."""
-    return [[name if place == 0 else "", *row] for place, row in enumerate(rows)]
+    return [[folded(name) if place == 0 else "", *row] for place, row in enumerate(rows)]

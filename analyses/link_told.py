@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import TYPE_CHECKING
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.estimates import Estimate
 from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.link_found import Linked
 from perturbkv.analyses.link_prompts import MEASURES, NAMES
 from perturbkv.analyses.link_tables import AGAINST, HEADLINE, estimate
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.sentences import decided, ends, sentence, tally
-
-if TYPE_CHECKING:
-    from perturbkv.analyses.link import Link
 
 _TELLS = {
     -1: ("the methods of a prompt that perturb its first step more score less", "less"),
@@ -23,7 +20,7 @@ _TELLS = {
 }
 
 
-def conclusion(found: Link) -> str:
+def conclusion(found: Linked) -> str:
     """Of the measure that was chosen beforehand; beside it the strongest of all."""
     samples, answered = (sum(getattr(part, name) for part in found.parts) for name in ("samples", "answered"))
     if not answered:
@@ -34,7 +31,7 @@ def conclusion(found: Link) -> str:
     return sentence("; ".join(filter(None, (_ranks(found), _areas(found), _beats(found), _strongest(found)))))
 
 
-def _ranks(found: Link) -> str:
+def _ranks(found: Linked) -> str:
     """In how many settings ρ is below 0, and between which ends it lies."""
     each = [(f"b={one.name}", one.strength(HEADLINE).rho) for one in found.settings]
     known = [(name, rho) for name, rho in each if not isnan(rho.value)]
@@ -57,7 +54,7 @@ def _few(one: Estimate) -> str:
     return f"n = {counted(one.prompts, 'deciding prompt')}{few}"
 
 
-def _areas(found: Link) -> str:
+def _areas(found: Linked) -> str:
     """How often a lost answer is the more perturbed one."""
     area = found.overall[0].strength(HEADLINE).auc
     if isnan(area.value):
@@ -66,7 +63,7 @@ def _areas(found: Link) -> str:
     return f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_few(area)})"
 
 
-def _beats(found: Link) -> str:
+def _beats(found: Linked) -> str:
     """Whether the measure tells more than the attention that was given up, as it knows values."""
     (one,) = [each for each in found.overall[0].contrasts if (each.first, each.second) == (HEADLINE, AGAINST)]
     if isnan(one.rho.value):
@@ -79,7 +76,7 @@ def _beats(found: Link) -> str:
     return f"that {who} tells more or less than {other} is not shown: {told}"
 
 
-def _strongest(found: Link) -> str:
+def _strongest(found: Linked) -> str:
     """The measure of the lowest ρ, found by looking."""
     known = [one for one in found.overall[0].strengths if one.measure in MEASURES and not isnan(one.rho.value)]
     if not known:
@@ -88,7 +85,7 @@ def _strongest(found: Link) -> str:
     return f"of {len(known)} measures {NAMES[best.measure]} has the lowest ρ, {estimate(best.rho, ' ')}, by looking"
 
 
-def notes(found: Link) -> str:
+def notes(found: Linked) -> str:
     """What rows and columns mean."""
     return (
         "ρ, τ-b: between measure and score over the methods of one prompt, mean over the n prompts whose methods "

@@ -70,6 +70,7 @@ def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> N
             _point(axes, _PLACES[name] + shift, rho.value, rho.interval, colour, f"rho {one.name} {name}")
             _band(axes, _PLACES[name] + shift, dealt.low, dealt.high)
     _frame(axes, 0, (-1.05, 1.05), "Spearman’s ρ with the score")
+    axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.set_title("Ranks within a prompt", loc="left")
     if all(np.isnan(one.strength(name).rho.value) for one in settings for name in NAMES):
         _silence(axes, settings)

@@ -155,6 +155,14 @@ def test_curves_have_as_many_answers_per_bin_as_quantiles_give_and_intervals_ove
     }
 
 
+def test_bins_hold_equally_many_answers_and_their_upper_end() -> None:
+    moved = np.arange(1, 13.0).reshape(3, 4)
+    one = link(answered(methods(4), np.ones((3, 4)), np.ones(3), {"propagated": moved}), bins=3).settings[0]
+    assert [(each.low, each.high, each.middle) for each in one.curves["propagated"]] == [
+        (1, 4, 2.5), (5, 8, 6.5), (9, 12, 10.5)
+    ]  # fmt: skip
+
+
 def test_a_bin_whose_answers_are_all_of_a_few_prompts_is_as_unsure_as_these() -> None:
     """Thirty prompts of four alike answers each say no more of a share than thirty answers do."""
     each = np.arange(30) % 2
@@ -258,6 +266,7 @@ def test_traces_are_pooled_prompt_by_prompt_and_their_data_sets_told_apart() -> 
     second = answered(turned, scores[3:][:, [2, 0, 1]], FULL[6:], {"propagated": moved[3:][:, [2, 0, 1]]}, dataset="b")
     whole, both = link(answered(configs, scores, FULL[3:], {"propagated": moved})), link([first, second])
     assert both.overall[0] == whole.overall[0]
+    assert both.settings[0].control("propagated").by_name == whole.settings[0].control("propagated").by_name
     assert [one.dataset for one in both.overall] == ["", "a", "b"]
     alone = link(second).overall[0].strength("propagated").rho
     assert both.overall[2].strength("propagated").rho == alone
