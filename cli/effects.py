@@ -89,7 +89,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
-    "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost", "bins",
+    "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost",
 })  # fmt: skip
 """What can be asked of a finished trace; everything else says how one is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {

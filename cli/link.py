@@ -23,38 +23,27 @@ def link(
     run: RunOptions,
     look: LookOptions,
     traces: Annotated[
-        list[Path] | None, Option("--trace", metavar="PATH", help="A finished trace; again: also that one's prompts")
+        list[Path] | None, Option("--trace", metavar="PATH", help="A finished trace; again: its prompts too")
     ] = None,
     compare: Annotated[
         str | None,
-        Option(
-            metavar="NAMES",
-            help="Methods, separated by commas: policy:selection",
-            show_default="those of the trace, else attention and two-stage of snapkv, pyramidkv, adakv",
-        ),
+        Option(metavar="NAMES", help="Methods: policy:selection,…", show_default="the trace's; else six"),
     ] = None,
-    right: Annotated[float, Option(metavar="X", help="A prompt counts where the full cache scores above this")] = 0.0,
-    lost: Annotated[
-        float, Option(metavar="X", help="An answer is lost below this share of the full one's score")
-    ] = 0.5,
-    bins: Annotated[int, Option(metavar="N", help="Bins of the calibration curves")] = 5,
+    right: Annotated[float, Option(metavar="X", help="Full score above which a prompt counts")] = 0.0,
+    lost: Annotated[float, Option(metavar="X", help="Share of it below which an answer is lost")] = 0.5,
     max_new_tokens: Annotated[
         int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
     ] = None,
 ) -> None:
     """Tell whether perturbation tells a lost answer.
 
-    Ranks of the first step's measures with the score, between the methods of one prompt, one budget at a time; whether
-    a lost answer is the more perturbed one; how often answers are lost at how much perturbation. Without --budget at
-    0.1, 0.2 and 0.4 of the prompt. Traces of several data sets are pooled: perturbkv link --trace a.h5 --trace b.h5.
+    Its first step against its score, one budget at a time; by default 0.1 0.2 0.4.
     """
-    from perturbkv.analyses.calibration import check_bins
     from perturbkv.analyses.link import link as analyse
     from perturbkv.analyses.lost_answers import Rule
     from perturbkv.storage.trace_file import read_trace
 
     Rule(right, lost)
-    check_bins(bins)
     given = [path for path in (look.trace, *(traces or [])) if path is not None]
     asked = {
         **{name: value for name, value in look.asked.items() if name != "traces"},
@@ -70,7 +59,7 @@ def link(
     if study is None:
         return
     study = dataclasses.replace(study, more=tuple(map(read_trace, given[1:])))
-    result = analyse([study.trace, *study.more], only=names or (), right=right, lost=lost, bins=bins)
+    result = analyse([study.trace, *study.more], only=names or (), right=right, lost=lost)
     study.save(result.plot(study.width_mm), result.identity, "link")
     study.show(result)
 

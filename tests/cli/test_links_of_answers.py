@@ -95,7 +95,6 @@ def test_methods_of_a_finished_trace_are_chosen_by_name(perturbkv: Run, made: Ca
     [
         (["--compare", "snapkv:attention,snapkv:random"], "link ranks at least 3 methods of one budget, got"),
         (["--compare", ","], "--compare takes methods"),
-        (["--bins", 1], "at least 2 bins"),
         (["--lost", 0], "share above 0"),
         (["--lost", 1.5], "at most 1"),
         (["--right", 1], "score from 0 to below 1"),
