@@ -12,6 +12,8 @@ from typing import NoReturn
 from perturbkv.errors import InterruptedRunError
 
 INTERRUPTED = InterruptedRunError.exit_code
+SAID = "interrupted; what is not whole is not written"
+"""Of a Ctrl-C that no run explained."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from perturbkv.cli.head_scores import head_scores
 from perturbkv.cli.heads import heads
 from perturbkv.cli.horizon import horizon
 from perturbkv.cli.info import info
-from perturbkv.cli.interrupting import INTERRUPTED, Ending, sigterm_as_interrupt
+from perturbkv.cli.interrupting import INTERRUPTED, SAID, Ending, sigterm_as_interrupt
 from perturbkv.cli.layers import layers
 from perturbkv.cli.link import link
 from perturbkv.cli.listings import models, policies
@@ -36,8 +36,6 @@ from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
-_LONGEST = 2000
-"""Characters of an error's line; what is named in it may be longer than anybody reads."""
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -92,12 +90,13 @@ def _ran(asked: Asked, ending: Ending) -> int:
     try:
         code = int(app(prog_name="perturbkv", standalone_mode=False, obj=asked) or 0)
         if code == INTERRUPTED:  # Typer makes it of a Ctrl-C that no run explained
-            said = "interrupted; what is not whole is not written"
-            return _refuse(KeyboardInterrupt(), said, ending.code(code), asked)
+            return _refuse(KeyboardInterrupt(), SAID, ending.code(code), asked)
         return code
     except _UsageError as error:
         said = error.format_message()  # nothing is left to say where the help was printed instead
         return _refuse(error, _about_usage(said, error), error.exit_code, asked) if said else int(error.exit_code)
+    except KeyboardInterrupt as error:
+        return _refuse(error, SAID, ending.code(INTERRUPTED), asked)
     except PerturbkvError as error:
         return _refuse(error, " ".join(str(error).split()), ending.code(error.exit_code), asked)
     except BrokenPipeError:

@@ -31,6 +31,11 @@ def ended(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         _forget()
         return _GONE
+    except SystemExit as end:  # which Typer makes of a pipe that breaks inside a command
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _forget()
+        return _GONE
     except OSError as error:
         _forget()
         with suppress(OSError):

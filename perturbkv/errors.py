@@ -7,6 +7,8 @@ with its `exit_code`. Nothing here imports anything of ours.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -56,6 +58,22 @@ class NoMemoryError(PerturbkvError):
 
 class TraceError(PerturbkvError):
     """A trace file that cannot be read, is of another run, or lacks what an analysis needs."""
+
+
+class TraceUnavailableError(TraceError):
+    """A trace file that the system does not let us read now, of which so nothing is known."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+            got = "one that another program has open for writing; close it there, and try again"
+        elif error.errno is None:
+            got = (
+                "one that is marked as open for writing; close it where it is open, or, where that program was killed, "
+                f"take the mark away with HDF5's own 'h5clear -s {path}'"
+            )
+        else:
+            got = f"'{os.strerror(error.errno)}' from the system; nothing is known of the file"
+        super().__init__(f"expected a trace file (HDF5) at {path}, got {got}")
 
 
 class OutputError(PerturbkvError):

@@ -1,7 +1,8 @@
 """Files that a user names, read whole: regular ones, of a size that can be meant, in UTF-8, and JSON that is JSON.
 
-What is none of that is refused before a byte too many is read, in one line that names the file. A pipe that nobody
-writes to would be waited for, and a device never ends.
+What is none of that is refused before a byte too many is read, in one line that names the file. A named pipe that
+nobody writes to would be waited for, and a device never ends; a pipe that the shell opened for this process, `<(…)` or
+`|`, has a writer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+_DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,32 @@ class FileKind:
     most: int = 256 * MIB
     hint: str = ""
 
-    def check(self, path: Path) -> None:
-        """Raise `error` unless a regular file of at most `most` bytes lies there."""
+    def check(self, path: Path, piped: bool = False) -> None:
+        """Raise `error` unless a regular file of at most `most` bytes lies there.
+
+        `piped`: whether a pipe that the shell opened will do, which is read once and from its beginning.
+        """
         try:
             found = path.stat()
         except OSError as error:
             raise self.refusal(path, "nothing" if isinstance(error, FileNotFoundError) else _said(error)) from None
         kind = _KINDS.get(stat.S_IFMT(found.st_mode))
-        if kind:
+        if kind and not (piped and stat.S_ISFIFO(found.st_mode) and _is_opened(path)):
             raise self.refusal(path, f"{kind}, not a regular file")
         if found.st_size > self.most:
             raise self.refusal(path, f"{found.st_size:,} bytes, more than {self.most // MIB:,} MiB")
 
     def read_bytes(self, path: Path) -> bytes:
         """The file's bytes. Raises `error`."""
-        self.check(path)
+        self.check(path, piped=True)
         try:
             with path.open("rb") as stream:
-                return stream.read(self.most)
+                content = stream.read(self.most + 1)
         except OSError as error:
             raise self.refusal(path, _said(error)) from None
+        if len(content) > self.most:
+            raise self.refusal(path, f"more than {self.most // MIB:,} MiB")
+        return content
 
     def read_text(self, path: Path) -> str:
         """The file's text, a byte order mark left out and every line's end a newline. Raises `error`."""
@@ -83,6 +91,10 @@ class FileKind:
     def refusal(self, path: Path, got: str) -> PerturbkvError:
         """The error for a file that is something else."""
         return self.error(f"expected {self.what} at {path}, got {got}{self.hint and f'; {self.hint}'}")
+
+
+def _is_opened(path: Path) -> bool:
+    return path == Path("/dev/stdin") or path.parent in _DESCRIPTORS
 
 
 def parse_json(text: str, finite: bool = True) -> Any:

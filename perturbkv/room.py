@@ -35,10 +35,13 @@ LOWER = (
 
 
 def free(device: torch.device) -> int:
-    """Bytes that a process may still take on a device: of a GPU, or of this machine, swap included, and its limits."""
-    if device.type == "cuda":
-        import torch
+    """Bytes that a process may still take on a device: of a GPU, or of this machine, swap included, and its limits.
 
+    A GPU that shares the machine's memory takes what the machine has: files that it caches there are let go.
+    """
+    import torch
+
+    if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     held = psutil.Process().memory_info()

@@ -114,7 +114,9 @@ def _logits(held: Any) -> NDArray[np.float64] | None:
         return None
     found = np.asarray(held)
     if found.ndim == 0 or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
-        msg = f"expected finite logits (step, vocab), got an array of shape {found.shape} and type {found.dtype}"
+        got = f"an array of shape {found.shape} and type {found.dtype}"
+        infinite = " with infinities or NaN; leave the logits out" if found.dtype.kind == "f" else ""
+        msg = f"expected finite logits (step, vocab), got {got}{infinite}"
         raise ValueError(msg)
     return found.astype(np.float64).reshape(len(found), -1)
 

@@ -109,9 +109,8 @@ def said(error: BaseException) -> str:
 
 def _beside(error: BaseException, folder: Path) -> str:
     """What to do where a file cannot import what lies beside it: it is loaded by itself."""
-    name = (getattr(error, "name", None) or "").partition(".")[0]
-    there = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-    if not isinstance(error, ImportError) or not there:
+    name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    if not name or not ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
         return ""
     return f"; files beside it are imported by their names with PYTHONPATH={folder} before the command"
 

@@ -5,11 +5,10 @@ Safetensors and GGUF only; remote code is never trusted.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from perturbkv import room
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.models import gguf_cache, gguf_header, sanity, stored_weights, user_cache
+from perturbkv.models import gguf_cache, gguf_header, revision, sanity, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, check_family, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.quiet import quiet
 from perturbkv.models.sources import Source, explained, resolve
 from perturbkv.models.stored_weights import Stored
 from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.models.wholeness import whole_model
+from perturbkv.models.wholeness import check_shapes, whole_model
 
 DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
 _DEVICES: Mapping[str, Callable[[], int]] = {
@@ -86,11 +85,19 @@ class ModelFiles:
         """What is known of a model whose weights are loaded already."""
         return cls(model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights)
 
+    @cached_property
+    def _skeleton(self) -> Any:
+        """The model without numbers. Raises ModelError where none can be made of its configuration."""
+        with explained(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weight -> shape, tied ones under all of their names. Raises ModelError as `parameters` does."""
+        return {name: tuple(weight.shape) for name, weight in self._skeleton.named_parameters(remove_duplicate=False)}
+
     def parameters(self) -> int:
         """How many weights the model has. Raises ModelError where no model can be made of its configuration."""
-        with explained(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config)
-        return sum(parameter.numel() for parameter in model.parameters())
+        return sum(weight.numel() for weight in self._skeleton.parameters())
 
 
 @quiet()
@@ -115,7 +122,7 @@ def open_model(name: str, seed: int = 0) -> ModelFiles:
 def _open_gguf(source: Source) -> ModelFiles:
     """A GGUF file, read from the user's cache, where it is converted now if it is not there yet."""
     tensors = gguf_header.read_header(source.path)
-    digest = _sha256(source.path)
+    digest = revision.digest(source.path)
     place, tokenizer = source, None
     if source.path.stat().st_size <= gguf_cache.LARGEST:
         try:
@@ -124,7 +131,9 @@ def _open_gguf(source: Source) -> ModelFiles:
         except user_cache.NotKeptError as error:
             _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
     config, tokenizer = _read(place, tokenizer)
-    return ModelFiles(source.name, place, config, tokenizer, _revision_of([digest]), stored_weights.of_gguf(tensors))
+    return ModelFiles(
+        source.name, place, config, tokenizer, revision.of_digests([digest]), stored_weights.of_gguf(tensors)
+    )
 
 
 def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
@@ -153,6 +162,8 @@ def load_weights(
     if files.source is None:
         model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
+        if not files.stored.quantised:
+            check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
         model = _read_weights(files.source, dtype)
     model = _spread(model, files.name) if spread else _aligned(model.to(device))
     found = Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
@@ -229,17 +240,8 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _revision(source: Source, config: Any) -> str:
-    """The hub's commit, or a digest of the local files that hold the weights."""
-    commit = getattr(config, "_commit_hash", None)
-    if commit:
+    """The hub's commit, or a digest of the local files."""
+    if commit := getattr(config, "_commit_hash", None):
         return str(commit)
-    return _revision_of(_sha256(file) for file in sorted(source.path.glob("*.safetensors")))
-
-
-def _revision_of(digests: Iterable[bytes]) -> str:
-    return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
-
-
-def _sha256(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
+    with explained(source, "what tells it from others"):
+        return revision.of_folder(source.path, stored_weights.files(source.path))

@@ -26,6 +26,8 @@ SIZES: Mapping[str, tuple[int, int]] = {
 left to transformers."""
 _MUST_BE_THERE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size",
                   "max_position_embeddings")  # fmt: skip
+_BITSANDBYTES = {"load_in_4bit", "load_in_8bit"}
+"""What older configurations of bitsandbytes say instead of a method."""
 _POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings")
 """Of the rotations, wherever they stand."""
 
@@ -41,14 +43,23 @@ def check(config: Any, name: str) -> None:
             name, "num_key_value_heads", f"a divisor of {config.num_attention_heads} heads", config.num_key_value_heads
         )
     quantised = getattr(config, "quantization_config", None)
-    if not (quantised is None or isinstance(quantised, dict) or hasattr(quantised, "to_dict")):
-        _refuse(name, "quantization_config", "an object", quantised)
+    if quantised is not None and not _is_quantised(quantised):
+        _refuse(name, "quantization_config", "an object whose quant_method transformers knows", quantised)
     epsilon = getattr(config, "rms_norm_eps", 0.0)
     if not (_is_number(epsilon) and epsilon >= 0):
         _refuse(name, "rms_norm_eps", "a finite number of at least 0", epsilon)
     for key, value in _rotations(getattr(config, "rope_parameters", None)):
         if key in _POSITIVE and value is not None and not (_is_number(value) and value > 0):
             _refuse(name, f"{key} (of rope_parameters)", "a finite number above 0", value)
+
+
+def _is_quantised(about: Any) -> bool:
+    """Whether transformers knows how the weights are quantised: what it does not know it passes over."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    held = about if isinstance(about, dict) else about.to_dict() if hasattr(about, "to_dict") else {}
+    method = held.get("quant_method") or ("bitsandbytes" if _BITSANDBYTES & held.keys() else None)
+    return str(getattr(method, "value", method)) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
 
 
 def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,8 @@ _NO_FILES = {
     stat.S_IFSOCK: "a socket",
 }
 """What is read without end, or waited for, where a file is expected."""
+_READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".gguf"}
+"""Ends of the names of the files that transformers looks for in a model's folder."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ def _path(name: str) -> Path:
 
 
 def _check_files(folder: Path, name: str) -> None:
-    """Raise ModelError where something else than files and folders lies in a model's folder."""
-    for path in sorted(folder.iterdir()):
+    """Raise ModelError where one of a model's files is something else than a file or a folder."""
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _READ):
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:
             msg = f"model '{name}' cannot be loaded: expected files in its folder, got {kind}: {path.name}"

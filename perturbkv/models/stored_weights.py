@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -14,8 +15,11 @@ from perturbkv.errors import ModelError
 from perturbkv.models import gguf_header
 from perturbkv.models.gguf_header import StoredTensor
 from perturbkv.models.sources import Source, explained
+from perturbkv.reading import FileKind
 
 _FLOAT = re.compile(r"B?F\d")
+_INDEX = FileKind("an index of safetensors", ModelError)
+_FILE = FileKind("weights (safetensors)", ModelError, most=2**63)
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -58,6 +62,15 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
     return Stored(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))
 
 
+def shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """Weight -> shape, as the headers of a folder's safetensors say; nothing of other sources."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in [] if source.hub_id or source.gguf_file else files(source.path):
+        with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return found
+
+
 def _method(about: dict[str, Any]) -> str:
     """For example `bitsandbytes int4`."""
     method = str(getattr(about.get("quant_method"), "value", about.get("quant_method", "quantised")))
@@ -68,7 +81,7 @@ def _method(about: dict[str, Any]) -> str:
 def _kinds(source: Source) -> Counter[str]:
     """How many tensors of each type a folder's safetensors hold."""
     kinds: Counter[str] = Counter()
-    for file in sorted(source.path.glob("*.safetensors")):
+    for file in files(source.path):
         with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
             found = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
         if wrong := next((name for name, kind in found.items() if not _FLOAT.match(kind)), ""):
@@ -79,3 +92,26 @@ def _kinds(source: Source) -> Counter[str]:
             raise ModelError(msg)
         kinds.update(found.values())
     return Counter({_NAMES.get(kind, kind): count for kind, count in kinds.items()})
+
+
+def files(folder: Path) -> list[Path]:
+    """The safetensors that transformers reads: the whole, else the parts that the index names; else whatever is there.
+
+    Raises ModelError for an index that is none, and for what is no regular file.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    found = [folder / name for name in _parts(index)] if index.exists() else list(folder.glob("*.safetensors"))
+    for file in sorted(found):
+        _FILE.check(file)
+    return sorted(found)
+
+
+def _parts(index: Path) -> set[str]:
+    """The names that an index holds. Raises ModelError."""
+    held = _INDEX.read_json(index)
+    names = held.get("weight_map") if isinstance(held, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise _INDEX.refusal(index, "one without a weight_map")
+    return set(names.values())

@@ -31,6 +31,13 @@ def whole_model(source: Source, **arguments: Any) -> Any:
     return model.eval()
 
 
+def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelError for stored weights of other shapes than the model's: transformers would draw them anew first."""
+    wrong = sorted(tensor for tensor in expected if stored.get(tensor, expected[tensor]) != expected[tensor])
+    if wrong:
+        _refuse(name, f"expected '{wrong[0]}' of shape {expected[wrong[0]]}, got {stored[wrong[0]]}", len(wrong))
+
+
 def _check_tensors(info: Mapping[str, Any], name: str) -> None:
     """Hold what from_pretrained found against what the model needs; tied weights it has settled already."""
     mismatched = sorted(info["mismatched_keys"])

@@ -29,7 +29,7 @@ from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")
-_FORMULA, _NUMBER = r"^[=+\-@\t\r]", r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_FORMULA, _NUMBER = r"(?s)^[=+\-@\t\r].", r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _COUNTS = ("budget", "protect_first", "protect_recent")
 _WIDER = {frozenset({int, float}): float}
 _TOKENS = pa.schema([("sample", pa.string()), ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string())])
@@ -94,7 +94,7 @@ def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None)
 def guarded(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The rows as a spreadsheet may open them: an apostrophe before each text that it would compute.
 
-    That is what begins with = + - @, a tab or a carriage return, and is no number.
+    That is what begins with = + - @, a tab or a carriage return, goes on, and is no number.
     """
     columns = [_guarded(column) if pa.types.is_string(column.type) else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)

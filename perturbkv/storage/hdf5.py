@@ -15,12 +15,15 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.errors import TraceError
+from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.schema import ROWS
 from perturbkv.storage import checksums
+from perturbkv.storage.layout import AXES, STORED
 
 _FAILURES = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
 """What h5py raises on a file that is not in order."""
+_OPEN = "already open for write"
+"""What HDF5 says of a file that was not closed after it had been open for writing; nothing of it need be damaged."""
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
 _HERE = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
 _UNSTORED = 16 * 2**20
@@ -35,6 +38,8 @@ def opened_file(path: Path) -> Iterator[StoredFile]:
     try:
         file = h5py.File(path, "r")
     except _FAILURES as error:
+        if isinstance(error, OSError) and (error.errno is not None or _OPEN in str(error)):
+            raise TraceUnavailableError(path, error) from error
         msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
         raise TraceError(msg) from error
     with file:
@@ -53,13 +58,17 @@ class StoredFile:
             return name in self._file
 
     def names(self) -> list[str]:
-        """Everything that lies in the file, refused where anything leads elsewhere."""
+        """Everything that lies in the file, refused where anything leads elsewhere.
+
+        A second name that somebody gave to what lies in it is passed over, where it is none of the format's own.
+        """
         with self._reading("its variables"):
             links = {name: self._file.get(name, getlink=True) for name in self._file}
         for name, link in links.items():
-            if not isinstance(link, h5py.HardLink):
+            second = isinstance(link, h5py.SoftLink) and name not in (*AXES, *STORED)
+            if not (second or isinstance(link, h5py.HardLink)):
                 self.refuse(f"'{name}' in the file itself", "a link that leads elsewhere")
-        return list(links)
+        return [name for name, link in links.items() if isinstance(link, h5py.HardLink)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a variable or an axis."""

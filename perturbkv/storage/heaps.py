@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,9 +24,17 @@ _OBJECT = struct.Struct("<HH4xQ")
 def check_heaps(path: Path) -> None:
     """Raise TraceError where the objects of a heap do not fill it one behind the other.
 
-    What is no file, or cannot be read, has none.
+    What is no file, or cannot be read, has none. A file is read through once, and again when it has changed.
     """
-    with suppress(OSError), path.open("rb") as stream:
+    with suppress(OSError):
+        found = path.stat()
+        _check(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=64)
+def _check(path: Path, stamp: tuple[int, ...]) -> None:
+    """`stamp` tells the file as it is from the file as it was, and is remembered with it."""
+    with path.open("rb") as stream:
         for place in list(_places(stream)):
             if not _is_filled(stream, place):
                 msg = (

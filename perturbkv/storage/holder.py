@@ -66,7 +66,8 @@ class Holder:
             return True
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host.split()[0]}, since {self.since}"
+        elsewhere = f" (another machine: taken over after {SILENCE_S:.0f} s without a sign of it)"
+        return f"process {self.pid} on {self.host.split()[0]}, since {self.since}{elsewhere * (self.host != _host())}"
 
 
 def _started(pid: int) -> float:

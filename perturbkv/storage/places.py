@@ -39,6 +39,7 @@ def check_place(path: Path) -> None:
             probe = where.with_name(f".{where.name}{_BESIDE}{os.getpid():010}")
             probe.touch()
             probe.unlink()
+            path.parent.stat()  # through a folder that is not there and back, only `real` finds the way
         finally:
             remove_empty(made)
 

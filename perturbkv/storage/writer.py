@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import DIGESTS, RunConfig
-from perturbkv.errors import TraceError
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.storage.existing import ExistingSample, ExistingTrace
+from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.files import clear_leftovers, written_whole
 from perturbkv.storage.journal import Entry, Journal, journal_path
 from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
@@ -172,13 +172,15 @@ class TraceWriter:
         clear_leftovers(self.path)
         if not self.path.exists() or (overwrite and not self._goes_on_from_file()):
             return None
-        self._check_extends(read_run(self.path), self.path)
+        check_extends(self.run, read_run(self.path), self.path)
         return ExistingTrace(self.path)
 
     def _goes_on_from_file(self) -> bool:
         """Whether the file that is there is a whole trace of this run or of a part of it."""
         try:
             return self._extends(describe_whole(self.path).run)
+        except TraceUnavailableError:
+            raise
         except TraceError:
             return False
 
@@ -188,7 +190,7 @@ class TraceWriter:
         if run is None:
             self._journal.discard()
             return {}
-        self._check_extends(run, self._journal.folder)
+        check_extends(self.run, run, self._journal.folder)
         found: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
         for entry in self._journal.entries():
             if entry.sample_id in found and self._configs.keys() >= set(entry.labels):
@@ -197,16 +199,6 @@ class TraceWriter:
 
     def _extends(self, run: RunConfig | None) -> bool:
         return run is not None and not differing_fields(self.run, run)
-
-    def _check_extends(self, run: RunConfig, where: Path) -> None:
-        fields = differing_fields(self.run, run)
-        if fields:
-            msg = (
-                f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}"
-                f"{_changed(self.run, run) if 'plugins' in fields else ''}; use another "
-                "--output, or --overwrite to replace it (only samples and configurations may be added)"
-            )
-            raise TraceError(msg)
 
     def _parts(self, name: str) -> list[ExistingSample | Entry]:
         """What is there of a sample, each configuration once, older parts before newer ones."""
@@ -245,27 +237,3 @@ class TraceWriter:
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
         whole = single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))
         return with_text(whole, self.texts)
-
-
-def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
-    """Fields in which `held` differs so that it cannot be extended to `run`; none where it is a part of it."""
-    may_grow = {
-        "samples": held.samples <= run.samples,
-        "configs": set(held.configs) <= set(run.configs),
-        "head_scores": not held.head_scores,  # empty where no configuration needs them
-        "plugins": held.plugins.items() <= run.plugins.items(),
-        "dataset_options": _grown(held.dataset_options, run.dataset_options),
-    }
-    return [name for name in run.differences(held) if not may_grow.get(name, False)]
-
-
-def _changed(run: RunConfig, held: RunConfig) -> str:
-    """Which scores and policies are another version now."""
-    names = [name for name, version in held.plugins.items() if run.plugins.get(name, version) != version]
-    return f" ({', '.join(names)} is another version now)" if names else ""
-
-
-def _grown(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether options differ in prompts that were added alone."""
-    old, new = held.get(DIGESTS, {}), asked.get(DIGESTS, {})
-    return {**held, DIGESTS: None} == {**asked, DIGESTS: None} and old.items() <= new.items()

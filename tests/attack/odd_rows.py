@@ -35,10 +35,11 @@ _WRONG_IDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """Lines of a file, and whether its second is refused."""
+    """Lines of a file, whether its second is refused, and what is said of it."""
 
     lines: tuple[str | bytes, ...]
     wrong: bool = True
+    words: str = "rows.jsonl, line 2"
 
 
 def _row(**fields: Any) -> Rows:
@@ -78,7 +79,7 @@ ROWS: dict[str, Rows] = {
     "no JSON": Rows((_FIRST, "prompt: x")),
     "two objects": Rows((_FIRST, '{"prompt": "x"} {"prompt": "y"}')),
     "half a row": Rows((_FIRST, '{"prompt": "x')),
-    "5 MB, a prompt": _row(prompt="word " * 1_000_000),
+    "5 MB, a prompt": Rows((_FIRST, json.dumps({"prompt": "word " * 1_000_000})), words="'1' has 5000000 tokens"),
     "10 MB, no prompt": _row(more="word " * 2_000_000),
     "10 MB of brackets": Rows((_FIRST, "[" * 10_000_000)),
     "a million keys": _row(**{f"key{number}": number for number in range(200_000)}),

@@ -44,7 +44,7 @@ def obeyed(said: str) -> str | None:
 def shows(said: str, text: str) -> bool:
     """Whether those letters stand in the order of the text; what is escaped between them does not matter."""
     place = 0
-    squeezed = "".join(said.split())
+    squeezed = "".join(said.split()).replace("\\'", "'").replace("\\\\", "\\")
     for part in filter(None, re.split(r"[^\x21-\x7e]+", text)):
         place = squeezed.find(part, place) + len(part)
         if place < len(part):

@@ -25,6 +25,11 @@ class Screen:
     environment: Mapping[str, str] = field(default_factory=dict)
     streams: str = ""
 
+    @property
+    def encoding(self) -> str:
+        """In which it reads what a command writes."""
+        return self.environment.get("PYTHONIOENCODING", "").partition(":")[0] or "utf-8"
+
     def run(self, argv: tuple[str, ...], folder: Path) -> Outcome:
         """The command's outcome; what it leaves in the folder is not looked at."""
         start = time.monotonic()
@@ -36,5 +41,5 @@ class Screen:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Outcome(-9, "", "", LIMIT_S, True, ())
-        out, err = (stream.decode(errors="replace") for stream in (ran.stdout, ran.stderr))
+        out, err = (stream.decode(self.encoding, errors="replace") for stream in (ran.stdout, ran.stderr))
         return Outcome(ran.returncode, out, err, time.monotonic() - start, False, ())

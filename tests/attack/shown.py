@@ -46,6 +46,11 @@ class Place:
     takes: Callable[[str], bool] = lambda word: True
 
 
+def _is_shown_whole(word: str) -> bool:
+    """Of a prompt only its beginning and its end are shown."""
+    return len(word) < 300
+
+
 def _on_screen(*codes: int) -> Flaw:
     """Shown as text, with one of these exit codes."""
 
@@ -252,7 +257,7 @@ def places() -> dict[str, Place]:
             _strict(lambda told: told["run"]["model"] if "run" in told else told["sample"]),
         ),
         "CSV": Place(_of_trace("export", "-o", "t.csv"), _csv),
-        "a prompt": Place(_of_rows(*_SHOW, prompt=lambda word: f"{word} {LONG}"), _on_screen(0)),
+        "a prompt": Place(_of_rows(*_SHOW, prompt=lambda word: f"{word} {LONG}"), _on_screen(0), _is_shown_whole),
         "a prompt's id": Place(_of_rows(*_SHOW, id=lambda word: word), _on_screen(0)),
         "answers shown": Place(_of_rows(*_SHOW, answers=lambda word: [word[:300]]), _loose),
         "a prompt in JSON": Place(
@@ -275,7 +280,7 @@ def places() -> dict[str, Place]:
         "--compare": Place(_of_option("heads", "TRACE", "--compare=attention,WORD"), _loose),
         "a command": Place(_of_option("x WORD"), _refused),
         "an option": Place(_of_option("heads", "--x WORD"), _loose, lambda word: "=" not in word),
-        "a trace's path": Place(_of_option("info", "x WORD"), _refused),
+        "a trace's path": Place(_of_option("info", "x WORD"), _refused, lambda word: "//" not in word),
         "an error in JSON": Place(
             _of_option("info", "--json", "xWORD"),
             lambda outcome, folder, word: None if json.loads(outcome.out)["error"] else "no error",

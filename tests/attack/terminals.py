@@ -103,11 +103,8 @@ def _flaw(outcome: Outcome, screen: Screen, wanted: int | None) -> str | None:
         return flaw
     if outcome.code not in ((*_GONE, 2) if wanted is None else (wanted,)):
         return f"exit code {outcome.code}, not {wanted}: {outcome.err[-200:]!r}"
-    encoding = screen.environment.get("PYTHONIOENCODING", "").partition(":")[0] or "utf-8"
-    try:
-        outcome.out.encode(encoding)
-    except UnicodeEncodeError:
-        return f"not {encoding}"
+    if "\ufffd" in outcome.out + outcome.err:
+        return f"not {screen.encoding}"
     if wanted is None and outcome.err and "|" in screen.streams:
         return f"says to nobody: {outcome.err!r}"
     return None

@@ -105,7 +105,7 @@ def _with(prepare: Callable[[Shop, Path, Make], tuple[str, ...]], put: Make) -> 
 
 def _rows() -> Iterator[Kind]:
     for name, row in ROWS.items():
-        yield Kind(f"row: {name}", _with_rows(row.lines), refused("rows.jsonl, line 2") if row.wrong else read)
+        yield Kind(f"row: {name}", _with_rows(row.lines), refused(row.words) if row.wrong else read)
 
 
 def _with_rows(lines: Sequence[str | bytes]) -> Callable[[Shop, Path], tuple[str, ...]]:

@@ -31,9 +31,10 @@ def ran(streams: str, *argv: str, **environment: str) -> tuple[int, bytes, bytes
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_reader_who_leaves_is_no_error() -> None:
-    code, out, err = ran("| true", "policies")
-    assert (code in (0, 141), err) == (True, b"")
+@pytest.mark.parametrize("argv", [("policies",), ("policies", "--json")])
+def test_a_reader_who_leaves_is_no_error(argv: tuple[str, ...]) -> None:
+    code, _, err = ran("| true", *argv)
+    assert (code, err) == (141, b"")
 
 
 def test_output_without_room_is_one_line() -> None:
@@ -116,3 +117,20 @@ def test_a_file_that_is_no_answers_of_ours_is_left_alone(perturbkv: Run, model: 
     kept.write_text(whole.splitlines()[0] + '\n{"sample": "p0"}\n')
     refused = perturbkv("generate", *options)
     assert (refused.code, "a line that is no answers of ours" in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize("begins", ["perturbkv.cli.main", "perturbkv.cli.once"])
+def test_a_ctrl_c_before_anything_was_begun_is_one_line(begins: str, tmp_path: Path) -> None:
+    script = (
+        "import builtins, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "known = builtins.__import__\n"
+        "def slow(name, *more, **most):\n"
+        f"    if name == {begins!r}:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return known(name, *more, **most)\n"
+        "builtins.__import__ = slow\n"
+        "from perturbkv.cli.start import main; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "models"], capture_output=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, b"error: interrupted; nothing was begun\n")

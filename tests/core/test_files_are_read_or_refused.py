@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,26 @@ def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with socket.socket(socket.AF_UNIX) as made:
         made.bind("s")
         refused(tmp_path / "s", "a socket")
+
+
+@pytest.mark.parametrize("place", ["/dev/fd/{}", "/proc/self/fd/{}"])
+def test_a_pipe_that_the_shell_opened_is_read(place: str) -> None:
+    for content, size in ((b"[1, 2]", 1), (b" " * 2**18, 5)):
+        reading, writing = os.pipe()
+        sender = threading.Thread(target=fill, args=(writing, content * size))
+        sender.start()
+        path = Path(place.format(reading))
+        if size == 1:
+            assert KIND.read_json(path) == [1, 2]
+        else:
+            refused(path, "more than 1 MiB")
+        os.close(reading)
+        sender.join()
+
+
+def fill(descriptor: int, content: bytes) -> None:
+    with suppress(BrokenPipeError), os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
 
 
 def test_a_file_that_cannot_be_meant_is_not_read(tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def test_a_file_that_imports_what_lies_beside_it_is_told_how(peak: Path, line: s
     with pytest.raises(PluginError, match="nowhere_at_all") as raised:
         registry.info("mine.py:Peak")
     assert "PYTHONPATH" not in str(raised.value)
+    peak.write_text("x" * 1_000_000)
+    with pytest.raises(PluginError, match=r"NameError: name 'x{100,200}… \(mine.py, line 1\)$"):
+        registry.info("mine.py:Peak")
 
 
 def test_a_helper_on_the_path_is_imported(peak: Path, monkeypatch: pytest.MonkeyPatch) -> None:

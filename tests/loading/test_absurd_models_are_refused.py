@@ -125,6 +125,12 @@ def test_what_is_no_file_in_a_folder_is_refused_at_once(folder: Path) -> None:
     refused(folder, "got a device: tokenizer.json")
 
 
+def test_what_nobody_reads_of_a_folder_does_not_matter(folder: Path) -> None:
+    os.mkfifo(folder / "control")
+    save_file({"inputs": torch.zeros(3, dtype=torch.int64)}, folder / "recorded.safetensors")
+    assert load_model(str(folder), device="cpu").layers
+
+
 def test_a_name_that_cannot_be_looked_for_is_refused(tmp_path: Path) -> None:
     for name in ("x" * 5000, "~nobody-of-this-name/model", f"{tmp_path / 'loop'}"):
         (tmp_path / "loop").is_symlink() or (tmp_path / "loop").symlink_to(tmp_path / "loop")

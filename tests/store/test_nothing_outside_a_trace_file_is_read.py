@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,13 @@ import h5py
 import numpy as np
 import pytest
 
-from perturbkv.errors import TraceError
+from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
+from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 from tests.support.changed import AXES, Change, changing, refusal, whole_file
-from tests.support.traces import sample_trace, write
+from tests.support.traces import run_config, sample_trace, write
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +134,33 @@ def test_a_chunk_that_is_larger_than_its_variable_is_refused(path: Path) -> None
         del file["prompt_tokens"]
         file.create_dataset("prompt_tokens", (3,), "i8", chunks=(2**28,), maxshape=(None,), compression="gzip")
     assert "prompt_tokens in chunks no larger than itself" in refusal(path)
+
+
+def test_a_second_name_within_the_file_is_passed_over(path: Path) -> None:
+    with changing(path) as file:
+        file["mine"] = h5py.SoftLink("/theta")
+    assert "mine" not in describe(path).variables
+    assert "theta" in read_trace(path).arrays
+
+
+def test_a_file_that_is_being_written_is_not_called_damaged(path: Path) -> None:
+    holds = "import h5py, sys; f = h5py.File(sys.argv[1], 'r+'); print(1, flush=True); input()"
+    held = subprocess.Popen(
+        [sys.executable, "-c", holds, path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with held:
+        assert held.stdout is not None
+        held.stdout.readline()
+        for read in (read_trace, lambda path: TraceWriter(path, run_config(1), ["s0"], {}, overwrite=True)):
+            with pytest.raises(TraceUnavailableError, match="another program has open for writing; close it there"):
+                read(path)
+        held.communicate("\n")
+
+
+def test_a_file_whose_writer_was_killed_is_not_called_damaged(path: Path) -> None:
+    killed = "import h5py, os, sys; held = h5py.File(sys.argv[1], 'r+'); os._exit(9)"
+    subprocess.run([sys.executable, "-c", killed, path], check=False)
+    for read in (read_trace, lambda path: TraceWriter(path, run_config(1), ["s0"], {}, overwrite=True)):
+        with pytest.raises(TraceUnavailableError, match=f"marked as open for writing; .* 'h5clear -s {path}'"):
+            read(path)
