@@ -12,11 +12,10 @@ from perturbkv.analyses.estimates import Estimate, mean_of, over_prompts
 from perturbkv.analyses.intervals import CORRELATION
 from perturbkv.analyses.link_data import Pooled
 from perturbkv.analyses.link_prompts import NAMES, known
-from perturbkv.analyses.pairing import at_any_budget
+from perturbkv.analyses.pairing import sweeps
 from perturbkv.analyses.ranked_together import LEAST_CONFIGS
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import Floats
-from perturbkv.configs.eviction import EvictionConfig
 
 EVICTED = "evicted"
 """What the budget itself is called among the measures: the share of the prompt's entries that go."""
@@ -37,11 +36,11 @@ class AcrossBudgets:
 
 def across_budgets(found: Pooled) -> tuple[AcrossBudgets, ...]:
     """One per measure, the budget itself first; nothing where no method has three budgets."""
-    sweeps = [places for places in _sweeps(found.configs) if len(places) >= LEAST_CONFIGS]
-    if not sweeps:
+    ranked = [places for places in sweeps(found.run, None) if len(places) >= LEAST_CONFIGS]
+    if not ranked:
         return ()
     return tuple(
-        AcrossBudgets(name, over_prompts(mean_of([_rho(found, name, places) for places in sweeps]), CORRELATION))
+        AcrossBudgets(name, over_prompts(mean_of([_rho(found, name, places) for places in ranked]), CORRELATION))
         for name in (EVICTED, *NAMES)
     )
 
@@ -55,11 +54,3 @@ def _measured(found: Pooled, measure: str, places: list[int]) -> Floats:
     if measure == EVICTED:
         return 1 - found.kept[:, places]
     return found.bound(places)[0] if measure == "theta_hat" else found.measured[measure][:, places]
-
-
-def _sweeps(configs: tuple[EvictionConfig, ...]) -> list[list[int]]:
-    """Places of the configurations that differ in budget alone, those of one method together."""
-    together: dict[EvictionConfig, list[int]] = {}
-    for place, config in enumerate(configs):
-        together.setdefault(at_any_budget(config), []).append(place)
-    return list(together.values())

@@ -20,6 +20,7 @@ from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, v
 from perturbkv.analyses.scores import scores
 from perturbkv.analyses.together import check_together
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "link"
@@ -44,7 +45,7 @@ class Pooled:
         parts: the traces.
         part: (prompt,) which of them a prompt is of.
         names: (prompt,) sample ids.
-        configs: of the axis `config`.
+        run: the first trace's; its configurations are those of the axis `config`.
         held: (config,) entries that each cache holds over those of the full cache; NaN where a trace does not tell.
         kept: (prompt, config) share of a prompt's entries that is kept.
         measured: measure -> (prompt, config), as `first_step` says.
@@ -55,7 +56,7 @@ class Pooled:
     parts: tuple[Part, ...]
     part: NDArray[np.int64]
     names: tuple[str, ...]
-    configs: tuple[EvictionConfig, ...]
+    run: RunConfig
     held: Floats
     kept: Floats
     measured: dict[str, Floats]
@@ -64,6 +65,11 @@ class Pooled:
     norm: Floats
     full: Floats
     evicted: Floats
+
+    @property
+    def configs(self) -> tuple[EvictionConfig, ...]:
+        """Those that all traces measured."""
+        return self.run.configs
 
     def bound(self, places: Sequence[int]) -> tuple[Floats, float]:
         """(prompt, place) θ̂ over ‖o_h‖ of the heads with σ > 0.5 in all of these configurations, and their share."""
@@ -76,8 +82,8 @@ class Pooled:
 def pooled(traces: Sequence[Trace], rule: Rule) -> Pooled:
     """The answered prompts of all traces. Raises TraceError where one has no graded answers, or they do not fit."""
     check_together(traces, ANALYSIS)
-    configs = traces[0].run.configs
-    each = [_answered(at_step(trace, ANALYSIS, 0), configs, rule) for trace in traces]
+    run = traces[0].run
+    each = [_answered(at_step(trace, ANALYSIS, 0), run.configs, rule) for trace in traces]
     joined = {name: np.concatenate([one[name] for _, one, _ in each]) for name in each[0][1]}
     parts = tuple(part for part, _, _ in each)
     measured = {name: joined.pop(name) for name in (*first_step.MEASURES, *first_step.CIRCULAR)}
@@ -85,8 +91,8 @@ def pooled(traces: Sequence[Trace], rule: Rule) -> Pooled:
         parts=parts,
         part=np.repeat(np.arange(len(parts)), [part.answered for part in parts]),
         names=tuple(name for _, _, names in each for name in names),
-        configs=configs,
-        held=_held(traces, configs, parts),
+        run=run,
+        held=_held(traces, run.configs, parts),
         measured=measured,
         **joined,
     )

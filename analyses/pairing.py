@@ -122,7 +122,7 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
     """The same pairs, those together that differ in budget alone, smallest first. Raises as `pairs`."""
     found: dict[tuple[EvictionConfig, ...], list[Pair]] = {}
     for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(pair[0])):
-        found.setdefault(tuple(map(at_any_budget, pair)), []).append(pair)
+        found.setdefault(tuple(map(_at_any_budget, pair)), []).append(pair)
     return list(found.values())
 
 
@@ -229,14 +229,17 @@ def _parted(group: tuple[int, ...], flat: Sequence[Mapping[str, Any]], name: str
     return parts or [group]
 
 
-def sweeps(run: RunConfig, side: str) -> list[list[int]]:
-    """Places of one side's configurations, those together that differ in budget alone. Raises as `of_selection`."""
+def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
+    """Places of one side's configurations, or of all, those together that differ in budget alone.
+
+    Raises as `of_selection`.
+    """
     found: dict[EvictionConfig, list[int]] = {}
-    for place in of_selection(run, side):
-        found.setdefault(at_any_budget(run.configs[place]), []).append(place)
+    for place in range(len(run.configs)) if side is None else of_selection(run, side):
+        found.setdefault(_at_any_budget(run.configs[place]), []).append(place)
     return list(found.values())
 
 
-def at_any_budget(config: EvictionConfig) -> EvictionConfig:
+def _at_any_budget(config: EvictionConfig) -> EvictionConfig:
     """One configuration for all that differ in budget alone."""
     return dataclasses.replace(config, budget=Budget(1.0))
