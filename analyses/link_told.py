@@ -94,9 +94,10 @@ def notes(found: Linked) -> str:
 _ABOUT = (
     "ρ, τ-b: between measure and score over the methods of one prompt, mean over the n prompts whose methods differ in "
     "both; below 0 the more perturbed score less. Lost above kept: share of pairs of a lost and a kept answer of one "
-    "prompt in which the lost one is more perturbed, ties half; 0.5 without a link. p: share of deals of each prompt's "
-    "scores among its methods whose ρ is as far from 0; * where it stands beside all measures and budgets "
-    "(Benjamini–Hochberg, 5 %); dealt: the middle 95 % of them. Of other prompts: ρ of their measure with this prompt's "
-    "scores, which the methods' names make. Between prompts, hard and long prompts confound; across budgets, everything "
-    "does. Methods are those of this run, n counts prompts. L1, θ, θ̂ and drift are relative to the full run's norms."
+    "prompt in which the lost one is more perturbed, ties half; 0.5 without a link. p: share of deals of each "
+    "prompt's scores among its methods whose ρ is as far from 0; * where it stands beside all measures and budgets "
+    "(Benjamini–Hochberg, 5 %); dealt: the middle 95 % of them. Of other prompts: ρ of their measure with this "
+    "prompt's scores, which the methods' names make. Between prompts, hard and long prompts confound; across budgets, "
+    "everything does. Methods are those of this run, n counts prompts. L1, θ, θ̂ and drift are relative to the full "
+    "run's norms."
 )
