@@ -45,23 +45,29 @@ def link(
 
     Rule(right, lost)
     given = [path for path in (look.trace, *(traces or [])) if path is not None]
-    asked = {
-        **{name: value for name, value in look.asked.items() if name != "traces"},
-        "trace": list(map(str, given[1:])),
-    }
-    looking = dataclasses.replace(look, trace=given[0] if given else None, asked=asked)
     names = None if compare is None else parse_methods(compare)
     wanted = run.with_budgets(_BUDGETS)
     study = open_study(
-        "link", wanted, looking, lambda: _configs(wanted, names, max_new_tokens), leave_out_unfit=not run.budget,
+        "link",
+        wanted,
+        _looking(look, given),
+        lambda: _configs(wanted, names, max_new_tokens),
+        leave_out_unfit=not run.budget,
         generate=max_new_tokens,
-    )  # fmt: skip
+    )
     if study is None:
         return
     study = dataclasses.replace(study, more=tuple(map(read_trace, given[1:])))
     result = analyse([study.trace, *study.more], only=names or (), right=right, lost=lost)
     study.save(result.plot(study.width_mm), result.identity, "link")
     study.show(result)
+
+
+def _looking(look: LookOptions, given: list[Path]) -> LookOptions:
+    """At the first trace; the others are part of what is asked of it."""
+    asked = {name: value for name, value in look.asked.items() if name != "traces"}
+    more = list(map(str, given[1:]))
+    return dataclasses.replace(look, trace=given[0] if given else None, asked={**asked, "trace": more})
 
 
 def _configs(run: RunOptions, names: list[str] | None, max_new_tokens: int | None) -> tuple[EvictionConfig, ...]:
