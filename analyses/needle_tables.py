@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from perturbkv.analyses import numbers
+from perturbkv.analyses.first_step import MEASURES
 from perturbkv.analyses.naming import folded
 from perturbkv.analyses.needle_grid import OUTCOMES, Method
-from perturbkv.analyses.retrieval import CIRCULAR, LEAST_CONFIGS, MEASURES, BudgetLink, Correlation, Retrieval
+from perturbkv.analyses.ranked_together import LEAST_CONFIGS
+from perturbkv.analyses.retrieval import CIRCULAR, BudgetLink, Correlation, Retrieval
 from perturbkv.display import Table
 
 ABOUT_RANKS = (

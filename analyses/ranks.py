@@ -1,4 +1,4 @@
-"""Spearman's rank correlation, ties at their mean rank."""
+"""Rank correlations: Spearman's, ties at their mean rank, and Kendall's τ-b."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ def spearman(first: Floats, second: Floats) -> Floats:
     centred = [rank - rank.mean(axis=0) for rank in ranks]
     products = (centred[0] * centred[1]).sum(axis=0)
     return np.asarray(ratio(products, np.sqrt(np.prod([(side**2).sum(axis=0) for side in centred], axis=0))))
+
+
+def kendall(first: Floats, second: Floats) -> Floats:
+    """Kendall's τ-b along the first axis; NaN where one side is constant, or empty."""
+    orders = [np.sign(side[:, None] - side[None]) for side in (first, second)]
+    agreeing = np.prod(orders, axis=0).sum(axis=(0, 1))
+    return np.asarray(ratio(agreeing, np.sqrt(np.prod([(order**2).sum(axis=(0, 1)) for order in orders], axis=0))))
 
 
 def mean_ranks(values: Floats) -> Floats:

@@ -8,37 +8,25 @@ the protocol, 7). Only samples that the full cache answers count: where it fails
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses import intervals, kept_sets
+from perturbkv.analyses import first_step, intervals
 from perturbkv.analyses.arithmetic import plain, ratio
+from perturbkv.analyses.first_step import MEASURES
 from perturbkv.analyses.intervals import CORRELATION, Scalar
 from perturbkv.analyses.needle_grid import ANALYSIS, OUTCOMES
+from perturbkv.analyses.ranked_together import LEAST_CONFIGS, ranked_together
 from perturbkv.analyses.ranks import spearman
 from perturbkv.analyses.reading import Floats, held_shares, measured_steps, values
-from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-LEAST_CONFIGS = 3
-"""Ranks of fewer configurations are no ranks."""
-_APART = ("granularity", "protect_first", "protect_recent")
-"""What is ranked apart beside budgets: a budget of query heads holds more of a cache than one of key/value heads."""
-MEASURES = {
-    "isolated": "isolated L1",
-    "theta": "θ",
-    "propagated": "propagated L1",
-    "lost": "1 − S",
-}
-"""Of the first decode step: known before the answer's first token is there."""
 CIRCULAR = {
-    "kl": "KL, nat",
-    "drift": "last layer's drift",
+    **first_step.CIRCULAR,
     "kl_all": "KL, nat, all steps",
     "drift_all": "drift, all steps",
     "propagated_all": "propagated L1, all steps",
@@ -129,7 +117,7 @@ def correlate(trace: Trace, measured: dict[str, Floats]) -> Retrieval:
     answered = values(trace, "score_full", ANALYSIS) == 1
     outcomes = {name: values(trace, name, ANALYSIS)[answered] for name in OUTCOMES}
     measured = {name: array[answered] for name, array in measured.items()}
-    budgets = _budgets(trace.run.configs)
+    budgets = ranked_together(trace.run.configs)
     return Retrieval(
         samples=int(answered.sum()),
         left_out=int((~answered).sum()),
@@ -163,60 +151,24 @@ def check_scored(trace: Trace) -> None:
         raise TraceError(msg)
 
 
-def _budgets(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
-    """Places of the configurations that are ranked together, by what tells them from the others."""
-    telling = [name for name in _APART if len({getattr(config, name) for config in configs}) > 1]
-    found: dict[str, list[int]] = {}
-    for place, config in enumerate(configs):
-        words = [_word(name, getattr(config, name)) for name in telling]
-        found.setdefault(" ".join([str(config.budget), *words]), []).append(place)
-    return found
-
-
-def _word(name: str, value: Choice | float) -> str:
-    return value.name if isinstance(value, Choice) else f"{name.replace('_', '-')}={value:g}"
-
-
 def measures(trace: Trace) -> dict[str, Floats]:
     """(sample, config) of each measure, equal where all kept sets are, relative to the full run's norms."""
     steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
     heads = values(trace, "output_norm", ANALYSIS).sum(axis=(2, 3))[:, None]
-    total = {
-        name: values(trace, name, ANALYSIS).sum(axis=(3, 4)) / heads
-        for name in ("perturbation_isolated", "theta", "perturbation_propagated")
-    }
+    moved = values(trace, "perturbation_propagated", ANALYSIS).sum(axis=(3, 4)) / heads
     drift = values(trace, "hidden_drift_l1", ANALYSIS)[..., -1] / values(trace, "hidden_norm", ANALYSIS)[:, None, :, -1]
-    kl = values(trace, "logit_kl", ANALYSIS)
-    found = {
-        "isolated": total["perturbation_isolated"][..., 0],
-        "theta": total["theta"][..., 0],
-        "propagated": total["perturbation_propagated"][..., 0],
-        "lost": 1 - values(trace, "retained_mass", ANALYSIS, 0).mean(axis=(2, 3)),
-        "kl": kl[..., 0],
-        "drift": drift[..., 0],
-        "kl_all": _mean(kl, steps),
+    later = {
+        "kl_all": _mean(values(trace, "logit_kl", ANALYSIS), steps),
         "drift_all": _mean(drift, steps),
-        "propagated_all": _mean(total["perturbation_propagated"], steps),
+        "propagated_all": _mean(moved, steps),
     }
-    alike = _first_alike(trace)
-    return {name: np.take_along_axis(array, alike, axis=1) for name, array in found.items()}
+    return {**first_step.measures(trace, ANALYSIS), **first_step.alike(trace, later)}
 
 
 def _mean(array: Floats, steps: np.ndarray) -> Floats:
     """(sample, config) mean over the steps that each sample has."""
     held = steps[:, None]
     return np.asarray(np.where(held, array, 0).sum(axis=-1) / held.sum(axis=-1))
-
-
-def _first_alike(trace: Trace) -> np.ndarray:
-    """(sample, config) the first configuration that keeps the same sets everywhere: what differs then is rounding."""
-    count, samples = len(trace.run.configs), int(trace.ok.sum())
-    alike = np.tile(np.arange(count), (samples, 1))
-    for later in range(count):
-        for earlier in reversed(range(later)):
-            same = kept_sets.whole(trace, earlier, later)
-            alike[same, later] = alike[same, earlier]
-    return alike
 
 
 def _link(

@@ -82,7 +82,7 @@ def decide(differences: Floats) -> Decided:
     smallest = (2 if len(flat) <= MOST_EXACT else 1) / len(signs)
     side = np.sign(differences.sum(axis=0)).astype(np.int8)
     return Decided(
-        verdict=np.where(_corrected(p[0]).reshape(own.shape), side, np.int8(0)).astype(np.int8),
+        verdict=np.where(corrected(p[0]).reshape(own.shape), side, np.int8(0)).astype(np.int8),
         p=own,
         flips=len(signs),
         uncorrected=int(found[0]),
@@ -112,7 +112,7 @@ def _p_values(sizes: Floats) -> Floats:
     return np.stack(found, axis=1)
 
 
-def _corrected(p: Floats) -> NDArray[np.bool_]:
+def corrected(p: Floats) -> NDArray[np.bool_]:
     """(test,) True for the tests that Benjamini and Hochberg's procedure keeps at 5 %."""
     order = np.argsort(p, kind="stable")
     passing = np.flatnonzero(p[order] <= LEVEL * np.arange(1, len(p) + 1) / len(p))

@@ -10,6 +10,10 @@ from perturbkv.configs.numbers import check
 from perturbkv.errors import ConfigError, UnknownNameError
 
 DEFAULT_COMPARE = "attention,two-stage"
+METHODS = ",".join(
+    f"{policy}:{selection}" for policy in ("snapkv", "pyramidkv", "adakv") for selection in ("attention", "two-stage")
+)
+"""What answers are compared under where the user chose nothing."""
 _Value = TypeVar("_Value")
 
 
@@ -45,6 +49,15 @@ def parse_compare(text: str) -> list[str]:
     names = [name.strip() for name in split(text, ",") if name.strip()]
     if len(names) < 2:
         msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
+        raise ConfigError(msg)
+    return list(apart("--compare", names))
+
+
+def parse_methods(text: str) -> list[str]:
+    """`adakv:two-stage,snapkv` -> its names. Raises ConfigError for none, or one twice."""
+    names = [name.strip() for name in split(text, ",") if name.strip()]
+    if not names:
+        msg = f"--compare takes methods such as {METHODS.partition(',')[0]}, got none"
         raise ConfigError(msg)
     return list(apart("--compare", names))
 

@@ -28,6 +28,7 @@ from perturbkv.cli.info import info
 from perturbkv.cli.interrupting import INTERRUPTED, SAID, Ending, sigterm_as_interrupt
 from perturbkv.cli.judge import judge
 from perturbkv.cli.layers import layers
+from perturbkv.cli.link import link
 from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
@@ -48,7 +49,7 @@ _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, link, horizon)
 ANSWERS = (quality,)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,

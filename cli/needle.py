@@ -7,16 +7,12 @@ from typing import Annotated
 
 from typer import Option
 
-from perturbkv.cli.choices import apart
+from perturbkv.cli.choices import METHODS, parse_methods
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
-from perturbkv.configs.choice import split
 from perturbkv.errors import ConfigError
 
-_METHODS = ",".join(
-    f"{policy}:{selection}" for policy in ("snapkv", "pyramidkv", "adakv") for selection in ("attention", "two-stage")
-)
 _LENGTHS, _DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
 _STEPS = 8
 _STEMS = ["needle", "needle-digits", "needle-depths", "needle-correlation"]
@@ -33,7 +29,7 @@ def needle(
             help="Methods, separated by commas: policy:selection",
             show_default="attention and two-stage of snapkv, pyramidkv, adakv",
         ),
-    ] = _METHODS,
+    ] = METHODS,
     max_new_tokens: Annotated[int, Option(metavar="N", help="Tokens of an answer; the number has 7 digits")] = 12,
 ) -> None:
     """Ask every cache for a number hidden in a long text.
@@ -43,7 +39,7 @@ def needle(
     """
     wanted = _with_defaults(run, max_new_tokens)
     study = open_study(
-        "needle", wanted, look, lambda: wanted.configs(_names(compare)), generate=max_new_tokens, stems=_STEMS
+        "needle", wanted, look, lambda: wanted.configs(parse_methods(compare)), generate=max_new_tokens, stems=_STEMS
     )
     if study is None:
         return
@@ -74,11 +70,3 @@ def _with_defaults(run: RunOptions, max_new_tokens: int) -> RunOptions:
         msg = f"{grid} need {cells} samples, got --samples {run.samples}"
         raise ConfigError(msg)
     return dataclasses.replace(wanted, samples=run.samples or cells)
-
-
-def _names(compare: str) -> list[str]:
-    names = [name.strip() for name in split(compare, ",") if name.strip()]
-    if not names:
-        msg = f"--compare takes methods such as {_METHODS.partition(',')[0]}, got none"
-        raise ConfigError(msg)
-    return list(apart("--compare", names))

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from perturbkv.cli.choices import apart
+from perturbkv.cli.choices import parse_methods
 from perturbkv.cli.joined import open_joined
 from perturbkv.cli.options import MetricOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import free_text
 from perturbkv.cli.spreading import with_options
-from perturbkv.configs.choice import split
 from perturbkv.errors import ConfigError
 from perturbkv.storage.files import write_whole
 
@@ -55,7 +54,7 @@ def quality(
         raise ConfigError(msg)
     wanted = run.with_budgets(_BUDGETS)
     study = open_joined(
-        _NAME, wanted, look, lambda: wanted.configs(_names(compare)), lambda folder: _check(folder, run.overwrite),
+        _NAME, wanted, look, lambda: wanted.configs(parse_methods(compare)), lambda folder: _check(folder, run.overwrite),
         leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric,
     )  # fmt: skip
     if study is None:
@@ -65,14 +64,6 @@ def quality(
     result = analyse(study.usable)
     study.save(result.plot(study.width_mm), result.identity, _NAME)
     study.show(result, {**result.to_dict(), "tables": _save(result, study.folder, run.overwrite)})
-
-
-def _names(compare: str) -> list[str]:
-    names = [name.strip() for name in split(compare, ",") if name.strip()]
-    if not names:
-        msg = f"--compare takes methods such as {_METHODS.partition(',')[0]}, got none"
-        raise ConfigError(msg)
-    return list(apart("--compare", names))
 
 
 def _check(folder: Path, overwrite: bool) -> None:

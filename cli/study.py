@@ -69,6 +69,12 @@ class Study:
         """Printed width of the figures."""
         return self.look.width_mm
 
+    @property
+    def failures(self) -> dict[str, str]:
+        """Failed sample -> why; one of another trace stands under its data set too."""
+        others = {f"{one.run.dataset}: {name}": why for one in self.more for name, why in one.failures.items()}
+        return {**self.trace.failures, **others}
+
     def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
         """Write a figure in every format asked for."""
         self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats, self.overwrite))
@@ -115,7 +121,7 @@ class Study:
 
         run, words = self.trace.run, " · random weights" if self.trace.run.random_weights else ""
         samples = counted(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
-        datasets = ", ".join(trace.run.dataset for trace in self.traces)
+        datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
         console.say(line(f"{run.model} · {datasets} · {samples}{words}"), bold=True)
 
 
@@ -125,14 +131,14 @@ def open_study(
     look: LookOptions,
     configs: Callable[[], Sequence[EvictionConfig]],
     leave_out_unfit: bool = False,
-    generate: int = 0,
+    generate: int | None = 0,
     stems: Sequence[str] = (),
 ) -> Study | None:
     """The study of `look.trace`, or of the trace that `run` makes of `configs`; None after a dry run.
 
     `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
-    tokens are generated from every cache and scored; `stems` are names of its figures, by default its own. Raises
-    PerturbkvErrors, all that can be known before a model is loaded before it is.
+    tokens are generated from every cache and scored, None: as many as the dataset says; `stems` are names of its
+    figures, by default its own. Raises PerturbkvErrors, all that can be known before a model is loaded before it is.
     """
     if look.trace is not None:
         effects.check_finished(name, run, look.trace)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses.first_step import MEASURES
 from perturbkv.analyses.naming import short
 from perturbkv.analyses.objects import config_of
-from perturbkv.analyses.retrieval import CIRCULAR, MEASURES
+from perturbkv.analyses.retrieval import CIRCULAR
 from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.models.loading import open_model

@@ -9,11 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from perturbkv.analyses.first_step import MEASURES
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.needle_grid import OUTCOMES
-from perturbkv.analyses.retrieval import CIRCULAR, MEASURES, BudgetLink, Correlation, Retrieval
+from perturbkv.analyses.retrieval import CIRCULAR, BudgetLink, Correlation, Retrieval
 from perturbkv.figures import style
 
 _ROW_MM, _AROUND_MM = 66, 14

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
     from perturbkv.analyses.horizon import horizon as horizon
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
+    from perturbkv.analyses.link import link as link
     from perturbkv.analyses.methods import methods as methods
     from perturbkv.analyses.needle import needle as needle
     from perturbkv.analyses.quality import quality as quality
@@ -75,6 +76,7 @@ _PUBLIC = {
     "judge": "perturbkv.api",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon",
+    "link": "perturbkv.analyses.link",
     "load_model": "perturbkv.api",
     "load_prompts": "perturbkv.api",
     "measure": "perturbkv.api",

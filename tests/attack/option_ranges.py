@@ -66,5 +66,7 @@ RANGES: Mapping[str, Range] = {
     "--repeats": Range(1),
     "--entries": Range(1),
     "--tolerance": Range(0, math.inf, whole=False),
+    "--right": Range(0, math.nextafter(1, 0), whole=False),
+    "--lost": Range(0, 1, whole=False, open=True),
 }
 """Option -> its range. A number in it may still be refused, for it has to fit the others."""

@@ -158,6 +158,8 @@ def measured(tmp_path: Path) -> Path:
         ("bound-tightness", ["--compare", "attention,value"]),
         ("needle", ["--max-new-tokens", "3"]),
         ("needle", ["--compare", "snapkv:attention"]),
+        ("link", ["--max-new-tokens", "3"]),
+        ("link", ["--step", "1"]),
         ("horizon", ["--steps", "4"]),
         ("horizon", ["--step", "1"]),
     ],

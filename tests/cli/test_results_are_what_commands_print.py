@@ -31,6 +31,7 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "restriction": lambda trace: pk.restriction(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
+    "link": lambda trace: pk.link(trace),
 }
 EVERY = pytest.mark.parametrize("command", ANALYSES)
 
@@ -160,8 +161,15 @@ def test_what_each_sample_found_adds_up_to_the_shares(results: dict[str, Result]
     np.testing.assert_array_equal(rows.propagated, np.array(link["measured"]["propagated"])[:, 0])
 
 
+def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -> None:
+    frame, told = results["link"].to_frame(), results["link"].to_dict()
+    for setting in told["settings"]:
+        rows = frame[frame.setting == setting["name"]]
+        assert (len(rows), rows.lost_answer.sum()) == (setting["answers"], setting["lost"])
+
+
 @pytest.mark.parametrize(
-    "module", ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle", "quality"]
+    "module", ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle", "link", "quality"]
 )
 def test_the_examples_in_docstrings_run(module: str) -> None:
     where = importlib.import_module(f"perturbkv.analyses.{module}")
@@ -174,7 +182,7 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "for name in ('assumption', 'bound_tightness', 'ablation', 'restriction', 'horizon', 'needle', 'quality'):\n"
+        "for name in ('assumption', 'bound_tightness', 'ablation', 'restriction', 'horizon', 'needle', 'link', 'quality'):\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )

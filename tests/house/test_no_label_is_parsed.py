@@ -59,7 +59,12 @@ RANKED = tuple(
         ("h2o", "attention"),
     )
 )
-OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys((*CONFIGS, *RESTRICTED, *RANKED)))}
+LINKED = tuple(
+    configuration(budget, selection=selection)
+    for budget in (64, 128, 0.2) for selection in ("attention", "two-stage", "random")
+)  # fmt: skip
+EVERY = dict.fromkeys((*CONFIGS, *RESTRICTED, *RANKED, *LINKED))
+OPAQUE = {config: f"c{place:02}" for place, config in enumerate(EVERY)}
 COMMANDS = {
     "heads": ["--compare", "attention,two-stage,adakv:two-stage"],
     "layers": ["--per-sample", "--budgets", "--compare", "attention,two-stage,random"],
@@ -70,6 +75,7 @@ COMMANDS = {
     "restriction": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
+    "link": [],
 }
 JOINED = {"quality": ["--trace"]}
 """What is asked of several traces, and of one."""
@@ -77,7 +83,7 @@ JOINED = {"quality": ["--trace"]}
 
 def asked_of(command: str) -> Trace:
     """The trace that an analysis is asked of."""
-    return made({"restriction": RESTRICTED, "ablation --methods": RANKED}.get(command, CONFIGS))
+    return made({"restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED}.get(command, CONFIGS))
 
 
 def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:

@@ -1,0 +1,132 @@
+"""What has no link to tell says so in words, and what is no material for one is refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perturbkv.analyses.link import link
+from perturbkv.display import Table
+from perturbkv.errors import ConfigError, PerturbkvError, TraceError
+from perturbkv.selection.grid import configuration
+from perturbkv.trace import Trace
+from tests.support.linked import answered, methods
+from tests.support.traces import sample_trace, trace
+
+MOVED = np.random.default_rng(0).lognormal(size=(6, 3))
+MIXED = np.array([[1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 0]], dtype=float)
+
+
+def made(scores: Any = MIXED, full: Any = (1,) * 6, **more: Any) -> Trace:
+    return answered(methods(3), scores, full, {"propagated": MOVED}, **more)
+
+
+@pytest.mark.parametrize(
+    ("scores", "full", "said", "silence", "shown"),
+    [
+        (MIXED, np.zeros(6), "The full cache answers none of 6 prompts (score > 0): there is nothing that eviction can",
+         "the full cache answers no prompt", False),
+        (np.ones((6, 3)), np.ones(6), "no two methods of a prompt score differently; no answer is lost",
+         "no answer is lost; no two methods of a prompt score differently", False),
+        (np.zeros((6, 3)), np.ones(6), "no two methods of a prompt score differently; every answer is lost",
+         "every answer is lost; no two methods of a prompt score differently", False),
+        (0.6 + MIXED / 4, np.ones(6), "no answer is lost", "no answer is lost", True),
+        (MIXED / 4, np.ones(6), "every answer is lost", "every answer is lost", True),
+        (np.repeat([[1, 0], [1, 0], [0, 1]], 3, axis=1).reshape(6, 3), np.ones(6),
+         "no prompt has lost and kept answers",
+         "no prompt has lost and kept answers; no two methods of a prompt score differently", False),
+    ],
+    ids=["none answered", "all right", "all lost", "all kept, graded", "all lost, graded", "alike within prompts"],
+)  # fmt: skip
+def test_what_there_is_nothing_to_tell_of_is_told(scores: Any, full: Any, said: str, silence: str, shown: bool) -> None:
+    result = link(made(scores, full))
+    assert said in " ".join(result.conclusion().split())
+    assert result.settings[0].silence() == silence
+    told = " ".join(repr(result).split())
+    assert silence in told
+    assert "nan" not in told.lower()
+    assert any(isinstance(part, Table) for part in result.tables()) == shown
+    json.dumps(result.to_dict(), allow_nan=False)
+    for width in (84, 174):
+        result.plot(width)
+
+
+def test_methods_that_perturb_alike_have_no_ranks_whatever_they_score() -> None:
+    result = link(
+        answered(methods(3), MIXED, np.ones(6), {"propagated": np.ones((6, 3)), "lost": np.full((6, 3), 0.5)})
+    )
+    assert "cannot be said: no two methods of a prompt perturb differently" in " ".join(result.conclusion().split())
+    assert result.settings[0].strength("propagated").auc.value == 0.5
+
+
+def test_fewer_than_five_prompts_have_ranges_and_are_called_too_few() -> None:
+    result = link(answered(methods(3), MIXED[:3], np.ones(3), {"propagated": MOVED[:3]}))
+    assert "too few for an interval" in result.conclusion()
+    interval = result.settings[0].strength("propagated").rho.interval
+    assert interval is not None
+    assert interval.kind == "range"
+
+
+def test_a_budget_of_two_methods_is_named_and_not_ranked() -> None:
+    configs = [*methods(3), *methods(2, 128)]
+    result = link(
+        answered(configs, np.tile(MIXED, (1, 2))[:, :5], np.ones(6), {"propagated": np.tile(MOVED, (1, 2))[:, :5]})
+    )
+    assert ([one.name for one in result.settings], result.too_few) == (["64"], ("128",))
+    assert "b=128: fewer than 3 methods, no ranks" in repr(result)
+
+
+def ungraded() -> Trace:
+    return made(np.where(np.arange(6)[:, None] < 2, np.nan, MIXED), np.where(np.arange(6) < 2, np.nan, 1.0))
+
+
+def of_others(trace: Trace) -> Trace:
+    """The trace as if it had measured another method in place of the last."""
+    configs = (*trace.run.configs[:2], configuration(64, selection="value"))
+    return dataclasses.replace(trace, run=dataclasses.replace(trace.run, configs=configs))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no trace": (lambda: link([]), "needs at least one trace"),
+    "no answers": (
+        lambda: link(trace(sample_trace())),
+        "link needs graded answers, made.h5 holds none; make a trace that does: perturbkv link --model m --dataset d",
+    ),
+    "no grades": (lambda: link(ungraded()), "link needs graded answers, got none in 2 of 6 samples"),
+    "two methods": (
+        lambda: link(answered(methods(2), MIXED[:, :2], np.ones(6), {"propagated": MOVED[:, :2]})),
+        "link needs at least 3 methods of one budget to rank, got 2 of b=64; measure more",
+    ),
+    "two methods chosen": (lambda: link(made(), only=["attention", "random"]), "got 2 of b=64"),
+    "a method that is not there": (
+        lambda: link(made(), only=["attention", "adakv", "random"]),
+        "expected adakv among the trace's methods, got a trace of snapkv:attention, snapkv:two-stage, snapkv:random",
+    ),
+    "the same prompts twice": (lambda: link([made(), made()]), "expected every prompt once, got sample 'd0' of d"),
+    "another model": (
+        lambda: link([made(), made(dataset="e", model="other")]),
+        "expected traces of one model, got m in made.h5 and other in made.h5; give them singly",
+    ),
+    "another scenario": (lambda: link([made(), made(dataset="e", scenario="context-only")]), "of one scenario"),
+    "another method": (
+        lambda: link([made(), of_others(made(dataset="e"))]),
+        "expected the same configurations in every trace, got 'snapkv:random b=64",
+    ),
+    "bins": (lambda: link(made(), bins=1), "at least 2 bins of a calibration curve, got 1"),
+    "lost": (lambda: link(made(), lost=0), "share above 0 and at most 1 of the full cache's score, got 0 as lost"),
+    "right": (lambda: link(made(), right=float("nan")), "from 0 to below 1, above which the full cache is right"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ask", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_material_is_refused_in_one_line(ask: Callable[[], Any], said: str) -> None:
+    with pytest.raises(PerturbkvError) as error:
+        ask()
+    assert isinstance(error.value, TraceError | ConfigError)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,89 @@
+"""The link's figure holds each measure's ρ and area with its interval, and the curves, at both widths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+
+from perturbkv.analyses.link import Link, link
+from perturbkv.analyses.link_prompts import NAMES
+from tests.support.linked import answered, methods
+
+WIDTHS = pytest.mark.parametrize("width", [84, 174])
+
+
+@pytest.fixture(scope="module")
+def result() -> Link:
+    draw = np.random.default_rng(0)
+    moved, noise = draw.lognormal(size=(9, 8)), draw.lognormal(size=(9, 8))
+    scores = (moved * draw.lognormal(size=(9, 8)) < 1).astype(float)
+    configs = [*methods(4, 0.4), *methods(4, 0.1)]
+    made = answered(configs, scores, np.ones(9), {"propagated": moved, "isolated": noise})
+    made.arrays["held_share"] = np.tile(np.repeat([0.4, 0.1], 4), (9, 1))  # type: ignore[index]
+    return link(made)
+
+
+def points(axes: Axes) -> dict[str, tuple[float, Any]]:
+    """gid -> value, and from where to where its bar goes."""
+    found = {}
+    for one in axes.containers:
+        if isinstance(one, ErrorbarContainer):
+            line, _, (bars,) = one.lines
+            found[str(line.get_gid())] = (line.get_xdata()[0], tuple(bars.get_segments()[0][:, 0]))
+    return found
+
+
+def drawn(result: Link, width: float) -> Figure:
+    return result.plot(width)
+
+
+@WIDTHS
+def test_every_point_is_its_estimate(result: Link, width: float) -> None:
+    figure = drawn(result, width)
+    for axes, kind, field in ((figure.axes[0], "rho", "rho"), (figure.axes[1], "auc", "auc")):
+        found = points(axes)
+        for setting in result.settings:
+            for measure in NAMES:
+                estimate = getattr(setting.strength(measure), field)
+                value, bar = found[f"{kind} {setting.name} {measure}"]
+                assert value == pytest.approx(estimate.value)
+                assert bar == pytest.approx((estimate.interval.low, estimate.interval.high))
+        assert len(found) == len(NAMES) * len(result.settings)
+
+
+@WIDTHS
+def test_curves_are_the_bins_and_come_in_the_order_of_what_is_held(result: Link, width: float) -> None:
+    figure = drawn(result, width)
+    for axes, measure in zip(figure.axes[2:4], ("propagated", "lost"), strict=True):
+        lines = {str(line.get_gid()): line for line in axes.get_lines() if str(line.get_gid()).startswith("curve")}
+        assert list(lines) == [f"curve {name} {measure}" for name in ("0.1", "0.4")]
+        for setting in result.settings:
+            bins = setting.curves[measure]
+            line = lines[f"curve {setting.name} {measure}"]
+            np.testing.assert_allclose(line.get_xdata(), [one.middle for one in bins])
+            np.testing.assert_allclose(line.get_ydata(), [one.lost for one in bins])
+
+
+@WIDTHS
+def test_what_is_circular_stands_below_a_line_that_says_so(result: Link, width: float) -> None:
+    axes = drawn(result, width).axes[0]
+    (said,) = [text for text in axes.texts if "circular" in text.get_text()]
+    ticks = {label.get_text(): place for label, place in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True)}
+    assert max(place for name, place in ticks.items() if name[:2] not in ("KL", "la")) < said.get_position()[1]
+    assert min(place for name, place in ticks.items() if name[:2] in ("KL", "la")) > said.get_position()[1]
+
+
+@WIDTHS
+def test_nothing_leaves_the_figure(result: Link, width: float) -> None:
+    figure = drawn(result, width)
+    figure.draw_without_rendering()
+    edge = figure.bbox.width
+    for axes in figure.axes:
+        for one in (axes.xaxis.label, axes.yaxis.label, axes.title, axes._left_title):  # type: ignore[attr-defined]
+            box = one.get_window_extent()
+            assert one.get_text() == "" or (box.x0 >= -1 and box.x1 <= edge + 1), one.get_text()
