@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 def decimal(value: float, interval: Scalar = None, digits: int = 2, apart: str = " ") -> str:
     """'0.71 [0.65, 0.78]', or of a range '0.71 (0.65 … 0.78)'; fewer digits from 10 on. `apart` may be a new line."""
     digits = max(0, digits - 1) if abs(value) >= 10 else digits
-    return "–" if isnan(value) else _fixed(value, digits) + _ends(interval, lambda end: _fixed(end, digits), apart)
+    return "–" if isnan(value) else fixed(value, digits) + ends(interval, lambda end: fixed(end, digits), apart)
 
 
 def percent(share: float, interval: Scalar = None, apart: str = " ") -> str:
     """'72 % [58, 82]' of a share in [0, 1]."""
-    return "–" if isnan(share) else f"{_fixed(100 * share, 0)} %" + _ends(interval, _hundredths, apart)
+    return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + ends(interval, _hundredths, apart)
 
 
 def significant(value: float, interval: Scalar = None) -> str:
     """Three significant digits, thousands apart; the interval on a line of its own."""
-    return "–" if isnan(value) else _three(value) + _ends(interval, _three, "\n")
+    return "–" if isnan(value) else _three(value) + ends(interval, _three, "\n")
 
 
 def held(share: float) -> str:
@@ -96,7 +96,8 @@ def about_power(decided: Decided) -> str:
     return f"{said}."
 
 
-def _ends(interval: Scalar, shown: Callable[[float], str], apart: str) -> str:
+def ends(interval: Scalar, shown: Callable[[float], str], apart: str) -> str:
+    """'[0.65, 0.78]' behind what keeps it apart, of a range '(0.65 … 0.78)'; empty where there is none."""
     if interval is None:
         return ""
     low, high = shown(interval.low), shown(interval.high)
@@ -108,9 +109,9 @@ def _three(value: float) -> str:
 
 
 def _hundredths(share: float) -> str:
-    return _fixed(100 * share, 0)
+    return fixed(100 * share, 0)
 
 
-def _fixed(value: float, digits: int) -> str:
+def fixed(value: float, digits: int) -> str:
     """With a true minus sign instead of a hyphen, and no negative zero."""
     return f"{value:z.{digits}f}".replace("-", "−")

@@ -229,10 +229,13 @@ def _parted(group: tuple[int, ...], flat: Sequence[Mapping[str, Any]], name: str
     return parts or [group]
 
 
-def sweeps(run: RunConfig, side: str) -> list[list[int]]:
-    """Places of one side's configurations, those together that differ in budget alone. Raises as `of_selection`."""
+def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
+    """Places of one side's configurations, or of all, those together that differ in budget alone.
+
+    Raises as `of_selection`.
+    """
     found: dict[EvictionConfig, list[int]] = {}
-    for place in of_selection(run, side):
+    for place in range(len(run.configs)) if side is None else of_selection(run, side):
         found.setdefault(_at_any_budget(run.configs[place]), []).append(place)
     return list(found.values())
 

@@ -82,13 +82,15 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "text": "it leaves no trace, and answers alone in its file",
     },
     "horizon": {"step": "it shows all of them"},
+    "budget": {"step": "means are over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
 }
 """Command -> options that it shares with others and has no use for, and why."""
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
-    "compare", "distance", "per_sample", "budgets", "selection", "methods",
+    "compare", "distance", "per_sample", "budgets", "selection", "methods", "by",
+    "max_kl", "max_drop", "min_top1", "for_length", "for_batch",
 })  # fmt: skip
 """What can be asked of a finished trace; everything else says how one is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {

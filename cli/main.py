@@ -16,6 +16,7 @@ from perturbkv.cli.assumption import assumption
 from perturbkv.cli.audit import audit
 from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
+from perturbkv.cli.budget import budget
 from perturbkv.cli.datasets import datasets
 from perturbkv.cli.doctor import doctor
 from perturbkv.cli.export import export
@@ -30,6 +31,7 @@ from perturbkv.cli.listings import models, policies
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
 from perturbkv.cli.restriction import restriction
+from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
@@ -47,7 +49,7 @@ _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon, savings, budget)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),

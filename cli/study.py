@@ -121,14 +121,14 @@ def open_study(
     look: LookOptions,
     configs: Callable[[], Sequence[EvictionConfig]],
     leave_out_unfit: bool = False,
-    generate: int = 0,
+    generate: int | None = 0,
     stems: Sequence[str] = (),
 ) -> Study | None:
     """The study of `look.trace`, or of the trace that `run` makes of `configs`; None after a dry run.
 
     `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
-    tokens are generated from every cache and scored; `stems` are names of its figures, by default its own. Raises
-    PerturbkvErrors, all that can be known before a model is loaded before it is.
+    tokens are generated from every cache and scored, with None as many as the dataset says; `stems` are names of its
+    figures, by default its own. Raises PerturbkvErrors, all that can be known before a model is loaded before it is.
     """
     if look.trace is not None:
         effects.check_finished(name, run, look.trace)
