@@ -75,8 +75,7 @@ def mean_at_most(each: Floats, samples: int | None = None) -> float:
 def _lognormal(logs: Floats, count: int) -> float:
     """The bound of a lognormal's mean from the median of its logarithms and their spread above it."""
     middle = float(np.median(logs))
-    above = logs[logs > middle] - middle
-    spread = float((above**2).mean()) if len(above) else 0.0
+    spread = float(((np.sort(logs)[-(len(logs) // 2) :] - middle) ** 2).mean())
     if spread == 0:
         return float(np.exp(middle))
     freedom = max(1, count // 2)

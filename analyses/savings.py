@@ -120,7 +120,7 @@ def savings(
     unknown measure.
 
     >>> import perturbkv as pk
-    >>> found = pk.savings(swept, "attention", "two-stage", by=["propagated"])
+    >>> found = pk.savings(trace, "attention", "two-stage", by=["propagated"])
     >>> [str(point.config.budget) for point in found[0].measures[0].points]
     ['40', '48', '56', '60', '64']
     """
