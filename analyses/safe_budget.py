@@ -62,12 +62,12 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
     def records(self) -> list[dict[str, Any]]:
         """A row per selection, criterion and budget, the largest budget first.
 
-        `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `tested` is False below the first
-        failure, and `holds` tells nothing there.
+        `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `tested` is 0 below the first failure,
+        and `holds` tells nothing there.
         """
         return [
             {"name": one.name, **columns_of(at.config), "criterion": told.criterion.name, "limit": told.criterion.limit,
-             "held": at.held, "mean": at.mean, "bound": at.bound, "tested": at.tested, "holds": at.holds}
+             "held": at.held, "mean": at.mean, "bound": at.bound, "tested": int(at.tested), "holds": int(at.holds)}
             for one in self.members for told in one.verdicts for at in told.budgets
         ]  # fmt: skip
 

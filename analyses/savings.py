@@ -14,7 +14,9 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.budget_axis import Axis, check_kind, compared
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.losses import Loss, losses
-from perturbkv.analyses.pairing import Sides, checked, pair_columns
+from perturbkv.analyses.naming import SIDE
+from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.pairing import Sides, checked
 from perturbkv.analyses.reaching import LEAST_BUDGETS
 from perturbkv.analyses.reading import at_step
 from perturbkv.analyses.result import Result
@@ -177,8 +179,8 @@ def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
     for point in one.points:
         yield {
             "measure": one.measure,
-            **pair_columns(one.baseline[0].config, point.config),
-            "budget": point.config.budget.value,
+            **columns_of(point.config),
+            **{f"baseline_{name}": value for name, value in columns_of(one.baseline[0].config).items() if name in SIDE},
             "along": along,
             **_numbers(point),
         }

@@ -188,7 +188,7 @@ def test_a_row_of_the_frame_per_selection_limit_and_budget() -> None:
     assert len(frame) == 10
     first = frame[frame["selection"].str.startswith("attention")]
     assert first["budget"].tolist() == [str(budget) for budget in BUDGETS[::-1]]
-    assert first["holds"].tolist() == [True] * 4 + [False]
+    assert first["holds"].tolist() == [1] * 4 + [0]
 
 
 def test_the_example_of_the_docstring_works() -> None:

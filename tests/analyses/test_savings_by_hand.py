@@ -235,7 +235,7 @@ def test_json_and_rows_hold_what_is_shown() -> None:
     last = told["measures"][0]["points"][-1]
     assert (last["reached"]["value"], last["reached"]["beyond"], last["saving"]) == (None, "above", None)
     frame = found.to_frame()
-    assert frame["budget"].tolist() == list(BUDGETS)
+    assert frame["budget"].tolist() == list(map(str, BUDGETS))
     assert frame["saving"].tolist()[:2] == [point.saving for point in found.measures[0].points[:2]]
 
 

@@ -111,7 +111,7 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
     finished = made()
     finished.arrays["sigma_topk"][..., 0, 0] = 0.4  # type: ignore[index]
     for name, options in ANALYSES.items():
-        shown = asked_of(name) if name in ("restriction", "ablation --methods") else finished
+        shown = asked_of(name) if name in ("restriction", "ablation --methods", "savings", "budget") else finished
         monkeypatch.setattr(trace_file, "read_trace", lambda path, shown=shown: shown)
         folder = f"analyses/{name}"
         found[name] = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json").json()

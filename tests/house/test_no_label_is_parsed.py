@@ -59,7 +59,13 @@ RANKED = tuple(
         ("h2o", "attention"),
     )
 )
-OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys((*CONFIGS, *RESTRICTED, *RANKED)))}
+SWEPT = tuple(
+    configuration(budget, selection=selection)
+    for selection in ("attention", "two-stage") for budget in (0.1, 0.2, 0.4, 0.6, 0.8)
+)  # fmt: skip
+OPAQUE = {
+    config: f"c{place:02}" for place, config in enumerate(dict.fromkeys((*CONFIGS, *RESTRICTED, *RANKED, *SWEPT)))
+}
 COMMANDS = {
     "heads": ["--compare", "attention,two-stage,adakv:two-stage"],
     "layers": ["--per-sample", "--budgets", "--compare", "attention,two-stage,random"],
@@ -70,12 +76,15 @@ COMMANDS = {
     "restriction": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
+    "savings": [],
+    "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }
 
 
 def asked_of(command: str) -> Trace:
     """The trace that an analysis is asked of."""
-    return made({"restriction": RESTRICTED, "ablation --methods": RANKED}.get(command, CONFIGS))
+    several = {"restriction": RESTRICTED, "ablation --methods": RANKED, "savings": SWEPT, "budget": SWEPT}
+    return made(several.get(command, CONFIGS))
 
 
 def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
@@ -92,6 +101,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"score": draw.integers(0, 2, len(configs)).astype(float), "score_full": np.asarray(1.0)}
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
+        arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
         samples.append(SampleTrace(f"s{place}", arrays))
     options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}
     return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=tuple(configs))
