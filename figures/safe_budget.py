@@ -44,7 +44,7 @@ def _panel(axes: Axes, result: SafeBudgets, place: int) -> None:
         _line(axes, one.verdicts[place], colour, marker, scale)
     axes.set_title(_TITLES[criterion.name], loc="left")
     unit = result[0].verdicts[place].budgets[0].config.budget.unit
-    axes.set(xlabel=f"budget, {unit} (log axis)", ylabel=_LABELS[criterion.name])
+    axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
     style.log_axes(axes, x=True, y=criterion.name == "kl")
     budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[place].budgets})
     axes.xaxis.set_major_locator(FixedLocator(budgets))

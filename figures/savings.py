@@ -63,8 +63,8 @@ def _looks(side: int) -> dict[str, Any]:
 
 def _about_budget(one: MeasuredSavings, along: str) -> str:
     if along == "held":
-        return "held / full cache (log axis)"
-    return f"budget, {one.points[0].config.budget.unit} (log axis)"
+        return "held / full cache"
+    return f"budget, {one.points[0].config.budget.unit}"
 
 
 def _curve(axes: Axes, levels: Sequence[Level], measure: str, look: dict[str, Any], name: str) -> None:
