@@ -66,5 +66,10 @@ RANGES: Mapping[str, Range] = {
     "--repeats": Range(1),
     "--entries": Range(1),
     "--tolerance": Range(0, math.inf, whole=False),
+    "--max-kl": Range(0, math.inf, whole=False, open=True),
+    "--max-drop": Range(0, 100, whole=False, open=True),
+    "--min-top1": Range(0, 1, whole=False, open=True),
+    "--for-length": Range(1),
+    "--for-batch": Range(1),
 }
 """Option -> its range. A number in it may still be refused, for it has to fit the others."""
