@@ -136,7 +136,8 @@ def safe_budget(
     named = checked(trace, "", "" if sides is None else sides)
     wanted = [None] if sides is None else named
     held = at_step(trace, ANALYSIS, 0)
-    curves = [axis(held, places, ANALYSIS) for side in wanted for places in sweeps(held.run, side)]
+    found = dict.fromkeys(tuple(places) for side in wanted for places in sweeps(held.run, side))
+    curves = [axis(held, places, ANALYSIS) for places in found]
     each = {limit: limit.each(held) for limit in limits}
     names = naming.curves([one.configs[0] for one in curves])
     members = tuple(

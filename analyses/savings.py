@@ -20,7 +20,7 @@ from perturbkv.analyses.pairing import Sides, checked
 from perturbkv.analyses.reaching import LEAST_BUDGETS
 from perturbkv.analyses.reading import at_step
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.saving import MeasuredSavings, Point, of_measure
+from perturbkv.analyses.saved_budget import MeasuredSavings, Point, of_measure
 from perturbkv.analyses.several import Several
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table

@@ -8,7 +8,7 @@ from math import inf
 from perturbkv.analyses import numbers
 from perturbkv.analyses.losses import MEASURES
 from perturbkv.analyses.naming import folded, sides
-from perturbkv.analyses.saving import Level, MeasuredSavings, Point
+from perturbkv.analyses.saved_budget import Level, MeasuredSavings, Point
 from perturbkv.analyses.sentences import Words, decided, ends, over, sentence, tally
 from perturbkv.display import Table
 

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from perturbkv.analyses.losses import MEASURES
 from perturbkv.analyses.naming import sides
-from perturbkv.analyses.saving import Level, MeasuredSavings, Point
+from perturbkv.analyses.saved_budget import Level, MeasuredSavings, Point
 from perturbkv.analyses.savings import PairSavings
 from perturbkv.figures import style
 

@@ -125,6 +125,7 @@ def test_of_several_limits_all_must_hold_and_the_worst_is_the_exit_code() -> Non
     assert "two-stage has none: at 0.8, the largest measured, its mean KL is 0.5 nat." in found.conclusion()
     alone = pk.safe_budget(swept(kl, same=same), max_kl=0.1, sides="attention")
     assert (len(alone), alone.exit_code) == (1, 0)
+    assert len(pk.safe_budget(swept(kl, same=same), max_kl=0.1, sides=["snapkv", "attention"])) == 2  # each once
     fewer = pk.safe_budget(swept(kl[:6] / 6, same=same[:6]), min_top1=0.9)
     assert fewer.exit_code == 2
     tenth = pk.safe_budget(swept(kl[:4], same=same[:4]), max_kl=0.1, sides="attention")
