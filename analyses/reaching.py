@@ -47,13 +47,17 @@ class Reached:
 
     @property
     def told(self) -> bool:
-        """Whether it lies among the budgets measured."""
-        return 0 < self.value < np.inf
+        """Whether it lies among the budgets measured, and its interval leaves some of them out."""
+        return 0 < self.value < np.inf and not self._anywhere
+
+    @property
+    def _anywhere(self) -> bool:
+        return self.interval is not None and self.interval.low == 0 and self.interval.high == np.inf
 
     @property
     def beyond(self) -> str:
-        """On which side of the budgets measured it lies; empty where it is among them."""
-        return "" if self.told else "above" if self.value else "below"
+        """On which side of the budgets measured it lies: `above`, `below`; `both` where nothing tells; else empty."""
+        return "" if self.told else "both" if self._anywhere else "above" if self.value else "below"
 
 
 def reached(budgets: Floats, baseline: Floats, treatment: Floats, kind: Kind) -> Reached:

@@ -76,7 +76,7 @@ class PairSavings(Result):
         """A row per measure and budget of the treatment.
 
         `saving` is 1 − b / b*, b* the budget at which the baseline does as well; NaN where b* lies outside the budgets
-        measured, on the side that `beyond` names: `above` or `below`.
+        measured, on the side that `beyond` names: `above`, `below`, or `both` where nothing tells.
         """
         return [row for one in self.measures for row in _rows(one, self.along)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, isnan
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.losses import MEASURES
@@ -31,9 +31,9 @@ def conclusion(measures: Sequence[MeasuredSavings], along: str, samples: int) ->
 def _concluded(one: MeasuredSavings, along: str, samples: int) -> str:
     baseline, treatment = sides(one.baseline[0].config, one.points[0].config)
     verdicts = [decided(point.interval, 0) for point in one.points]
-    told = ends(
-        [(f"{_UNITS[along]} {_at(point, along)}", _size(point, one), shown(point, one)) for point in one.points]
-    )
+    budgets = [f"{_UNITS[along]} {_at(point, along)}" for point in one.points]
+    each = [(name, _size(point, one), shown(point, one)) for name, point in zip(budgets, one.points, strict=True)]
+    told = "nothing is told" if all(isnan(size) for _, size, _ in each) else ends(each)
     said = f"{tally(verdicts, _words(baseline, treatment), 'case')}: {told}"
     if None in verdicts:
         said = f"{treatment} saves {told} of {baseline}'s budget"
@@ -49,14 +49,16 @@ def _words(baseline: str, treatment: str) -> Words:
 
 
 def shown(point: Point, one: MeasuredSavings) -> str:
-    """'26 % [9, 43]'; '> 50 % [35, …]' where the baseline's largest budget does not do."""
+    """'26 % [9, 43]'; '> 50 % [35, …]' where the baseline's largest budget does not do; 'not told' where any might."""
+    if point.reached.beyond == "both":
+        return "not told"
     sign = {"above": "> ", "below": "< "}.get(point.reached.beyond, "")
     return f"{sign}{numbers.percent(_size(point, one))}{numbers.ends(point.interval, _hundredths, ' ')}"
 
 
 def _size(point: Point, one: MeasuredSavings) -> float:
     """The saving, or where it is beyond what was measured, the end that it lies behind."""
-    if point.reached.told:
+    if point.reached.beyond in ("", "both"):
         return point.saving
     end = one.baseline[-1 if point.reached.beyond == "above" else 0]
     return 1 - point.at / end.at
@@ -90,6 +92,8 @@ def _level(level: Level, one: MeasuredSavings) -> str:
 
 def _reached(point: Point, one: MeasuredSavings, along: str) -> str:
     """'0.27', or '> 0.8' where the largest budget measured does not do, with the interval."""
+    if point.reached.beyond == "both":
+        return "–"
     told, entries = point.reached, along == "budget" and isinstance(point.config.budget.value, int)
 
     def written(value: float) -> str:

@@ -52,7 +52,8 @@ def _panel(axes: Axes, one: MeasuredSavings, along: str) -> None:
     style.log_axes(axes, x=True, y=one.measure != "score")
     low, high = axes.get_xlim()
     for point in one.points:
-        _arrow(axes, point, one, (low, high))
+        if point.reached.beyond != "both":
+            _arrow(axes, point, one, (low, high))
     axes.set_xlim(low, high)
 
 
@@ -82,7 +83,7 @@ def _scaled(values: np.ndarray, measure: str) -> np.ndarray:
 
 
 def _arrow(axes: Axes, point: Point, one: MeasuredSavings, limits: tuple[float, float]) -> None:
-    """From the treatment's budget to the baseline's for the same, to the panel's edge where that is not measured."""
+    """From the treatment's budget to the baseline's for the same; to the panel's edge where that lies beyond it."""
     level = float(_scaled(np.array([point.level]), one.measure)[0])
     end = point.reached.value if point.reached.told else limits[point.reached.beyond == "above"]
     colour, interval = _looks(1)["color"], point.reached.interval

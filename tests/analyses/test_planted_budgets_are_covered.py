@@ -9,7 +9,8 @@ import pytest
 
 from perturbkv.analyses.intervals import DIFFERENCE, RATIO
 from perturbkv.analyses.reaching import reached, reached_by_half
-from tests.analyses.test_savings_by_hand import BUDGETS_LIST, GRID, crossing
+from tests.analyses.test_savings_by_hand import BUDGETS_LIST, GRID
+from tests.oracle.budgets import crossing
 
 DRAWS = 250
 LEAST = 0.92 - 2 * math.sqrt(0.92 * 0.08 / DRAWS)

@@ -17,39 +17,11 @@ from perturbkv.analyses.savings import PairSavings
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace
+from tests.oracle.budgets import crossing
 from tests.support.swept import BUDGETS, swept
 from tests.support.traces import sample_trace, trace
 
 GRID, BUDGETS_LIST = np.array(BUDGETS), list(BUDGETS)
-
-
-def pooled(values: list[float]) -> list[float]:
-    """The nearest falling numbers, neighbours that rise averaged until none do."""
-    blocks = [[value] for value in values]
-    while True:
-        rising = [place for place in range(len(blocks) - 1) if mean(blocks[place]) < mean(blocks[place + 1])]
-        if not rising:
-            return [mean(block) for block in blocks for _ in block]
-        place = rising[0]
-        blocks[place : place + 2] = [blocks[place] + blocks[place + 1]]
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def crossing(budgets: list[float], losses: list[float], level: float, log: bool) -> float:
-    """By hand: the first line between two budgets that comes down to the level."""
-    curve = pooled(losses)
-    if log:
-        curve, level = [math.log(loss) for loss in curve], math.log(level)
-    if curve[0] < level:
-        return 0.0
-    for place in range(1, len(curve)):
-        if curve[place] <= level <= curve[place - 1] and curve[place] < curve[place - 1]:
-            share = (curve[place - 1] - level) / (curve[place - 1] - curve[place])
-            return budgets[place - 1] * (budgets[place] / budgets[place - 1]) ** share
-    return math.inf
 
 
 def falling(samples: int, seed: int, spread: float = 0.4) -> np.ndarray:
@@ -125,6 +97,11 @@ def test_of_a_flat_curve_nothing_is_told() -> None:
     found = reached(GRID, flat, 0.5 + source.normal(0, 0.05, 8), DIFFERENCE)
     assert found.interval is not None
     assert (found.interval.low, found.interval.high) == (0, math.inf)
+    assert (found.told, found.beyond) == (False, "both")
+    (result,) = pk.savings(swept(score=np.full((8, 2, 5), 0.5)), by=["score"])
+    assert all(math.isnan(point.saving) for point in result.measures[0].points)
+    assert "undecided in all 5 cases: nothing is told" in " ".join(repr(result).split())
+    assert repr(result).count("not told") == 5
 
 
 def test_each_samples_own_budget_is_not_moved_by_one_that_carries_the_mean() -> None:
