@@ -19,16 +19,12 @@ _BUDGETS = ("0.05", "0.1", "0.2", "0.4", "0.6", "0.8")
 def budget(
     run: RunOptions,
     look: LookOptions,
-    max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL of the next token, at most, nat")] = None,
-    max_drop: Annotated[
-        float | None, Option(metavar="X", help="Mean drop of the answers' score, at most, points of 100")
-    ] = None,
-    min_top1: Annotated[
-        float | None, Option(metavar="X", help="Mean share of steps with the same likeliest token, at least: 0.99")
-    ] = None,
+    max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL at most, nat; its one-sided 95 % bound")] = None,
+    max_drop: Annotated[float | None, Option(metavar="X", help="Mean drop of the score at most, points of 100")] = None,
+    min_top1: Annotated[float | None, Option(metavar="X", help="Mean share of same next tokens at least: 0.99")] = None,
     selection: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="Selections, or policy:selection", show_default="attention, two-stage; a trace's"),
+        Option(metavar="NAME", help="Or policy:selection", show_default="attention, two-stage"),
     ] = None,
     for_length: Annotated[
         int | None, Option(metavar="N", help="Also the caches' bytes for prompts of so many entries")
@@ -37,9 +33,7 @@ def budget(
 ) -> None:
     """Find the smallest safe budget of each selection.
 
-    Tested from the largest budget down, up to the first at which the one-sided 95 % bound of a mean breaks a limit; of
-    several limits all hold. Exit code 1: a selection has none; 2: there are too few samples to tell. Without --budget
-    at 0.05 to 0.8 of the prompt.
+    Exit code 1: one has none; 2: too few samples. Without --budget of 0.05 to 0.8.
     """
     from perturbkv.analyses.cache_sizes import check_size
     from perturbkv.analyses.criteria import criteria

@@ -24,15 +24,15 @@ def savings(
         list[str] | None,
         Option(
             metavar="NAME",
-            help="score (answers are generated and graded), propagated, kl",
-            show_default="what the trace has; without one propagated, kl",
+            help="score (generates answers), propagated, kl",
+            show_default="a trace's",
         ),
     ] = None,
 ) -> None:
     """Tell how much budget a selection saves.
 
-    The budget at which the baseline reaches the treatment's score or perturbation, interpolated over five budgets or
-    more (paper, figure 1). Without --budget at 0.05 to 0.8 of the prompt.
+    At which budget does the baseline do as well (paper, figure 1)? Over five budgets or more, without --budget 0.05 to
+    0.8 of the prompt.
     """
     from perturbkv.analyses.losses import checked
     from perturbkv.analyses.savings import savings as analyse
