@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perturbkv.analyses import budgets_told
+from perturbkv.analyses import budgets_told, naming
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.budget_curve import ANALYSIS, BudgetCurve, curve
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers import distances
-from perturbkv.analyses.naming import short
 from perturbkv.analyses.pairing import Sides, checked, sweeps
 from perturbkv.analyses.reading import at_step, values
 from perturbkv.analyses.result import Result
@@ -93,17 +92,11 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
         "kl": values(held, "logit_kl", ANALYSIS, step),
         "top1": values(held, "top1_agreement", ANALYSIS, step),
     }
-    names = _names(held, found)
+    names = naming.curves([held.run.configs[places[0]] for places in found])
     curves = tuple(curve(held, name, places, measured) for name, places in zip(names, found, strict=True))
     shown = [config for curve in curves for config in curve.configs]
     floor = float(np.median(values(held, "logit_kl_noise_floor", ANALYSIS, step)))
     return BudgetCurves(curves, distance, floor, step, identity(trace, shown, step))
-
-
-def _names(trace: Trace, found: list[list[int]]) -> list[str]:
-    """What tells the curves apart, the budget left out."""
-    firsts = [trace.run.configs[places[0]] for places in found]
-    return [name or first.selection.name for name, first in zip(short(firsts, "budget"), firsts, strict=True)]
 
 
 def budget_curves(

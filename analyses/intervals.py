@@ -85,6 +85,8 @@ POSITIVE = Kind(3 / 16, log=True, limits=(0, np.inf))
 """A mean of something positive that a single sample can dominate: drift, KL."""
 CORRELATION = Kind(3 / 8, limits=(-1, 1))
 """A mean of rank correlations, one of each sample."""
+DIFFERENCE = Kind(3 / 8, limits=(-1, 1))
+"""A mean of differences between two scores in [0, 1]."""
 
 
 def share_of(heads: int) -> Kind:

@@ -42,6 +42,11 @@ def short(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     return [" ".join(told.values()) for told in apart(configs, *without)]
 
 
+def curves(configs: Sequence[EvictionConfig]) -> list[str]:
+    """What tells curves over budgets apart, one configuration of each: of a single curve its selection."""
+    return [name or config.selection.name for name, config in zip(short(configs, "budget"), configs, strict=True)]
+
+
 def choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
     """Policy and selection of both sides of a comparison, each with those of its options that tell the sides apart."""
     both = (baseline, treatment)

@@ -34,6 +34,12 @@ def scores(trace: Trace, analysis: str) -> Scores:
 
     Raises TraceError where no answers were generated, or where no metric graded one of them.
     """
+    if "score_full" not in trace.arrays:
+        msg = (
+            f"{analysis} needs graded answers, {trace.source or 'this trace'} has none; make a trace that has them: "
+            f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
+        )
+        raise TraceError(msg)
     full, evicted = (np.asarray(trace.get(name, analysis), dtype=np.float64) for name in ("score_full", "score"))
     if ungraded := int(np.isnan(full).sum()):
         msg = (

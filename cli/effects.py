@@ -86,6 +86,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "text": "it leaves no trace, and answers alone in its file",
     },
     "horizon": {"step": "it shows all of them"},
+    "budget": {"step": "means are over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
     "link": {"step": "it looks at the first alone, which is known before the answer"},
 }
@@ -93,7 +94,8 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
-    "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost",
+    "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost", "by",
+    "max_kl", "max_drop", "min_top1", "for_length", "for_batch",
 })  # fmt: skip
 """What can be asked of a finished trace; everything else says how one is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {

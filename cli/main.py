@@ -16,6 +16,7 @@ from perturbkv.cli.assumption import assumption
 from perturbkv.cli.audit import audit
 from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
+from perturbkv.cli.budget import budget
 from perturbkv.cli.datasets import datasets
 from perturbkv.cli.divergence import divergence
 from perturbkv.cli.doctor import doctor
@@ -34,6 +35,7 @@ from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
 from perturbkv.cli.quality import quality
 from perturbkv.cli.restriction import restriction
+from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
@@ -49,7 +51,7 @@ _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, link, horizon)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, link, horizon, savings, budget)
 ANSWERS = (quality,)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,

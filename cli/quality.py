@@ -54,8 +54,8 @@ def quality(
         raise ConfigError(msg)
     wanted = run.with_budgets(_BUDGETS)
     study = open_joined(
-        _NAME, wanted, look, lambda: wanted.configs(parse_methods(compare)), lambda folder: _check(folder, run.overwrite),
-        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric,
+        _NAME, wanted, look, lambda: wanted.configs(parse_methods(compare)),
+        lambda folder: _check(folder, run.overwrite), leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric,
     )  # fmt: skip
     if study is None:
         return

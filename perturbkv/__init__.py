@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from perturbkv.analyses.needle import needle as needle
     from perturbkv.analyses.quality import quality as quality
     from perturbkv.analyses.restriction import restriction as restriction
+    from perturbkv.analyses.safe_budget import safe_budget as safe_budget
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
+    from perturbkv.analyses.savings import savings as savings
     from perturbkv.analyses.tokens import tokens as tokens
     from perturbkv.api import audit as audit
     from perturbkv.api import generate as generate
@@ -90,6 +92,8 @@ _PUBLIC = {
     "register_policy": "perturbkv.selection.policies.registry",
     "register_score": "perturbkv.selection.policies.registry",
     "restriction": "perturbkv.analyses.restriction",
+    "safe_budget": "perturbkv.analyses.safe_budget",
+    "savings": "perturbkv.analyses.savings",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

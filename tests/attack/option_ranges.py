@@ -68,5 +68,10 @@ RANGES: Mapping[str, Range] = {
     "--tolerance": Range(0, math.inf, whole=False),
     "--right": Range(0, math.nextafter(1, 0), whole=False),
     "--lost": Range(0, 1, whole=False, open=True),
+    "--max-kl": Range(0, math.inf, whole=False, open=True),
+    "--max-drop": Range(0, 100, whole=False, open=True),
+    "--min-top1": Range(0, 1, whole=False, open=True),
+    "--for-length": Range(1),
+    "--for-batch": Range(1),
 }
 """Option -> its range. A number in it may still be refused, for it has to fit the others."""

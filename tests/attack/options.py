@@ -55,6 +55,9 @@ class Attack:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
+_FIVE = tuple(word for budget in ("16", "20", "24", "32", "40") for word in ("--budget", budget))
+
+
 def cases(workshop: Path, seed: int, count: int) -> Iterator[Case]:
     """Each in a folder of its own; the model, and a trace of it, lie beside them."""
     whole = _prepared(workshop / "whole")
@@ -108,6 +111,8 @@ class Whole:
             "doctor": {}, "models": {}, "policies": {},
             "needle": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "6")},
             "horizon": {**model, **one, **needle, **small, **cpu, **run_, "--steps": ("--steps", "3")},
+            "budget": {**model, **one, **needle, **small, **cpu, **run_, "--max-kl": ("--max-kl", "9")},
+            "savings": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
         }  # fmt: skip
         return own.get(command, {**model, **one, **needle, **small, **cpu, **run_})
 

@@ -37,9 +37,14 @@ def measured_or_refused(folder: Path, *words: str) -> Fine:
     return functools.partial(_flaw_of_either, folder, words)
 
 
+_VERDICT = "Smallest budget with"
+"""How the output begins of a command whose exit code says what it found."""
+
+
 def answered_or_refused(outcome: Outcome) -> str | None:
     """The command did its work, or says in one line why it does not."""
-    if outcome.code == 0 and not outcome.hung and "Traceback" not in outcome.err:
+    answered = outcome.code == 0 or outcome.out.startswith(_VERDICT)
+    if answered and not outcome.hung and "Traceback" not in outcome.err:
         return None
     return flaw_of_refusal(outcome)
 

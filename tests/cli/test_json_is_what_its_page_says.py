@@ -17,7 +17,7 @@ from perturbkv.selfcheck import kernel
 from perturbkv.storage import trace_file
 from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
-from tests.house.test_no_label_is_parsed import asked_of, made
+from tests.house.test_no_label_is_parsed import OWN, asked_of, made
 from tests.support.judges import planted_judge
 
 Run = Callable[..., Any]
@@ -134,7 +134,7 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
     finished = made()
     finished.arrays["sigma_topk"][..., 0, 0] = 0.4  # type: ignore[index]
     for name, options in ANALYSES.items():
-        shown = asked_of(name) if name in ("restriction", "ablation --methods", "link") else finished
+        shown = asked_of(name) if name in OWN else finished
         monkeypatch.setattr(trace_file, "read_trace", lambda path, shown=shown: shown)
         folder = f"analyses/{name}"
         found[name] = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json").json()

@@ -32,7 +32,10 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "link": lambda trace: pk.link(trace),
+    "savings": lambda trace: pk.savings(trace),
+    "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
 }
+OPTIONS = {"budget": ["--max-kl", "200"]}
 EVERY = pytest.mark.parametrize("command", ANALYSES)
 
 
@@ -54,7 +57,7 @@ def results(paths: dict[str, Path]) -> dict[str, Result]:
 
 @EVERY
 def test_numbers_are_those_of_the_command(perturbkv: Run, path: Path, results: dict[str, Result], command: str) -> None:
-    told = perturbkv(command, path, "-o", "out", "--json", "--format", "png").json()
+    told = perturbkv(command, path, *OPTIONS.get(command, []), "-o", "out", "--json", "--format", "png").json()
     expected = json.loads(json.dumps(results[command].to_dict(), allow_nan=False))
     assert {name: told[name] for name in expected} == expected
 
@@ -63,7 +66,7 @@ def test_numbers_are_those_of_the_command(perturbkv: Run, path: Path, results: d
 def test_the_command_prints_the_conclusion_first_then_every_part_and_the_notes_once(
     perturbkv: Run, path: Path, results: dict[str, Result], command: str
 ) -> None:
-    ran = perturbkv(command, path, "-o", "out", "--format", "png")
+    ran = perturbkv(command, path, *OPTIONS.get(command, []), "-o", "out", "--format", "png")
     said, result = " ".join(ran.out.split()), results[command]
     assert said.startswith(" ".join(result.conclusion().split()))
     assert said.count(" ".join(result.notes().split())) == 1
@@ -182,7 +185,8 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "for name in ('assumption', 'bound_tightness', 'ablation', 'restriction', 'horizon', 'needle', 'link', 'quality'):\n"
+        "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings safe_budget'\n"
+        "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )

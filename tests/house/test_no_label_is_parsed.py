@@ -63,8 +63,15 @@ LINKED = tuple(
     configuration(budget, selection=selection)
     for budget in (64, 128, 0.2) for selection in ("attention", "two-stage", "random")
 )  # fmt: skip
-EVERY = dict.fromkeys((*CONFIGS, *RESTRICTED, *RANKED, *LINKED))
-OPAQUE = {config: f"c{place:02}" for place, config in enumerate(EVERY)}
+SWEPT = tuple(
+    configuration(budget, selection=selection)
+    for selection in ("attention", "two-stage") for budget in (0.1, 0.2, 0.4, 0.6, 0.8)
+)  # fmt: skip
+OWN = {
+    "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT
+}  # fmt: skip
+"""Analyses that are asked of a trace of their own."""
+OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
 COMMANDS = {
     "heads": ["--compare", "attention,two-stage,adakv:two-stage"],
     "layers": ["--per-sample", "--budgets", "--compare", "attention,two-stage,random"],
@@ -76,6 +83,8 @@ COMMANDS = {
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "link": [],
+    "savings": [],
+    "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }
 JOINED = {"quality": ["--trace"]}
 """What is asked of several traces, and of one."""
@@ -83,7 +92,7 @@ JOINED = {"quality": ["--trace"]}
 
 def asked_of(command: str) -> Trace:
     """The trace that an analysis is asked of."""
-    return made({"restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED}.get(command, CONFIGS))
+    return made(OWN.get(command, CONFIGS))
 
 
 def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
@@ -100,6 +109,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"score": draw.integers(0, 2, len(configs)).astype(float), "score_full": np.asarray(1.0)}
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
+        arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
         samples.append(SampleTrace(f"s{place}", arrays))
     options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}
     return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=tuple(configs))

@@ -1,0 +1,137 @@
+"""How savings are told: in a sentence, in a table per measure, in the notes beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isnan
+
+from perturbkv.analyses import numbers
+from perturbkv.analyses.losses import MEASURES
+from perturbkv.analyses.naming import folded, sides
+from perturbkv.analyses.saved_budget import Level, MeasuredSavings, Point
+from perturbkv.analyses.sentences import Words, decided, ends, over, sentence, tally
+from perturbkv.display import Table
+
+_NAMES = {"score": "score", "propagated": "propagated L1", "kl": "KL"}
+_UNITS = {"budget": "budget", "held": "held / full"}
+_HOW = (
+    "b*: the budget at which the baseline does as well. Its curve is made to fall (isotonic regression) and joined by "
+    "lines over log b; in brackets the budgets at which the sides cannot be told apart, sample by sample. Saved: "
+    "1 − b / b*. Beyond the budgets measured nothing is told but >, < and ….",
+    "KL: medians over samples, b* of each sample's own; one sample can make a mean of KL.",
+    "Budgets are compared as held / full: the sides keep other sets, per query head or per group.",
+)
+
+
+def conclusion(measures: Sequence[MeasuredSavings], along: str, samples: int) -> str:
+    """Of each measure whether budget is saved, at how many budgets, and how much at least and at most."""
+    return "\n".join(_concluded(one, along, samples) for one in measures)
+
+
+def _concluded(one: MeasuredSavings, along: str, samples: int) -> str:
+    baseline, treatment = sides(one.baseline[0].config, one.points[0].config)
+    verdicts = [decided(point.interval, 0) for point in one.points]
+    budgets = [f"{_UNITS[along]} {_at(point, along)}" for point in one.points]
+    each = [(name, _size(point, one), shown(point, one)) for name, point in zip(budgets, one.points, strict=True)]
+    told = "nothing is told" if all(isnan(size) for _, size, _ in each) else ends(each)
+    said = f"{tally(verdicts, _words(baseline, treatment), 'case')}: {told}"
+    if None in verdicts:
+        said = f"{treatment} saves {told} of {baseline}'s budget"
+    return sentence(f"by {_NAMES[one.measure]} {said} ({over(samples)})")
+
+
+def _words(baseline: str, treatment: str) -> Words:
+    return {
+        1: (f"{treatment} saves budget over {baseline}", "saves"),
+        -1: (f"{treatment} needs more budget than {baseline}", "needs more"),
+        0: (f"whether {treatment} saves budget over {baseline} is undecided", "undecided"),
+    }
+
+
+def shown(point: Point, one: MeasuredSavings) -> str:
+    """'26 % [9, 43]'; '> 50 % [35, …]' where the baseline's largest budget does not do; 'not told' where any might."""
+    if point.reached.beyond == "both":
+        return "not told"
+    sign = {"above": "> ", "below": "< "}.get(point.reached.beyond, "")
+    return f"{sign}{numbers.percent(_size(point, one))}{numbers.ends(point.interval, _hundredths, ' ')}"
+
+
+def _size(point: Point, one: MeasuredSavings) -> float:
+    """The saving, or where it is beyond what was measured, the end that it lies behind."""
+    if point.reached.beyond in ("", "both"):
+        return point.saving
+    end = one.baseline[-1 if point.reached.beyond == "above" else 0]
+    return 1 - point.at / end.at
+
+
+def table(one: MeasuredSavings, along: str) -> Table:
+    """A row per budget of the treatment: both sides' numbers there, the baseline's budget for the same, the saving."""
+    baseline, treatment = sides(one.baseline[0].config, one.points[0].config)
+    there = {level.at: level for level in one.baseline}
+    columns = ["b", "#held /\nfull", *(f"#{folded(name, 14)}" for name in (treatment, baseline)), "#b*", "#saved"]
+    rows = [
+        [
+            str(point.config.budget),
+            numbers.held(point.held),
+            _level(point, one),
+            _level(there[point.at], one) if point.at in there else "–",
+            _reached(point, one, along),
+            shown(point, one).replace(" [", "\n[").replace(" (", "\n("),
+        ]
+        for point in one.points
+    ]
+    full = f"; full cache {100 * one.full:.1f}" if one.measure == "score" else ""
+    return Table(f"{MEASURES[one.measure]}{full}", columns, rows)
+
+
+def _level(level: Level, one: MeasuredSavings) -> str:
+    if one.measure == "score":
+        return numbers.fixed(100 * level.level, 1) + numbers.ends(level.level_interval, _points, "\n")
+    return numbers.significant(level.level, level.level_interval)
+
+
+def _reached(point: Point, one: MeasuredSavings, along: str) -> str:
+    """'0.27', or '> 0.8' where the largest budget measured does not do, with the interval."""
+    if point.reached.beyond == "both":
+        return "–"
+    told, entries = point.reached, along == "budget" and isinstance(point.config.budget.value, int)
+
+    def written(value: float) -> str:
+        return f"{value:,.0f}" if entries else f"{value:.3g}"
+
+    ending = {"above": f"> {written(one.baseline[-1].at)}", "below": f"< {written(one.baseline[0].at)}"}
+    value = ending.get(told.beyond) or written(told.value)
+    return value + numbers.ends(told.interval, lambda end: written(end) if 0 < end < inf else "…", "\n")
+
+
+def _points(score: float) -> str:
+    return numbers.fixed(100 * score, 0)
+
+
+def _at(point: Point, along: str) -> str:
+    return str(point.config.budget) if along == "budget" else numbers.held(point.at)
+
+
+def _hundredths(end: float) -> str:
+    """An end of a saving in percent; 1 and −∞ are ends that nothing shows."""
+    return "…" if end in (1, -inf) else numbers.fixed(100 * end, 0)
+
+
+def notes(measures: Sequence[MeasuredSavings], along: str, samples: int) -> str:
+    """A line each on intervals, on b*, on what is compared, and on curves that do not fall."""
+    names = [one.measure for one in measures]
+    lines = [
+        numbers.about_intervals(samples, medians="kl" in names),
+        _HOW[0],
+        *([_HOW[1]] if "kl" in names else []),
+        *([_HOW[2]] if along == "held" else []),
+        *(_pooled(one) for one in measures if one.rising),
+        numbers.ABOUT_HELD,
+    ]
+    return "\n".join(lines)
+
+
+def _pooled(one: MeasuredSavings) -> str:
+    baseline, _ = sides(one.baseline[0].config, one.points[0].config)
+    where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in one.rising)
+    return f"By {_NAMES[one.measure]} {baseline} does worse with more budget from {where}: pooled."

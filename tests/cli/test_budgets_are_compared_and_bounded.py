@@ -1,0 +1,119 @@
+"""`perturbkv savings` and `perturbkv budget`: exit codes, screens, files, and what they refuse before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+
+from perturbkv.storage.trace_file import read_run
+from tests.analyses.test_safe_budgets_by_hand import levels
+from tests.analyses.test_savings_by_hand import falling
+from tests.support.asked import instead, refused
+from tests.support.swept import BUDGETS, swept
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Attention is safe from 0.4 on at a KL of 0.1, two-stage nowhere; 40 samples, with scores."""
+    kl = np.stack([levels(0.5, 0.2, 0.03, 0.02, 0.01), levels(0.9, 0.8, 0.7, 0.6, 0.5)], axis=1)
+    score = np.ones((40, 2, 5))
+    score[:10, 0, 0] = 0
+    return swept(kl, np.stack([falling(40, 9)] * 2, axis=1), score).save(tmp_path / "t.h5")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--max-kl", 0.1, "--selection", "attention"], 0, "attention 0.4"),
+        (["--max-kl", 0.1], 1, "two-stage has none: at 0.8, the largest measured, its mean KL is 0.5 nat"),
+        (["--max-drop", 10], 0, "attention 0.2, two-stage 0.1"),
+        (["--max-drop", 1], 2, "samples like these would do"),
+        (["--max-drop", 1, "--max-kl", 0.1], 1, "mean KL ≤ 0.1 nat and mean drop of the score ≤ 1 points"),
+    ],
+)
+def test_the_exit_code_says_whether_every_selection_has_a_safe_budget(
+    perturbkv: Run, path: Path, options: list[object], code: int, said: str
+) -> None:
+    ran = perturbkv("budget", path, *options, "-o", "out", "--format", "png")
+    assert ran.code == code, ran.err
+    assert said in " ".join(ran.out.split())
+    assert max(map(cell_len, ran.out.splitlines())) <= 80
+    told = json.loads(Path("out/summary.json").read_text())["analyses"]["budget"]
+    assert told["exit_code"] == code
+    assert Path("out/budget.png").exists()
+
+
+def test_bytes_are_told_where_a_length_is_asked_for(perturbkv: Run, path: Path) -> None:
+    asked = ["--max-drop", 10, "--for-length", 1_000_000, "--for-batch", 8]
+    ran = perturbkv("budget", path, *asked, "-o", "out", "--format", "png")
+    assert "caches of 1,000,000 entries × 8" in ran.out
+    assert "full 0.715 GiB" in ran.out  # 96 bytes an entry
+    assert "0.572 GiB 80 %" in " ".join(ran.out.split())
+
+
+def test_savings_are_drawn_and_told(perturbkv: Run, path: Path) -> None:
+    ran = perturbkv("savings", path, "--by", "propagated", "-o", "out", "--format", "png", "--columns", 1)
+    assert ran.code == 0, ran.err
+    assert "By propagated L1" in ran.out
+    assert max(map(cell_len, ran.out.splitlines())) <= 80
+    told = json.loads(Path("out/summary.json").read_text())["analyses"]["savings"]
+    (measure,) = told["savings"][0]["measures"]
+    assert [point["saving"] for point in measure["points"]] == pytest.approx([0] * 5)  # both sides are one curve
+    assert Path("out/savings.png").exists()
+
+
+def test_both_make_their_trace(perturbkv: Run, tiny: list[object]) -> None:
+    swept_over = [word for budget in BUDGETS for word in ("--budget", budget)]
+    place = tiny.index("--budget")
+    run = [*tiny[:place], *tiny[place + 2 :], *swept_over]
+    ran = perturbkv("savings", *run, "-o", "out", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert [one.budget.value for one in read_run(Path("out/trace.h5")).configs[:5]] == [0.1, 0.1, 0.2, 0.2, 0.4]
+    assert list(json.loads(Path("out/summary.json").read_text())["analyses"]) == ["savings"]
+    ran = perturbkv("budget", "out/trace.h5", "--max-kl", 1000, "-o", "out", "--format", "png")
+    assert ran.code == 2, ran.err  # fewer than five samples have no bound
+    assert "may be ∞" in " ".join(ran.out.split())
+    assert list(json.loads(Path("out/summary.json").read_text())["analyses"]) == ["savings", "budget"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["budget"], ["what a safe budget may cost, got nothing", "--max-kl 0.1", "--min-top1 0.99"]),
+        (["budget", "--max-kl", 0], ["--max-kl", "above 0, finite (nat), got 0"]),
+        (["budget", "--max-kl", "nan"], ["--max-kl", "got nan"]),
+        (["budget", "--max-drop", -1], ["--max-drop", "below 100 (points of 100), got -1"]),
+        (["budget", "--min-top1", 99], ["--min-top1", "such as 0.99", "got 99"]),
+        (["budget", "--max-kl", 1, "--for-batch", 2], ["--for-batch 2", "no effect without", "--for-length"]),
+        (["budget", "--max-kl", 1, "--for-length", 0], ["--for-length", "at least 1, got 0"]),
+        (["budget", "--max-kl", 1, "--step", 1], ["--step has no effect on budget"]),
+        (["budget", "--max-kl", 1, "-b", 0.5], ["budgets of one kind, got", "64 (entries)", "0.5 (share"]),
+        (["savings"], ["at least 5 budgets of each curve, got 64"]),
+        (["savings", "--by", "drift"], ["unknown measure 'drift'", "score, propagated, kl"]),
+        (["savings", "--compare", "attention"], ["two or more selections"]),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if value[0] in ("budget", "savings") else "",
+)
+def test_what_cannot_be_asked_is_refused_before_any_work(
+    perturbkv: Run, tiny: list[object], options: list[object], words: list[str]
+) -> None:
+    command, *more = options
+    refused(perturbkv(command, *instead(tiny, "--budget", 64), *more, "-o", "out"), *words)
+    assert not Path("out").exists()
+
+
+def test_a_trace_without_scores_names_what_makes_one(perturbkv: Run, path: Path) -> None:
+    bare = swept(np.ones((8, 2, 5))).save(path.with_name("bare.h5"))
+    for asked in (["budget", bare, "--max-drop", 1], ["savings", bare, "--by", "score"]):
+        refused(
+            perturbkv(*asked, "-o", "out"), "needs graded answers", "bare.h5 has none", "perturbkv quality --model m"
+        )
+    refused(perturbkv("budget", path, "--max-kl", 1, "-b", 0.3), "--budget has no effect on a finished trace")
