@@ -55,7 +55,7 @@ def quality(
     wanted = run.with_budgets(_BUDGETS)
     study = open_joined(
         _NAME, wanted, look, lambda: wanted.configs(parse_methods(compare)),
-        lambda folder: _check(folder, run.overwrite), leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric,
+        lambda folder: _check(folder, run.overwrite), not run.budget, max_new_tokens, metric,
     )  # fmt: skip
     if study is None:
         return

@@ -69,12 +69,6 @@ class Study:
         """Printed width of the figures."""
         return self.look.width_mm
 
-    @property
-    def failures(self) -> dict[str, str]:
-        """Failed sample -> why; one of another trace stands under its data set too."""
-        others = {f"{one.run.dataset}: {name}": why for one in self.more for name, why in one.failures.items()}
-        return {**self.trace.failures, **others}
-
     def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
         """Write a figure in every format asked for."""
         self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats, self.overwrite))
