@@ -20,6 +20,8 @@ from perturbkv.reading import FileKind
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.lock import WAIT_ALONE, Lock
 
+_REQUIRED: Any = ...
+"""What Typer asks for: a field behind others with defaults needs one of its own."""
 _KIND = FileKind("results of ours", ConfigError)
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 class AnswerOptions(FigureOptions):
     """Which answers, and where what is found of them goes."""
 
-    file: Annotated[Path, Argument(help="generation.jsonl of perturbkv generate", show_default=False)] = Path()
+    file: Annotated[Path, Argument(help="generation.jsonl of perturbkv generate", show_default=False)] = _REQUIRED
     output: Annotated[
         Path | None, Option("--output", "-o", metavar="PATH", help="Folder", show_default="the file's")
     ] = None

@@ -28,7 +28,7 @@ class WrittenAnswers:
     """What the caches of some prompts wrote.
 
     Attributes:
-        run: what was run.
+        run: what was run; a part of the answers, which is of the same run, equals the same answers of a shorter one.
         rows: an object per prompt, as `docs/json.md` says; every configuration of the run is in each.
         compress_every: entries above which a cache was compressed again; None: never.
         source: the file's path; empty where the answers were never in one.
@@ -36,7 +36,7 @@ class WrittenAnswers:
         made_with: provenance, as far as it is known.
     """
 
-    run: RunConfig
+    run: RunConfig = field(compare=False)
     rows: tuple[dict[str, Any], ...]
     compress_every: int | None = None
     source: str = ""
