@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.developing: $(VENV)/.installed
-	$(PY) -m pip install -q -e ".[test,check,longbench]"
+	$(PY) -m pip install -q -e ".[test,check,longbench,ruler]"
 	touch $@
 
 demo: install

@@ -83,11 +83,10 @@ COMMANDS = {
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "link": [],
+    "quality": ["--trace"],
     "savings": [],
     "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }
-JOINED = {"quality": ["--trace"]}
-"""What is asked of several traces, and of one."""
 
 
 def asked_of(command: str) -> Trace:
@@ -127,7 +126,7 @@ def told(command: str, folder: Path) -> str:
     out = io.StringIO()
     screens = mock.patch.multiple(console, out=console.Console(file=out, width=400), err=console.Console(file=out))
     argv = mock.patch.object(
-        sys, "argv", ["perturbkv", *command.split(), *{**COMMANDS, **JOINED}[command], "made.h5", "-o", str(folder)]
+        sys, "argv", ["perturbkv", *command.split(), *COMMANDS[command], "made.h5", "-o", str(folder)]
     )
     made_trace = asked_of(command)
     finished = mock.patch.object(trace_file, "read_trace", lambda path: made_trace)
@@ -149,7 +148,7 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(EvictionConfig, "label", lambda config: OPAQUE[config])
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *JOINED])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_analysis_says_the_same_whatever_the_labels_are(
     opaque: Callable[[], None], tmp_path: Path, command: str
 ) -> None:
