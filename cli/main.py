@@ -51,11 +51,11 @@ _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, link, horizon, savings, budget)
-ANSWERS = (quality,)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
+SCORES = (quality, link, savings, budget)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
-    "Answers and what they score, of finished traces or of those that they make": ANSWERS,
+    "Scores of answers and budgets, of finished traces or of those that they make": SCORES,
     "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
     "Answers that generate wrote": (divergence, judge),
     "An eviction that is not ours": (audit,),

@@ -44,10 +44,8 @@ def quality(
 ) -> None:
     """Score the answers from the full and the evicted caches.
 
-    By the metric of each data set: --dataset takes several, separated by commas. Each has a trace of its own in a
-    folder of its name; a killed run goes on where it stopped. Without --budget at 0.1, 0.2 and 0.4 of the prompt.
-    Beside figure and summary.json the tables are left as quality.tex, quality.md and quality.csv. With --trace, once
-    for each, finished traces are scored instead.
+    --dataset takes several, separated by commas; each has a trace in a folder of its name. Without --budget at 0.1, 0.2
+    and 0.4 of the prompt. The tables are left as quality.tex, .md and .csv. --trace takes finished traces instead.
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"

@@ -69,6 +69,12 @@ class Study:
         """Printed width of the figures."""
         return self.look.width_mm
 
+    @property
+    def failures(self) -> dict[str, str]:
+        """Failed sample -> why; one of a further trace stands under its data set too."""
+        more = {f"{one.run.dataset}: {name}": why for one in self.traces[1:] for name, why in one.failures.items()}
+        return {**self.trace.failures, **more}
+
     def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
         """Write a figure in every format asked for."""
         self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats, self.overwrite))
@@ -97,7 +103,7 @@ class Study:
     def _leave(self, numbers: dict[str, Any], shown: Callable[[], None]) -> None:
         """The numbers in summary.json, and on stdout as JSON or as `shown` prints them."""
         headers = [summary.header(trace) for trace in self.traces]
-        told = {"traces": headers} if self.joined else headers[0]
+        told = {"traces": headers} if self.joined else {**headers[0], "failed": self.failures}
         own = {"asked": dict(self.asked), **numbers, "figures": self.figures}
         summary.write(self.folder / summary.NAME, told, self.name, own, self.overwrite)
         if self.as_json:
@@ -105,9 +111,8 @@ class Study:
         else:
             shown()
             console.say(f"written to {self.folder}")
-        for trace in self.traces:
-            say_failures(dict(trace.failures))
-        if any(trace.failures for trace in self.traces):
+        say_failures(self.failures)
+        if self.failures:
             raise typer.Exit(1)
 
     def _title(self) -> None:

@@ -227,6 +227,7 @@ def test_without_nltks_own_data_its_command_is_told(tmp_path: Path, monkeypatch:
 
     ruler_data.write(tmp_path)
     monkeypatch.setattr(nltk.data, "path", [])
+    nltk.tokenize._get_punkt_tokenizer.cache_clear()
     with pytest.raises(DatasetError, match=r"lacks its punkt_tab; .*python -m nltk.downloader punkt_tab.*NLTK_DATA"):
         made("niah_single_2", data_dir=tmp_path)
 
