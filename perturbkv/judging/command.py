@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -26,7 +27,7 @@ _TOLD = 300
 
 
 def split(command: str) -> list[str]:
-    """Program and arguments, as a shell would part them. Raises ConfigError where there are none."""
+    """Program and arguments, as a shell would part them. Raises ConfigError where there is none, or none such."""
     try:
         found = shlex.split(command)
     except ValueError as error:
@@ -34,6 +35,9 @@ def split(command: str) -> list[str]:
         raise ConfigError(msg) from None
     if not found:
         msg = "expected a command such as 'python my_judge.py', got an empty one"
+        raise ConfigError(msg)
+    if shutil.which(found[0]) is None:
+        msg = f"expected a judge that can be started, got '{line(found[0])[:_TOLD]}', which is no program here"
         raise ConfigError(msg)
     return found
 

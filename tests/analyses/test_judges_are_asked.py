@@ -167,8 +167,8 @@ def test_a_judge_that_was_refused_is_over() -> None:
     [
         ("", {}, ConfigError, "got an empty one"),
         ("judge 'it", {}, ConfigError, "No closing quotation"),
-        ("/no/such/judge", {}, PluginError, "a judge that can be started, got '/no/such/judge': No such file"),
-        ("true; rm -rf x", {}, PluginError, "got 'true;': No such file"),  # no shell reads it
+        ("/no/such/judge", {}, ConfigError, "a judge that can be started, got '/no/such/judge', which is no program"),
+        ("true; rm -rf x", {}, ConfigError, "got 'true;', which is no program"),  # no shell reads it
         ("true", {"time_limit": 0}, ConfigError, "seconds above 0, got 0"),
         ("true", {"time_limit": 1e300}, ConfigError, "must be at most 10,000,000"),
         ("true", {"scale": (0, float("inf"))}, ConfigError, "must be a finite number"),

@@ -28,13 +28,15 @@ class Materials:
         self.folder = folder
         model_folder(folder / "model", positions=512)
         text = "The quick brown fox jumps over the lazy dog. "
-        rows = [{"id": f"p{i}", "prompt": f"{i} {text * 4}"} for i in range(prompts)]
+        rows = [{"id": f"p{i}", "prompt": f"{i} {text * 4}", "answers": ["a dog"]} for i in range(prompts)]
         (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (folder / "kept.py").write_text(_EVICTION)
         asked = ("trace", "--model", "model", "--dataset", "prompts.jsonl", *_ASKED, "--output", "trace.h5")
-        made = run(asked, folder, 60.0)
-        if made.code:
-            raise RuntimeError(made.err)
+        answers = ("generate", *asked[1:5], *_ASKED[:6], "--max-new-tokens", "2", "--output", ".")
+        for words in (asked, answers):
+            made = run(words, folder, 60.0)
+            if made.code:
+                raise RuntimeError(made.err)
 
 
 def copied(materials: Materials, folder: Path) -> None:

@@ -22,6 +22,7 @@ from tests.attack.option_ranges import RANGES
 from tests.attack.running import Case, Outcome, flaw_of_refusal, run
 from tests.attack.tiny_runs import MODEL, answered_or_refused
 from tests.support.folders import model_folder
+from tests.support.judges import planted_judge
 
 COUNT = 320
 NUMBERS = ("nan", "inf", "-inf", "1e999", str(10**20), "-1", "0", "1e-320", "", "1_6", " 5", "٣", "0x10")
@@ -91,6 +92,7 @@ class Whole:
     trace: str
     press: str
     report: str
+    answers: str
 
     def base(self, command: str) -> dict[str, tuple[str, ...]]:
         """A command line that works: option -> itself and its value; the arguments under ''."""
@@ -112,6 +114,8 @@ class Whole:
             "needle": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "6")},
             "horizon": {**model, **one, **needle, **small, **cpu, **run_, "--steps": ("--steps", "3")},
             "budget": {**model, **one, **needle, **small, **cpu, **run_, "--max-kl": ("--max-kl", "9")},
+            "divergence": {"": (self.answers,), **run_},
+            "judge": {"": (self.answers,), **run_, "--command": ("--command", planted_judge("length"))},
             "savings": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
         }  # fmt: skip
         return own.get(command, {**model, **one, **needle, **small, **cpu, **run_})
@@ -129,10 +133,13 @@ def _prepared(folder: Path) -> Whole:
     (folder / "evict.py").write_text(_PRESS)
     report = {"format": 2, "machine": {}, "settings": {}, "rows": []}
     (folder / "bench.json").write_text(json.dumps(report))
-    whole = Whole(str(model), str(folder / "trace.h5"), f"{folder / 'evict.py'}:keep", str(folder / "bench.json"))
-    made = run((*whole.line("trace", "--output", whole.trace), "--seed", "0"), folder, limit=60)
-    if made.code:
-        raise RuntimeError(made.err)
+    trace, benched, answers = (str(folder / name) for name in ("trace.h5", "bench.json", "generation.jsonl"))
+    whole = Whole(str(model), trace, f"{folder / 'evict.py'}:keep", benched, answers)
+    short = ("--max-new-tokens", "2")
+    for line in (whole.line("trace", "--output", trace), (*whole.line("generate", "--output", str(folder)), *short)):
+        made = run((*line, "--seed", "0"), folder, limit=60)
+        if made.code:
+            raise RuntimeError(made.err)
     return whole
 
 

@@ -13,6 +13,7 @@ from tests.attack.materials import Materials, copied
 from tests.attack.places import ANYWAY, PLACES, PRECIOUS
 from tests.attack.rights import without_rights, without_room
 from tests.attack.running import Case, Outcome, flaw_of_refusal
+from tests.support.judges import planted_judge
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Command:
 
 _TINY = ("--model", "model", "--dataset", "prompts.jsonl", "--samples", "2", "--budget", "24", "--window", "8")
 _FIGURES = ("--format", "png")
+_JUDGED = ("judgements.jsonl", "judge.json", "judge.png")
 COMMANDS = (
     Command(("trace", *_TINY), leaves=("trace.h5",)),
     Command(("trace", *_TINY), suffix=".h5"),
@@ -39,6 +41,12 @@ COMMANDS = (
     Command(("assumption", "trace.h5", *_FIGURES), leaves=("assumption.png", "summary.json")),
     Command(("bound-tightness", "trace.h5", *_FIGURES), leaves=("bound-tightness.png", "summary.json")),
     Command(("generate", *_TINY, "--max-new-tokens", "2"), leaves=("generation.jsonl",)),
+    Command(
+        ("quality", *_TINY, "--compare", "attention", "--max-new-tokens", "2", *_FIGURES),
+        leaves=("prompts/trace.h5", "quality.png", "quality.tex", "quality.md", "quality.csv", "summary.json"),
+    ),
+    Command(("divergence", "generation.jsonl", *_FIGURES), leaves=("divergence.json", "divergence.png")),
+    Command(("judge", "generation.jsonl", "--command", planted_judge("length"), *_FIGURES), leaves=_JUDGED),
     Command(
         ("audit", "kept.py:everything", "--situation", "single", "--no-loss", *_TINY[:4], "--samples", "1", *_FIGURES),
         leaves=("audit.json", "audit.png"),
@@ -101,7 +109,7 @@ def _in_a_bad_place(command: Command, place: str, more: Sequence[str] = ()) -> _
 def _foreign_in_the_way(command: Command, name: str, kind: str) -> _Try:
     def make(folder: Path) -> tuple[Sequence[str], Fine]:
         path = folder / "out" / name
-        path.parent.mkdir()
+        path.parent.mkdir(parents=True)
         path.write_bytes(FOREIGN[kind])
         output = "out" if command.leaves else f"out/{name}"
         return [*command.argv, "--output", output], _kept(path)
@@ -159,7 +167,8 @@ def _all() -> list[_Try]:
     tries += [_journal_in_the_way(command, kind) for command in traced for kind in ("file", "folder")]
     tries += [_without(command, "the right to write", without_rights, flaw_of_refusal) for command in COMMANDS]
     quick = [command for command in COMMANDS if command.argv[0] not in ("bench", "selfcheck")]
-    tries += [_without(command, "room", without_room, works) for command in quick]
+    unpaid = [command for command in quick if command.argv[0] != "judge"]  # what a judge said is kept before all else
+    tries += [_without(command, "room", without_room, works) for command in unpaid]
     return tries + [_odd_name(command, name) for command in quick for name in ODD_NAMES]
 
 
