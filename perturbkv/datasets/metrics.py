@@ -6,16 +6,18 @@ LongBench's metrics, and ROUGE-L with them, come from the installed lm-eval; the
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import math
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 from perturbkv.configs.kinds import RULER_PREFIX
 from perturbkv.datasets import scoring, word_overlap, wording
+from perturbkv.datasets.foreign_code import run_file
 from perturbkv.datasets.ruler.metrics import grader
 from perturbkv.errors import DatasetError, UnknownNameError
 
@@ -23,6 +25,8 @@ Grade = Callable[[str, Sequence[str], Sequence[str]], float]
 """Text of an answer, accepted answers, classes to choose from -> 0 to 1, of the best accepted answer."""
 DEFAULT = "f1"
 """Of accepted answers that come with no data set's metric and no choice."""
+_DEEPEST = 10**6
+"""Calls within calls: words of an answer and a reference together."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ CHOICES: Mapping[str, Callable[[], Grade]] = {
 
 def _of_longbench(name: str, until: Sequence[str] = ()) -> Grade:
     """A function of lm-eval's; an answer ends before each of `until`."""
-    function = getattr(_functions(), name, None)
+    function = _functions().get(name)
     if function is None:
         msg = f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
         raise DatasetError(msg)
@@ -98,28 +102,37 @@ def _of_longbench(name: str, until: Sequence[str] = ()) -> Grade:
         for end in until:
             text = text.split(end)[0]
         row = {"answers": list(answers), **({"all_classes": list(classes)} if classes else {})}
-        with warnings.catch_warnings():  # jieba opens its dictionary in a way that newer Pythons warn of
+        with warnings.catch_warnings(), _deep_calls():  # jieba opens its dictionary in a way that Python warns of
             warnings.simplefilter("ignore")
             return float(function(row, [text])["score"])
 
     return grade
 
 
+@contextmanager
+def _deep_calls() -> Iterator[None]:
+    """Room for ROUGE-L's recursion, a call per word of both texts: where there is none, lm-eval scores 0 in silence."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
 @functools.cache
-def _functions() -> ModuleType:
+def _functions() -> dict[str, Any]:
     """lm-eval's metrics, from their file alone. Raises DatasetError where they, or what they need, are missing."""
     path = wording.lm_eval_folder("the metric comes from lm-eval") / "metrics.py"
-    found = importlib.util.spec_from_file_location("perturbkv_longbench_metrics", path)
-    if found is None or found.loader is None or not path.is_file():
+    if not path.is_file():
         msg = f"expected LongBench's metrics at {path}, as lm-eval 0.4.13 has them, got none; {wording.INSTALL}"
         raise DatasetError(msg)
-    module = importlib.util.module_from_spec(found)
     try:
         with warnings.catch_warnings():  # the old packages that it imports warn of their own syntax
             warnings.simplefilter("ignore")
-            found.loader.exec_module(module)
+            found = run_file(path, lambda name: None)
     except ImportError:
         msg = f"LongBench's metrics need jieba, fuzzywuzzy and rouge, which are not installed; {wording.INSTALL}"
         raise DatasetError(msg) from None
     logging.getLogger("jieba").setLevel(logging.WARNING)
-    return module
+    return found

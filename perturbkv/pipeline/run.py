@@ -75,6 +75,7 @@ def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool,
     except KeyboardInterrupt:
         raise InterruptedRunError(len(writer.done()), total, path) from None
     except OutputError as error:
+        writer.leave()
         msg = f"{error}; {len(writer.done())} of {total} samples are kept, and the same command goes on with them"
         raise OutputError(msg) from error
 

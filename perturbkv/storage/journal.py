@@ -148,6 +148,11 @@ class Journal:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def discard_empty(self) -> None:
+        """Remove the folder where no sample came into it."""
+        if self.folder.is_dir() and not self._paths():
+            self.discard()
+
     def _older_labels(self) -> dict[str, str]:
         """How format 2 named the run's configurations -> their labels; empty where this version began the journal."""
         try:

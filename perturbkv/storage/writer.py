@@ -109,6 +109,10 @@ class TraceWriter:
         else:
             self._failed.discard(sample.sample_id)
 
+    def leave(self) -> None:
+        """Leave a run that cannot go on: of one that kept no sample nothing is left."""
+        self._journal.discard_empty()
+
     def finish(self) -> Path:
         """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples.
 

@@ -6,9 +6,11 @@ import importlib.util
 import inspect
 import random
 import re
+import signal
 import string
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -172,3 +174,28 @@ def test_grading_imports_nothing_of_lm_eval() -> None:
     metrics.metric("qasper")
     metrics.metric("rouge-l")
     assert not [name for name in sys.modules if name == "lm_eval" or name.startswith("lm_eval.")]
+
+
+@pytest.mark.parametrize("words", [300, 700, 1500])
+def test_rouge_l_of_long_texts_is_not_given_up(words: int) -> None:
+    reference = [f"w{number % 97}x{number}" for number in range(words)]
+    answer = reference[: words // 2] + [f"other{number}" for number in range(words // 2)]
+    found = metrics.metric("rouge-l")
+    assert found is not None
+    assert found.grade(" ".join(answer), [" ".join(reference)], ()) == pytest.approx(0.5, abs=1e-3)  # P = R = 1/2
+
+
+def test_a_ctrl_c_while_grading_is_no_score() -> None:
+    found = metrics.metric("rouge-l")
+    assert found is not None
+    text = " ".join(f"w{number}" for number in range(900))
+    timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(200):
+                found.grade(text, [text], ())
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)

@@ -19,10 +19,11 @@ import pytest
 
 from perturbkv.errors import OutputError, TraceError
 from perturbkv.storage import trace_writing
-from perturbkv.storage.journal import journal_path
+from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.stream import Stream
 from perturbkv.storage.writer import TraceWriter
 from tests.support.growing import CONFIGS, assert_same_file, fill, measured, opened
+from tests.support.traces import run_config, sample_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,3 +194,14 @@ def test_samples_that_are_measured_after_the_journal_vanished_survive(tmp_path: 
     again = opened(path, CONFIGS)
     assert list(again.missing()) == names[:kept]
     assert_same_file(fill(again), fill(opened(tmp_path / "expected.h5", CONFIGS)))
+
+
+def test_a_journal_in_which_no_sample_found_room_is_not_left(tmp_path: Path) -> None:
+    for kept in (False, True):
+        writer = TraceWriter(tmp_path / "t.h5", run_config(2), ["s0", "s1"], {})
+        if kept:
+            writer.append(sample_trace("s0"))
+        else:
+            Journal(journal_path(tmp_path / "t.h5")).begin(run_config(2))
+        writer.leave()
+        assert journal_path(tmp_path / "t.h5").exists() == kept

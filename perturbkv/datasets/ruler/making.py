@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.foreign_code import NoEnd, run_file
 from perturbkv.datasets.ruler.data import Data
-from perturbkv.datasets.ruler.running import NoEnd, run_file
 from perturbkv.datasets.ruler.sentences import sentences
 from perturbkv.datasets.ruler.words import Pairs
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from perturbkv.datasets.foreign_code import run_file
 from perturbkv.datasets.ruler import tasks
-from perturbkv.datasets.ruler.running import run_file
 
 _LENGTH = 4096
 """lm-eval files a score under its prompt's length; any will do."""

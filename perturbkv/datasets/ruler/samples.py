@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.foreign_code import NoEnd
 from perturbkv.datasets.registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.ruler import tasks
 from perturbkv.datasets.ruler.data import Data
 from perturbkv.datasets.ruler.making import NUMPY_SEED, Making
-from perturbkv.datasets.ruler.running import NoEnd
 from perturbkv.datasets.ruler.tasks import Task
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError

@@ -15,7 +15,7 @@ from typing import Any
 
 from perturbkv.configs.kinds import RULER_PREFIX
 from perturbkv.datasets import wording
-from perturbkv.datasets.ruler.running import run_file
+from perturbkv.datasets.foreign_code import run_file
 from perturbkv.errors import DatasetError
 
 INSTALL = 'pip install "perturbkv[ruler]"'
