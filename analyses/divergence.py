@@ -96,9 +96,11 @@ class Divergence(Result):
             "ROUGE-L: F1 of the longest common sequence of words, mean.",
         ]
         if self.noise_floor.size:
+            floor = f"{np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)"
             said.append(
-                "KL(full ‖ evicted) and same next token: means over an answer's tokens, then over samples. Everything "
-                f"kept: {np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)."
+                "KL(full ‖ evicted), also over the last third of each answer's own tokens, and same next token: means "
+                f"over an answer's tokens, then over the {counted(self._read, 'sample')} with any. Everything kept: "
+                f"{floor}."
             )
         return " ".join([*said, numbers.ABOUT_HELD])
 
@@ -137,6 +139,11 @@ class Divergence(Result):
         from perturbkv.figures.divergence import draw
 
         return draw(self, width_mm)
+
+    @property
+    def _read(self) -> int:
+        """How many samples have an answer of the full cache's to read."""
+        return sum(length > 0 for length in self.lengths)
 
     def _named(self) -> list[tuple[str, Parting]]:
         names = [name or "evicted" for name in short(self.identity.configs)]
@@ -191,10 +198,9 @@ def _forced_row(one: Parting) -> list[str]:
     forced = one.forced
     if forced is None:
         return ["–", "–", "–"]
-    last = forced.curve[-max(1, len(forced.curve) // 3) :]
     return [
         numbers.significant(float(np.nanmean(forced.kl)), forced.kl_interval),
-        numbers.significant(float(np.nanmean(last))),
+        numbers.significant(float(np.nanmean(forced.last)), forced.last_interval),
         numbers.percent(float(np.nanmean(forced.top1)), forced.top1_interval, apart="\n"),
     ]
 

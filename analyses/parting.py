@@ -67,6 +67,8 @@ class Forced:
     Attributes:
         kl: (sample,) mean over the answer's steps, nat.
         kl_interval: of the mean over samples.
+        last: (sample,) mean over the last third of the answer's own steps, nat.
+        last_interval: of the mean over samples.
         top1: (sample,) share of steps at which both would take the same token.
         top1_interval: of the mean over samples.
         curve: (span,) mean KL over the steps of each span and the samples that have one.
@@ -75,6 +77,8 @@ class Forced:
 
     kl: Floats
     kl_interval: Scalar
+    last: Floats
+    last_interval: Scalar
     top1: Floats
     top1_interval: Scalar
     curve: Floats
@@ -113,7 +117,7 @@ class Parting:
                 "mean_rouge_l": free.rouge.mean(),
                 "mean_rouge_l_interval": free.rouge_interval,
                 "forced": forced and {**vars(forced), "mean_kl": np.nanmean(forced.kl),
-                                      "mean_top1": np.nanmean(forced.top1)},
+                                      "mean_last": np.nanmean(forced.last), "mean_top1": np.nanmean(forced.top1)},
             }
         )  # fmt: skip
         return found
@@ -153,12 +157,15 @@ def _free(rows: Sequence[Row], label: str) -> Free:
 def _forced(rows: Sequence[Row], label: str, span: int) -> Forced:
     read = [row["divergence"]["caches"][label] for row in rows]
     kl, top1 = (np.array([_mean(one[name]) for one in read]) for name in ("kl", "top1"))
+    last = np.array([_mean(one["kl"][2 * len(one["kl"]) // 3 :]) for one in read])
     curves = spans([one["kl"] for one in read], span)
     there = ~np.isnan(curves)
     total = np.where(there, curves, 0.0)
     return Forced(
         kl=kl,
         kl_interval=intervals.of_mean(kl, POSITIVE),
+        last=last,
+        last_interval=intervals.of_mean(last, POSITIVE),
         top1=top1,
         top1_interval=intervals.of_mean(top1, _BETWEEN),
         curve=total.sum(axis=0) / there.sum(axis=0),

@@ -58,6 +58,7 @@ def test_kl_is_averaged_over_an_answers_tokens_and_then_over_samples() -> None:
     assert second is not None
     assert first.kl.tolist() == [1, 3, 0.5, 3.5, 0.25]
     assert np.mean(second.kl) == pytest.approx((1 + 0.1) / 5)
+    assert first.last.tolist() == [1.5, 3, 0.5, 5.5, 0.25]  # of each answer's own steps, however long others are
     assert first.top1.tolist() == [2 / 6, 0, 1, 0, 1]
     assert found.span == 1
     columns = [[0, 3, 0.5, 1, 0.25], [0, 3, 0.5, 2, 0.25], [2, 3, 3, 0.25], [1, 3, 4], [1, 3, 5], [2, 3, 6]]
