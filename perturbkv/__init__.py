@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.analyses.savings import savings as savings
     from perturbkv.analyses.tokens import tokens as tokens
-    from perturbkv.api import audit as audit
-    from perturbkv.api import generate as generate
-    from perturbkv.api import judge as judge
-    from perturbkv.api import load_model as load_model
-    from perturbkv.api import load_prompts as load_prompts
-    from perturbkv.api import measure as measure
+    from perturbkv.api.answering import generate as generate
+    from perturbkv.api.auditing import audit as audit
+    from perturbkv.api.judging import judge as judge
+    from perturbkv.api.loading import load_model as load_model
+    from perturbkv.api.loading import load_prompts as load_prompts
+    from perturbkv.api.measuring import measure as measure
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.budget import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
@@ -72,16 +72,16 @@ _PUBLIC = {
     "ablation": "perturbkv.analyses.ablation",
     "assumption": "perturbkv.analyses.assumption",
     "bound_tightness": "perturbkv.analyses.bound_tightness",
-    "audit": "perturbkv.api",
+    "audit": "perturbkv.api.auditing",
     "divergence": "perturbkv.analyses.divergence",
-    "generate": "perturbkv.api",
-    "judge": "perturbkv.api",
+    "generate": "perturbkv.api.answering",
+    "judge": "perturbkv.api.judging",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon",
     "link": "perturbkv.analyses.link",
-    "load_model": "perturbkv.api",
-    "load_prompts": "perturbkv.api",
-    "measure": "perturbkv.api",
+    "load_model": "perturbkv.api.loading",
+    "load_prompts": "perturbkv.api.loading",
+    "measure": "perturbkv.api.measuring",
     "methods": "perturbkv.analyses.methods",
     "needle": "perturbkv.analyses.needle",
     "option": "perturbkv.configs.option",

@@ -156,7 +156,7 @@ def bound(model: Adapter, path: Path, **more: Any) -> int | None:
         raise Planned
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Planned):
-        patched.setattr("perturbkv.api.run_in_memory", stop)
+        patched.setattr("perturbkv.api.measuring.run_in_memory", stop)
         scored(model, path, **more)
     return seen[0].max_bytes
 

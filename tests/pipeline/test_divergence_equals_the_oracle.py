@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.api import measure
+from perturbkv.api.measuring import measure
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
