@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,10 @@ class Assumption(Result):
     def tables(self) -> list[Table | str]:
         """A table per reading of σ, a row per configuration; beneath them the heads below."""
         names = self._names()
-        below = [f"  {name}: {_below(one) or 'none'}" for name, one in zip(names, self._stage(), strict=True)]
+        below = [
+            f"  {name}: {_below(one, self.identity.layer) or 'none'}"
+            for name, one in zip(names, self._stage(), strict=True)
+        ]
         listed = ["Heads at most 0.5 in stage 1, as layer-head:", *below]
         return [*(self._table(variable, title, names) for variable, title in READINGS.items()), *listed]
 
@@ -73,7 +77,7 @@ class Assumption(Result):
             "step": self.step,
             "samples": self.identity.samples,
             "readings": READINGS,
-            "configurations": [one.to_dict() for one in self.configs],
+            "configurations": [one.to_dict(self.identity.layer) for one in self.configs],
         }
 
     def records(self) -> list[dict[str, Any]]:
@@ -82,7 +86,7 @@ class Assumption(Result):
             {
                 **columns_of(one.config),
                 "reading": variable,
-                "layer": layer,
+                "layer": self.identity.layer(layer),
                 "head": head,
                 "sigma": float(sigma),
                 "samples_at_most_half": int(reading.below[layer, head]),
@@ -121,12 +125,13 @@ class Assumption(Result):
             return f"all {heads} fail{at}"
         layer = int(counts.argmax())
         if 2 * counts[layer] > total:
-            return f"most that fail{at} are in layer {layer} ({counts[layer]} of {heads})"
+            return f"most that fail{at} are in layer {self.identity.layer(layer)} ({counts[layer]} of {heads})"
         return f"{heads} of {failing.size} fail{at}, in {counted(int((counts > 0).sum()), 'layer')}"
 
     def _table(self, variable: str, title: str, names: list[str]) -> Table:
         columns = ["budget", "#held /\nfull", "#share > 0.5", "#heads ≤ 0.5", "most of them in layer"]
-        rows = [_row(name, one, one.readings[variable]) for name, one in zip(names, self.configs, strict=True)]
+        layer = self.identity.layer
+        rows = [_row(name, one, one.readings[variable], layer) for name, one in zip(names, self.configs, strict=True)]
         return Table(f"{title} ({variable})", columns, rows)
 
 
@@ -165,19 +170,19 @@ def _judged(verdicts: list[int | None]) -> str:
     return held.get(verdicts[0] or 0, "Whether the paper's assumption holds in most heads is undecided")
 
 
-def _row(name: str, one: ConfigAssumption, reading: Reading) -> list[str]:
+def _row(name: str, one: ConfigAssumption, reading: Reading, named: Callable[[int], int]) -> list[str]:
     counts = sorted(enumerate(reading.failing.sum(axis=1).tolist()), key=lambda pair: -pair[1])
     return [
         folded(name),
         numbers.held(one.held),
         numbers.percent(reading.share, reading.share_interval),
         f"{int(reading.failing.sum())} of {reading.failing.size}",
-        " ".join(f"{layer}:{heads}" for layer, heads in counts[:5] if heads) or "none",
+        " ".join(f"{named(layer)}:{heads}" for layer, heads in counts[:5] if heads) or "none",
     ]
 
 
-def _below(reading: Reading) -> str:
+def _below(reading: Reading, named: Callable[[int], int]) -> str:
     """The heads below as layer-head, the first of them."""
-    found = [f"{layer}-{head}" for layer, head in zip(*reading.failing.nonzero(), strict=True)]
+    found = [f"{named(layer)}-{head}" for layer, head in zip(*reading.failing.nonzero(), strict=True)]
     more = f" … {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
     return " ".join(found[:_MOST_LISTED]) + more

@@ -113,7 +113,7 @@ class BoundTightness(Result):
             {
                 **columns_of(one.config),
                 "ratio": name,
-                "layer": layer,
+                "layer": self.identity.layer(layer),
                 "head": head,
                 **dict(zip(("least", "median", "largest"), plain(spread.by_head[:, layer, head]), strict=True)),
                 "sigma_at_most_half": float(share),

@@ -139,7 +139,7 @@ def _rows(pair: HeadComparison, name: str) -> Iterator[dict[str, Any]]:
     for here in np.ndindex(kind.verdict.shape):
         yield {
             **about,
-            "layer": here[0],
+            "layer": pair.identity.layer(here[0]),
             "head": here[1],
             "baseline_mean": float(kind.baseline_mean[here]),
             "treatment_mean": float(kind.treatment_mean[here]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,11 +90,11 @@ class HeadKind:
         numbers: dict[str, Any] = plain(found)
         return numbers
 
-    def records(self) -> list[dict[str, Any]]:
-        """A row per layer and head: both sides' means over samples, their floor and the verdict."""
+    def records(self, named: Callable[[int], int]) -> list[dict[str, Any]]:
+        """A row per layer, by what `named` says, and head: both sides' means over samples, their floor, the verdict."""
         return [
             {
-                "layer": layer,
+                "layer": named(layer),
                 "head": head,
                 "baseline_mean": float(self.baseline_mean[layer, head]),
                 "treatment_mean": float(self.treatment_mean[layer, head]),

@@ -58,7 +58,7 @@ class HeadComparison(OfPair):
             "failed_samples": self.identity.failed,
             "samples_ended_before_step": self.identity.ended,
             "heads": int(self.flagged.size),
-            "flagged_heads": [f"{layer}-{head}" for layer, head in np.argwhere(self.flagged)],
+            "flagged_heads": [f"{self.identity.layer(layer)}-{head}" for layer, head in np.argwhere(self.flagged)],
             "retained_mass_baseline": self.retained_mass[0],
             "retained_mass_treatment": self.retained_mass[1],
             "held_over_full_baseline": self.held[0],

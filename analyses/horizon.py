@@ -76,7 +76,7 @@ class Horizon(Result):
         """Leads at first and at last, growth of every configuration, and which of its heads grow."""
         shared = f"{self.steps} decode steps · {common(self.identity.configs)}"
         named = self._named()
-        return [shared, *lead_tables(self._contests()), curve_table(named), *said_of_heads(named)]
+        return [shared, *lead_tables(self._contests()), curve_table(named), *said_of_heads(named, self.identity.layer)]
 
     def notes(self) -> str:
         """Of how many samples the steps are, what grows, and the noise floor."""

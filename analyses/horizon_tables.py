@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.growth import ConfigHorizon, Curve
@@ -35,13 +35,13 @@ def lead_tables(contests: Mapping[tuple[str, str], Sequence[Lead]]) -> list[Tabl
     ]
 
 
-def said_of_heads(named: Named) -> list[str]:
+def said_of_heads(named: Named, layer: Callable[[int], int]) -> list[str]:
     """A line per configuration: how many of its heads grow beyond chance, and which grow most."""
     found = ["Heads that grow or shrink (propagated), and those that grow most, as layer-head ×factor:"]
     for name, config in named:
         curve = config.curves["propagated"]
         said = numbers.about_flips(curve.decided, ("growing", "shrinking"))
-        found.append(f"  {name}: {said}. Most: {_most(curve)}")
+        found.append(f"  {name}: {said}. Most: {_most(curve, layer)}")
     return found
 
 
@@ -88,10 +88,10 @@ def _row(name: str, curve: Curve) -> list[str]:
     ]
 
 
-def _most(curve: Curve) -> str:
+def _most(curve: Curve, named: Callable[[int], int]) -> str:
     """The heads that grow most among those that grow."""
     shown = (curve.head_verdict == 1) & (curve.head_growth > 0)  # a sum over samples may be noise where most grow
     grown = sorted(
         ((float(curve.head_growth[place]), place) for place in zip(*shown.nonzero(), strict=True)), reverse=True
     )
-    return " ".join(f"{layer}-{head} ×{growth:.1f}" for growth, (layer, head) in grown[:_LISTED]) or "none"
+    return " ".join(f"{named(layer)}-{head} ×{growth:.1f}" for growth, (layer, head) in grown[:_LISTED]) or "none"

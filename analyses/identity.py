@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from perturbkv.analyses.naming import SIDE, apart, common, counted
 from perturbkv.analyses.reading import measured_steps
+from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.schema import MEASURED
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 from perturbkv.visible import line
@@ -31,6 +33,7 @@ class RunIdentity:
         weights: the type that they are stored in → the run's, where they are quantised.
         ended: complete samples left out because their text ends before the step shown.
         source: what the digest is of: `trace` or `answers`.
+        measured: which layers of how many, such as `5 11 17 of 18`; empty where all were.
     """
 
     model: str
@@ -45,6 +48,11 @@ class RunIdentity:
     weights: str = ""
     ended: int = 0
     source: str = "trace"
+    measured: str = ""
+
+    def layer(self, place: int) -> int:
+        """Which decoder layer stands at a place along an axis of measured layers."""
+        return layer_types.parsed(self.measured)[0][place] if self.measured else place
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
@@ -52,6 +60,7 @@ class RunIdentity:
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
             f"weights {self.weights}" if self.weights else "",
+            f"layers {self.measured} measured" if self.measured else "",
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
             counted(self.samples, "sample"),
@@ -94,6 +103,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         scenario=trace.run.scenario,
         weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
         ended=int(trace.ok.sum()) - held,
+        measured=trace.attrs.get(MEASURED, ""),
     )
 
 
@@ -112,4 +122,5 @@ def of_answers(answers: WrittenAnswers) -> RunIdentity:
         scenario=run.scenario,
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
         source="answers",
+        measured=str(made.get(MEASURED, "")),
     )

@@ -29,7 +29,7 @@ class Bounded:
         mass: S.
         scale: ‖o_h‖₁, with an axis for `config` of length 1.
         evicted: (sample, config) True where the configuration evicted anything of the sample.
-        configs, sample_ids: of the axes.
+        configs, sample_ids, layers: of the axes.
     """
 
     perturbation: Floats
@@ -42,6 +42,7 @@ class Bounded:
     evicted: NDArray[np.bool_]
     configs: tuple[EvictionConfig, ...]
     sample_ids: tuple[str, ...]
+    layers: tuple[int, ...]
 
     def of(self, config: int) -> Bounded:
         """One configuration, over the samples of which it evicted anything."""
@@ -49,10 +50,10 @@ class Bounded:
         arrays = {
             field.name: getattr(self, field.name)[held, 0 if field.name == "scale" else config]
             for field in fields(self)
-            if field.name not in ("configs", "sample_ids")
+            if field.name not in ("configs", "sample_ids", "layers")
         }
         names = tuple(name for name, there in zip(self.sample_ids, held, strict=True) if there)
-        return Bounded(**arrays, configs=(self.configs[config],), sample_ids=names)
+        return Bounded(**arrays, configs=(self.configs[config],), sample_ids=names, layers=self.layers)
 
 
 def bounded(trace: Trace, analysis: str, step: int) -> Bounded:
@@ -73,6 +74,7 @@ def bounded(trace: Trace, analysis: str, step: int) -> Bounded:
         evicted=values(trace, "evicted", analysis) > 0,
         configs=trace.run.configs,
         sample_ids=complete,
+        layers=tuple(map(trace.layer_name, range(arrays["theta"].shape[2]))),
     )
 
 
@@ -97,7 +99,8 @@ def _check(below: str, lower: Floats, above: str, upper: Floats, held: Bounded, 
         raise BoundError(
             msg,
             f"{lower[sample, config, layer, head]:.6g} > {upper[sample, config, layer, head]:.6g}",
-            f"layer {layer}, head {head} of sample '{held.sample_ids[sample]}', '{held.configs[config].label()}'",
+            f"layer {held.layers[layer]}, head {head} of sample '{held.sample_ids[sample]}', "
+            f"'{held.configs[config].label()}'",
             int(violated.sum()),
         )
     return int(where.sum())

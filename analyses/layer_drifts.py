@@ -119,7 +119,7 @@ def _rows(drift: LayerDrift) -> Iterator[dict[str, Any]]:
     for layer in range(len(drift.ratio)):
         yield {
             **about,
-            "layer": layer,
+            "layer": drift.identity.layer(layer),
             "baseline_drift": float(drift.baseline_mean[layer]),
             "treatment_drift": float(drift.treatment_mean[layer]),
             "baseline_median_drift": float(drift.baseline_median[layer]),

@@ -55,5 +55,5 @@ def by_head(compared: HeadComparison, **told: Any) -> list[dict[str, Any]]:
     return [
         {**sides, **told, "kind": kind, **one}
         for kind in ("isolated", "propagated")
-        for one in getattr(compared, kind).records()
+        for one in getattr(compared, kind).records(compared.identity.layer)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +49,22 @@ class Reading:
         """(layer, head) True where the mean σ is at most 0.5."""
         return self.mean <= EVIDENCE
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers; the heads below are listed."""
+    def to_dict(self, named: Callable[[int], int]) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers; the heads below are listed, layers by what `named` says."""
         document: dict[str, Any] = plain(
             {
                 "share_above_half": self.share,
                 "share_above_half_interval": self.share_interval,
                 "share_above_half_by_layer": self.layer_share,
                 "heads_at_most_half": [
-                    {"layer": layer, "head": head, "sigma": self.mean[layer, head], "samples": self.below[layer, head]}
+                    {
+                        "layer": named(layer),
+                        "head": head,
+                        "sigma": self.mean[layer, head],
+                        "samples": self.below[layer, head],
+                    }
                     for layer, head in np.argwhere(self.failing).tolist()
-                ],
+                ],  # fmt: skip
                 "sigma": self.mean,
             }
         )
@@ -79,10 +85,10 @@ class ConfigAssumption:
     held: float
     readings: dict[str, Reading]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
+    def to_dict(self, named: Callable[[int], int]) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers, layers by what `named` says."""
         told: dict[str, Any] = plain({"config": self.config, "held_over_full": self.held})
-        return {**told, **{name: reading.to_dict() for name, reading in self.readings.items()}}
+        return {**told, **{name: reading.to_dict(named) for name, reading in self.readings.items()}}
 
 
 def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, ...]:

@@ -40,7 +40,7 @@ class ChangedHead:
     """A head under both configurations.
 
     Attributes:
-        layer, head: which.
+        layer, head: which; `place` is the layer's along the trace's axis.
         baseline, treatment: isolated perturbation over ‖o_h‖₁, at the first decode step.
         both, baseline_only, treatment_only: kept tokens, window included.
     """
@@ -52,6 +52,7 @@ class ChangedHead:
     both: int
     baseline_only: int
     treatment_only: int
+    place: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +112,8 @@ def changed_head(trace: Trace, sample: int, sides: tuple[int, int], layer: int, 
     """One head under both configurations."""
     moved = [float(side[layer, head]) for side in changes(trace, sample, sides)]
     one, other = (set(trace.kept(sample, side, layer, head).tolist()) for side in sides)
-    return ChangedHead(layer, head, moved[0], moved[1], len(one & other), len(one - other), len(other - one))
+    counts = (len(one & other), len(one - other), len(other - one))
+    return ChangedHead(trace.layer_name(layer), head, *moved, *counts, place=layer)
 
 
 def held_of(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[float, float]:

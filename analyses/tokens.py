@@ -126,12 +126,12 @@ def tokens(
     """
     checked(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
-    _check_head(trace, layer, head)
+    place = _place(trace, layer, head)
     found = _pairs(trace, baseline, treatment, budget)
     first, second = found[0]
     sides = (trace.run.configs.index(first), trace.run.configs.index(second))
-    heads = [] if head is not None else changed_heads(trace, prompt.place, sides, layer, _HEADS)
-    shown = changed_head(trace, prompt.place, sides, layer or 0, head) if head is not None else heads[0]
+    heads = [] if head is not None else changed_heads(trace, prompt.place, sides, place, _HEADS)
+    shown = changed_head(trace, prompt.place, sides, place or 0, head) if head is not None else heads[0]
     return Tokens(
         identity=replace(identity(trace, (first, second)), samples=1, failed=0, ended=0),
         prompt=prompt,
@@ -141,22 +141,27 @@ def tokens(
         shown=shown,
         chosen="" if head is not None else "model" if layer is None else "layer",
         heads=tuple(heads),
-        fates=fates(trace, prompt, sides, shown.layer, shown.head),
-        losses=losses(trace, prompt.place, sides, shown.layer, shown.head),
+        fates=fates(trace, prompt, sides, shown.place, shown.head),
+        losses=losses(trace, prompt.place, sides, shown.place, shown.head),
         others=len(found) - 1,
         everything=everything,
     )
 
 
-def _check_head(trace: Trace, layer: int | None, head: int | None) -> None:
+def _place(trace: Trace, layer: int | None, head: int | None) -> int | None:
+    """Where a layer stands along the trace's axis; None: any. Raises ConfigError for one that is not measured."""
     layers, heads = trace.arrays["kept_count"].shape[2:]
     if head is not None and layer is None:
         msg = f"expected the layer of head {head}, got none; give both: a layer has {heads} heads"
         raise ConfigError(msg)
-    for name, place, count in (("layer", layer, layers), ("head", head, heads)):
-        if place is not None and not 0 <= place < count:
-            msg = f"expected a {name} from 0 to {count - 1}, got {place}"
+    named = [trace.layer_name(place) for place in range(layers)]
+    for name, wanted, known in (("layer", layer, named), ("head", head, list(range(heads)))):
+        if wanted is not None and wanted not in known:
+            counted = known == list(range(len(known)))
+            expected = f"from 0 to {len(known) - 1}" if counted else f"of {', '.join(map(str, known))}"
+            msg = f"expected a {name} {expected}, got {wanted}"
             raise ConfigError(msg)
+    return None if layer is None else named.index(layer)
 
 
 def _pairs(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:

@@ -36,11 +36,10 @@ def head_scores(
     scores are not those of the released files.
     """
     with claimed(output, overwrite) as beside:
-        scores, right = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
-        beside.write_text(_text(scores))
-    ranked = sorted(
-        ((score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)), reverse=True
-    )
+        layers, scores, right = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
+        beside.write_text(_text(scores, layers))
+    named = zip(layers, scores, strict=True)
+    ranked = sorted(((score, layer, head) for layer, row in named for head, score in enumerate(row)), reverse=True)
     if as_json:
         names = {f"{layer}-{head}": score for score, layer, head in ranked}
         console.print_json({"model": model, "samples": samples, "right": right, "file": str(output), "scores": names})
@@ -56,7 +55,8 @@ def head_scores(
 
 def _measure(
     model: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
-) -> tuple[list[list[float]], int]:
+) -> tuple[tuple[int, ...], list[list[float]], int]:
+    """The measured layers, a row of scores for each, and how many prompts were answered right."""
     from perturbkv.datasets import registry as datasets
     from perturbkv.datasets.distraction import distracted
     from perturbkv.datasets.encode import check_length, check_vocabulary, encode
@@ -81,10 +81,10 @@ def _measure(
     adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
     with console.progress("prompts", len(prompts)) as bar:
         found = measured(adapter, prompts, bar.one_more)
-    return found.scores.tolist(), found.right
+    return adapter.layer_indices, found.scores.tolist(), found.right
 
 
-def _text(scores: list[list[float]]) -> str:
+def _text(scores: list[list[float]], layers: tuple[int, ...]) -> str:
     from perturbkv.scoring.head_scores import as_json
 
-    return as_json(scores)
+    return as_json(scores, layers)

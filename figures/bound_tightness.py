@@ -98,6 +98,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
                 0.0, largest or 1.0, "L/θ, median over samples\ndot: σ ≤ 0.5 in most", style.layer_colours()
             ),
             "Tightness of Theorem 2 by head",
+            result.identity.layer,
         )
         style.foot(figure, result.identity, f"{_held(configs)} · n = {result.identity.samples} samples")
     return figure

@@ -74,7 +74,9 @@ def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: flo
         _name_axes(axes.ravel().tolist(), ordered, grid.columns)
         axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
                           handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
-        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right")
+        style.layer_bar(
+            figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right", identity.layer
+        )
         style.title(figure, shared)
         style.foot(figure, identity, said)
     return figure

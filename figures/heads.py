@@ -27,7 +27,8 @@ def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
             _panel(panel, result, name)
-        style.layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right")
+        style.layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
+                        result.identity.layer)  # fmt: skip
         axes[1].legend(handles=legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
         style.foot(figure, result.identity, f"held / full {held_sides(result.held)} · {told(result)}")
     return figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,10 @@ class Scale:
         return np.asarray(rgb @ np.array([0.2126, 0.7152, 0.0722]))
 
 
-def draw(rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str) -> Figure:
-    """The panels in their rows, with one colour bar beside them. Call inside `style.use()`."""
+def draw(
+    rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str, named: Callable[[int], int]
+) -> Figure:
+    """The panels in their rows, with one colour bar beside them; `named` names layers. Call inside `style.use()`."""
     columns = max(len(row) for row in rows)
     panel = float(np.clip(rows[0][0].values.shape[0] * _LAYER_MM, _LEAST_MM, _MOST_MM))
     lines = [max(shown.title.count("\n") + 1 for shown in row) for row in rows]
@@ -69,6 +71,7 @@ def draw(rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: st
                 at.set_axis_off()
                 continue
             _panel(at, shown[place], scale)
+            at.set_yticklabels([str(named(int(tick.get_text()))) for tick in at.get_yticklabels()])
             at.set_title(shown[place].title, loc="left", fontsize=_NARROW_FONT if narrow else None)
             at.tick_params(labelleft=place == 0)
             at.set_xlabel("head" if shown is rows[-1] else "")

@@ -127,6 +127,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             width_mm,
             _scale(result),
             f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
+            result.identity.layer,
         )
         flips = result.configs[0].curves["propagated"].decided.flips
         style.foot(figure, result.identity, f"{_samples(result)} · decided by {flips:,} flips of samples' signs, "

@@ -127,8 +127,12 @@ def _percent_label(result: LayerDrift, short: bool = False) -> str:
     return f"% of {first}'s, log" if short else f"% of {first}'s drift (log axis)"
 
 
+def _layers(result: LayerDrift) -> np.ndarray:
+    return np.array([result.identity.layer(place) for place in range(len(result.ratio))])
+
+
 def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
-    layers = np.arange(len(result.baseline_mean))
+    layers = _layers(result)
     both = (
         ("baseline", "--", result.baseline_median, result.baseline_median_interval),
         ("treatment", "-", result.treatment_median, result.treatment_median_interval),
@@ -149,7 +153,7 @@ def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 def _percent(axes: Axes, result: LayerDrift, colour: object) -> None:
     """On a logarithmic axis halving and doubling lie equally far from 100 %."""
-    layers, percent = np.arange(len(result.ratio)), 100 * style.positive(result.ratio)
+    layers, percent = _layers(result), 100 * style.positive(result.ratio)
     axes.plot(layers, percent, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
               gid=f"percent {result.baseline.label()}")  # fmt: skip
     ends = result.ratio_interval

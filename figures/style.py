@@ -126,12 +126,13 @@ def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
         ticks.plain(axes.yaxis)
 
 
-def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str) -> None:
-    """The colour bar of points that are coloured by layer, with whole layers on it."""
+def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str, named: Callable[[int], int]) -> None:
+    """The colour bar of points that are coloured by layer, with whole layers on it, by what `named` says."""
     norm = BoundaryNorm(np.arange(layers + 1) - 0.5, 256)
     scale = ScalarMappable(norm, layer_colours())
     bar = drawn.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
-    bar.set_ticks([int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())])
+    ticks_at = [int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())]
+    bar.set_ticks(ticks_at, labels=[str(named(tick)) for tick in ticks_at])
     bar.ax.minorticks_off()
 
 

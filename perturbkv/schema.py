@@ -187,6 +187,9 @@ VARIABLES: dict[str, Variable] = {
     ),
 }
 
+MEASURED = "measured_layers"
+"""Attribute of a trace of some of a model's layers: which of how many, as `configs.layer_types.told` writes it."""
+
 TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt_text")
 """What shows the prompt itself, and is no number that was measured: a trace may go without."""
 

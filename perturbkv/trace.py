@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.configs import layer_types
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import ROWS, SUMS, TEXT, VARIABLES, axis_lengths
+from perturbkv.schema import MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
 from perturbkv.visible import line
 
 
@@ -71,7 +72,8 @@ class Trace:
             `prompt_start`: one long axis of all samples, into which `kept_offset` or `prompt_offset` points). Failed
             samples hold NaN, integers 0; so do steps past the end of a complete sample's text, whose token is -1:
             `measured` tells.
-        attrs: provenance as stored: format version, versions of libraries, device name, warnings.
+        attrs: provenance as stored: format version, versions of libraries, device name, which layers were measured
+            where it is not all of them.
         source: where it was read from, for messages and figures; `digest` its SHA-256, shortened.
     """
 
@@ -97,6 +99,11 @@ class Trace:
         steps = self.arrays["token_id"].shape[1]
         counts = self.arrays.get("steps_measured", np.full(len(self.sample_ids), steps))
         return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
+
+    def layer_name(self, place: int) -> int:
+        """Which decoder layer stands at a place along `layer`: of a model that is measured in some alone, the index."""
+        told = self.attrs.get(MEASURED)
+        return layer_types.parsed(told)[0][place] if told else place
 
     def get(self, name: str, analysis: str) -> NDArray[np.generic]:
         """The variable over the complete samples only: (sample, …). Raises TraceError where the trace lacks it.

@@ -107,7 +107,7 @@ class ForeignRun:
         if float(far.amax()) <= FLOORS * float(self.entry_floors.key[0]):
             return 0.0
         most = min(2 * self.situation.entries, _WIDEST_TURN)
-        turned = alterations.rotations(full.flatten(0, 1), own.flatten(0, 1), self.adapter.rotary.inv_freq, most)
+        turned = alterations.rotations(full.flatten(0, 1), own.flatten(0, 1), self.adapter.frequencies, most)
         return float("nan") if turned is None or not bool((turned == turned[0]).all()) else -float(turned[0])
 
 

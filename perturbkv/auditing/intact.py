@@ -123,7 +123,7 @@ class Judge:
         return alterations.quantised(theirs, own[places], own)
 
     def _rotation(self, theirs: Tensor, own: Tensor, places: Int[Tensor, " entry"]) -> str:
-        frequencies, most = self.reading.adapter.rotary.inv_freq, 2 * self.reading.situation.entries
+        frequencies, most = self.reading.adapter.frequencies, 2 * self.reading.situation.entries
         return alterations.rotation(theirs, own, places - self.padding, frequencies, most)
 
 

@@ -16,6 +16,7 @@ from perturbkv.auditing.situations import Situation
 from perturbkv.cache.foreign import Layers
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.families import check_plain
 
 _KERNEL = "sdpa"
 _TINY = torch.finfo(torch.float64).tiny
@@ -58,7 +59,8 @@ class EntryFloors:
 
 
 def check(adapter: Adapter) -> None:
-    """Raise ModelError unless the model's attention takes a mask per head."""
+    """Raise ModelError unless every layer's attention takes a mask per head, of all entries."""
+    check_plain(adapter.config, adapter.name, "an audit")
     name = adapter.config._attn_implementation
     if name != _KERNEL:
         msg = f"an audit masks entries per head, which needs attention '{_KERNEL}', got '{name}'; load with '{_KERNEL}'"

@@ -18,21 +18,23 @@ from transformers.cache_utils import CacheLayerMixin
 
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.ragged import build
+from perturbkv.cache.sliding import SlidingLayer
+from perturbkv.cache.tail import FIRST, Tail
 from perturbkv.configs.resources import SLACK
 from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 
-_FIRST_TAIL = 8
 
-
-class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
+class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
 
     Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
     """
 
+    is_sliding = False
+
     def __init__(self, entries: Sequence[KeptEntries], heads: int, seen: int, layout: str = "ragged") -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.heads, self.layout = heads, layout
         self._lay_out(entries)
         self.batch, self.seen, self.length = len(entries), seen, 0
@@ -52,36 +54,6 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         self.borrowed = {row: given for row, given in enumerate(entries) if given.rectangle is not None}
         self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0)
         self.kept_entries = sum(sum(row.lengths) for row in entries)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for the first decoded tokens."""
-        shape = (self.batch, key_states.shape[1], _FIRST_TAIL, key_states.shape[-1])
-        self.keys, self.values = key_states.new_empty(shape), value_states.new_empty(shape)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append decoded tokens (row, kv_head, query, d_head); amortised, as the tail doubles when it is full.
-
-        Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
-        """
-        if not self.attached:
-            msg = "a CompactCache decodes only inside `with decode_from(model, cache):`"
-            raise ConfigError(msg)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        self._grow(end)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return key_states, value_states
-
-    def _grow(self, length: int) -> None:
-        while self.keys.shape[2] < length:
-            self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
-            self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> Tensor:
         """Attention of the newest tokens over blocks and tail: (row, query, head, d_head), in the query's dtype."""
@@ -112,25 +84,6 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         place = torch.arange(self.length, device=device)
         compressed = on_device(self.tail_from, device).view(-1, 1, 1, 1)
         return (place > newest.unsqueeze(-1)) | (place < compressed)
-
-    def get_seq_length(self) -> int:
-        """Tokens seen so far, evicted ones included: the next token's position."""
-        return self.seen + self.length
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset for transformers' mask, which attention over a CompactCache does not read.
-
-        Older transformers hand over the queries' positions instead of their number.
-        """
-        queries = len(query_length) if isinstance(query_length, Tensor) else query_length
-        return self.get_seq_length() + queries, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-    """Its name in older transformers."""
 
     @property
     def nbytes(self) -> int:
@@ -181,9 +134,11 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
         self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
         self.borrowed = {place: self.borrowed[row] for place, row in enumerate(rows) if row in self.borrowed}
         self.batch, self.tail_from = len(rows), [self.tail_from[row] for row in rows]
-        if self.is_initialized:
-            kept = on_device(list(rows), self.keys.device)
-            self.keys, self.values = self.keys[kept], self.values[kept]
+        self._only(rows)
+
+    def forget(self, after: int) -> None:
+        """Forget what was decoded after the first `after` tokens; what was kept stays."""
+        self.length, self.tail_from = after, [0] * self.batch
 
     def _frozen(self, row: int) -> KeptEntries:
         if row in self.borrowed:
@@ -209,7 +164,7 @@ class CompactLayer(CacheLayerMixin):  # type: ignore[misc]
 
 def _without(tail: Tensor, dead: int, length: int) -> Tensor:
     """A new tail without its first `dead` entries, with room to grow."""
-    room = max(_FIRST_TAIL, length - dead)
+    room = max(FIRST, length - dead)
     fresh = tail.new_empty(*tail.shape[:2], room, tail.shape[3])
     fresh[:, :, : length - dead] = tail[:, :, dead:length]
     return fresh
@@ -218,12 +173,19 @@ def _without(tail: Tensor, dead: int, length: int) -> Tensor:
 class CompactCache(Cache):  # type: ignore[misc]
     """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`.
 
-    `behind` says by how much each row's next position lies before the prompt's end; nothing: by 0 in every row.
+    Layers that a model does not evict, because they hold a sliding window, stand among the others; `evicted` are those
+    of which entries went. `behind` says by how much each row's next position lies before the prompt's end; nothing: by
+    0 in every row.
     """
 
-    def __init__(self, layers: Sequence[CompactLayer], behind: Sequence[int] = ()) -> None:
+    def __init__(self, layers: Sequence[CompactLayer | SlidingLayer], behind: Sequence[int] = ()) -> None:
         super().__init__(layers=list(layers))
         self.behind = list(behind)
+
+    @property
+    def evicted(self) -> list[CompactLayer]:
+        """The measured layers, in their order."""
+        return [layer for layer in self.layers if not layer.is_sliding]
 
     def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
         """Where the next tokens stand in each row; None where they go on from the prompt's end in all of them."""
@@ -235,18 +197,18 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kept entries of all layers and rows, padding included, without decoded tokens."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes of the kept entries of all evicted layers and rows, padding included, without decoded tokens."""
+        return sum(layer.nbytes for layer in self.evicted)
 
     @property
     def padding_nbytes(self) -> int:
         """Bytes of `nbytes` that hold no entry."""
-        return int(self.nbytes - sum(layer.kept_nbytes for layer in self.layers))
+        return int(self.nbytes - sum(layer.kept_nbytes for layer in self.evicted))
 
     def forget(self, after: int = 0) -> None:
         """Forget what was decoded after the first `after` tokens; what was kept stays, for the next decoding."""
         for layer in self.layers:
-            layer.length, layer.tail_from = after, [0] * layer.batch
+            layer.forget(after)
 
     def only(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone, in this order."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.gather import Kept
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.layer_types import FULL, is_mixed
 from perturbkv.errors import ModelError
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
@@ -27,8 +28,16 @@ COMPOSING = ("default", "linear", "llama3", "yarn")
 
 def check(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> None:
     """Raise ModelError where a configuration moves keys and the model's rotations do not compose."""
-    moving = [config for config in configs if registry.build(config.policy).in_cache]
-    if moving and (kind := model_config.rope_parameters["rope_type"]) not in COMPOSING:
+    if not any(registry.build(config.policy).in_cache for config in configs):
+        return
+    rotations = model_config.rope_parameters
+    if is_mixed(model_config) and FULL not in rotations:
+        msg = (
+            f"positions=in-cache expects rotations of the evicted layers' own, got those of model '{name}', which its "
+            "sliding layers share; use positions=kept"
+        )
+        raise ModelError(msg)
+    if (kind := rotations.get(FULL, rotations)["rope_type"]) not in COMPOSING:
         msg = (
             f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING)}, got '{kind}' of "
             f"model '{name}', which change with the length of the text; use positions=kept"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs import numbers
+from perturbkv.configs import layer_types, numbers
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 
@@ -47,7 +47,10 @@ def parse_size(option: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape, as far as memory depends on it; `itemsize` in bytes per number."""
+    """A model's shape, as far as memory depends on it; `itemsize` in bytes per number.
+
+    `layers` are measured; `sliding` ones beside them hold at most their `window` of entries.
+    """
 
     layers: int
     heads: int
@@ -57,15 +60,19 @@ class Shape:
     vocab: int
     itemsize: int
     parameters: int
+    sliding: int = 0
+    window: int = 0
 
     @classmethod
     def of(cls, config: Any, itemsize: int, parameters: int) -> Self:
         """From transformers' configuration of a model."""
         heads = int(config.num_attention_heads)
         d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layers = len(layer_types.measured(config))
         return cls(
-            int(config.num_hidden_layers), heads, int(config.num_key_value_heads), int(d_head),
-            int(config.hidden_size), int(config.vocab_size), itemsize, parameters,
+            layers, heads, int(config.num_key_value_heads), int(d_head), int(config.hidden_size),
+            int(config.vocab_size), itemsize, parameters, int(config.num_hidden_layers) - layers,
+            layer_types.own_window(config) or 0,
         )  # fmt: skip
 
     @property
@@ -75,7 +82,8 @@ class Shape:
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Bytes of the full cache of a prompt."""
-        return self._entries_bytes(self.kv_heads * tokens)
+        windows = self.sliding * self._layer_bytes(self.kv_heads * min(tokens, self.window))
+        return self._entries_bytes(self.kv_heads * tokens) + windows
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total."""
@@ -87,13 +95,17 @@ class Shape:
 
         Of the `decoded` tokens `steps` are recorded.
         """
-        cache = int(self.kept_bytes(config, tokens) * (1 + SLACK)) + self._entries_bytes(self.kv_heads * decoded)
+        tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
+        cache = int(self.kept_bytes(config, tokens) * (1 + SLACK)) + tails
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
         return cache + recorded * steps + logits
 
     def _entries_bytes(self, entries_of_a_layer: int) -> int:
-        return 2 * self.layers * entries_of_a_layer * self.d_head * self.itemsize
+        return self.layers * self._layer_bytes(entries_of_a_layer)
+
+    def _layer_bytes(self, entries: int) -> int:
+        return 2 * entries * self.d_head * self.itemsize
 
 
 @dataclass(frozen=True)

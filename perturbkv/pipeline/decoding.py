@@ -107,7 +107,7 @@ def _step(
     record = StepRecord()
 
     def hidden(layer: int, output: Tensor) -> None:
-        check(layer, output)
+        check(adapter.layer_indices[layer], output)
         record.hidden.append(output[:, -1])
 
     def head_output(layer: int, mixed: Tensor) -> None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from perturbkv import theory
 from perturbkv.cache.compact import CompactCache, SharedCache
+from perturbkv.cache.whole import restored
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture, decode_from, decode_shared
@@ -57,7 +58,7 @@ def follow(
     at all logits.
     """
     rows, looked = cache.layers[0].batch, check or FiniteCheck()
-    reference = SharedCache(_whole(cache))
+    reference = SharedCache(_whole(adapter, cache))
     watch = Observer(attention=None if compressor is None else compressor.watch)
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
@@ -80,13 +81,11 @@ def follow(
     return _joined(found, rows)
 
 
-def _whole(cache: CompactCache) -> Cache:
+def _whole(adapter: Adapter, cache: CompactCache) -> Cache:
     """The first row's entries, which are all there were, as the model's own kind of cache."""
-    full = DynamicCache()
-    for place, layer in enumerate(cache.layers):
-        keys, values = (torch.stack(kind).unsqueeze(0) for kind in zip(*layer.entries(0).sets(), strict=True))
-        full.update(keys, values, place)
-    return full
+    found = [tuple(torch.stack(kind) for kind in zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
+    held = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
+    return restored(adapter, found, held)
 
 
 def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:

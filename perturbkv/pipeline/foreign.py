@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perturbkv.configs import layer_types
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
@@ -13,6 +14,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.sources import KeptMasks
+from perturbkv.schema import MEASURED
 from perturbkv.storage.memory import in_memory
 from perturbkv.trace import Trace
 
@@ -56,4 +58,5 @@ def measure(
     measured = [
         trace_sample(adapter, prompt, asked, resources, masks) for prompt, masks in zip(prompts, given, strict=True)
     ]
-    return in_memory(asked, measured, dict(attrs or {}))
+    told = layer_types.told(adapter.config)
+    return in_memory(asked, measured, {**({MEASURED: told} if told else {}), **(attrs or {})})

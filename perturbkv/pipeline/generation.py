@@ -15,6 +15,7 @@ from perturbkv.cache import positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import keep, lengths
+from perturbkv.cache.whole import beside
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -121,7 +122,7 @@ def read_evicting(
             chosen = found.groups(configs, layer, keys, values)
             (counts,) = lengths([chosen], len(configs), keys.device)
             kept = keep(chosen, range(len(configs)), counts, keys, values)
-            kept = positions.in_cache(kept, configs, adapter.rotary.inv_freq)
+            kept = positions.in_cache(kept, configs, adapter.frequencies)
             rows = [kept.entries[place] for place in range(len(configs))]
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
 
@@ -132,11 +133,13 @@ def read_evicting(
 
     read = prefill(adapter, context, configs, resources, sample, head_scores, take, given, whole=waits)
     read.finite.raise_if_not(sample)
-    for layer, held in enumerate(read.cache.layers if waits else ()):
+    for layer in range(len(adapter.layers) if waits else 0):
+        held = adapter.held(read.cache, layer)
         evict(read.statistics, layer, held.keys[0], held.values[0])
         held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
     behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
-    return Evicted(CompactCache(layers, [*([0] if with_full else []), *behind]), read.logits, queries)
+    cache = CompactCache(beside(adapter, layers, read.windows), [*([0] if with_full else []), *behind])
+    return Evicted(cache, read.logits, queries)
 
 
 @torch.inference_mode()
@@ -252,7 +255,8 @@ def answer(
 
 def _held(cache: CompactCache) -> list[float]:
     """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share)."""
-    entries = [sum(sum(layer.lengths(row)) for layer in cache.layers) for row in range(cache.layers[0].batch)]
+    rows = range(cache.layers[0].batch)
+    entries = [sum(sum(layer.lengths(row)) for layer in cache.evicted) for row in rows]
     return [row / entries[0] for row in entries[1:]]
 
 

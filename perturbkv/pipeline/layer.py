@@ -60,7 +60,8 @@ def measure_layer(
     keep_attention: bool,
 ) -> LayerResult:
     """Select for every configuration in one layer, and measure what that alone changes at every step."""
-    keys, values = before.cache.layers[layer].keys[0], before.cache.layers[layer].values[0]
+    held = adapter.held(before.cache, layer)
+    keys, values = held.keys[0], held.values[0]
     n, w_o = before.statistics.tokens, adapter.output_projection(layer)
     slices = theory.head_slices(w_o, adapter.heads)
     attention = [

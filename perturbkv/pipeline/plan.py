@@ -18,7 +18,7 @@ from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_room, load_weights
-from perturbkv.pipeline import grading
+from perturbkv.pipeline import grading, sources
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 
@@ -118,6 +118,7 @@ def plan(
     """Check everything that can be checked without the weights. Raises PerturbkvErrors."""
     check_configurations(len(configs))
     positions.check(configs, files.config, files.name)
+    sources.check(configs, files.config, files.name)
     generate = prompts.generation_length if settings.generate is None else settings.generate
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
     run = RunConfig(

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
+from perturbkv.cache.sliding import Window
+from perturbkv.cache.whole import full_cache, windows
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
@@ -129,12 +131,14 @@ class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
     `finite` knows of every layer, the final norm and the logits whether they were; nothing was raised yet.
+    `windows` are what layers that are not measured held of the prompt.
     """
 
     cache: Cache
     logits: Float[Tensor, " vocab"]
     statistics: Statistics
     finite: FiniteCheck
+    windows: Mapping[int, Window] = field(default_factory=dict)
 
 
 def asked(config: EvictionConfig) -> Asked:
@@ -178,7 +182,8 @@ def prefill(
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
     reading.finite.look(LOGITS, logits)
     replay_scores(adapter, token_ids, reading.cache, found.scored, sample, reading.finite)
-    return Prefill(reading.cache, logits[0, -1], found, reading.finite)
+    held = windows(adapter, reading.cache)
+    return Prefill(reading.cache, logits[0, -1], found, reading.finite, held)
 
 
 class _Reading:
@@ -188,7 +193,7 @@ class _Reading:
         self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None, whole: bool
     ) -> None:
         self.adapter, self.found, self.resources, self.taken, self.whole = adapter, found, resources, taken, whole
-        self.cache, self.finite = DynamicCache(), FiniteCheck()
+        self.cache, self.finite = full_cache(adapter), FiniteCheck()
         self.wanted = [wanted for wanted in found.scored if wanted.score.replay is None]
         self.needs = {need for wanted in self.wanted for need in wanted.score.needs}
         self.input: Tensor | None = None
@@ -234,13 +239,14 @@ class _Reading:
         for window in dict.fromkeys(wanted.window for wanted in self.wanted):
             own = [wanted.score for wanted in self.wanted if wanted.window == window]
             for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
-                self.finite.made(f"the scores '{score.called}' of layer {view.layer}", made)
+                index = self.adapter.layer_indices[view.layer]
+                self.finite.made(f"the scores '{score.called}' of layer {index}", made)
                 self.found.scored[Asked(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
-        self.finite(layer, hidden)
+        self.finite(self.adapter.layer_indices[layer], hidden)
         if self.taken is not None and not self.whole:
-            held = self.cache.layers[layer]
+            held = self.adapter.held(self.cache, layer)
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     def _final(self, output: Tensor) -> None:

@@ -9,7 +9,9 @@ import torch
 import transformers
 
 import perturbkv
+from perturbkv.configs import layer_types
 from perturbkv.pipeline.plan import Plan
+from perturbkv.schema import MEASURED
 from perturbkv.selection.policies import presses
 
 
@@ -17,6 +19,7 @@ def provenance(planned: Plan) -> dict[str, str]:
     """Root attributes of the trace."""
     run, device, stored = planned.run, planned.placement.device, planned.files.stored
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    measured = layer_types.told(planned.files.config)
     return {
         "model": run.model,
         "revision": run.revision,
@@ -36,4 +39,5 @@ def provenance(planned: Plan) -> dict[str, str]:
         "torch_version": str(torch.__version__),
         "transformers_version": transformers.__version__,
         "python_version": platform.python_version(),
+        **({MEASURED: measured} if measured else {}),
     } | ({"kvpress_version": presses.version()} if any(presses.is_press(one.policy) for one in run.configs) else {})

@@ -112,7 +112,7 @@ class Compressor:
         self, layer: int, row: int, config: EvictionConfig, generated: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
-        held: CompactLayer = self.cache.layers[layer]
+        held: CompactLayer = self.cache.evicted[layer]
         sets = held.entries(row).sets()
         if config.granularity.name == "query":
             sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
@@ -122,7 +122,7 @@ class Compressor:
         places = view.places(kept)
         stays = view.take(places)
         if registry.build(config.policy).in_cache:
-            stays = positions.move(stays, torch.cat(places), self.adapter.rotary.inv_freq)
+            stays = positions.move(stays, torch.cat(places), self.adapter.frequencies)
         held.replace({row: stays})
         return view.perturbation(kept)
 
@@ -229,5 +229,5 @@ def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:
 
 def mean_entries(cache: CompactCache, row: int) -> float:
     """Entries per kept set that a row holds, over layers and kept sets."""
-    lengths: list[int] = [length for layer in cache.layers for length in layer.lengths(row)]
+    lengths: list[int] = [length for layer in cache.evicted for length in layer.lengths(row)]
     return sum(lengths) / len(lengths)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from perturbkv.cache.whole import put_back, windows
 from perturbkv.datasets.templates import after_turn
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_sliding_window
@@ -58,7 +59,7 @@ def replay_scores(
             prefix = max(0, len(context) - asked.window)
             scored[asked] += [rows[:, :prefix] for rows in made[asked.score]]
             for layer, rows in enumerate(scored[asked]):
-                finite.made(f"the scores '{asked.score.called}' of layer {layer}", rows)
+                finite.made(f"the scores '{asked.score.called}' of layer {adapter.layer_indices[layer]}", rows)
 
 
 def _replay(
@@ -106,7 +107,10 @@ class _Pass:
     ) -> None:  # fmt: skip
         self.adapter, self.cache, self.part, self.made, self.sample = adapter, cache, part, made, sample
         self.sinks = min(how.sinks, part.start)
-        self.held = [(layer.keys, layer.values) for layer in cache.layers]
+        self.held = [
+            (held.keys, held.values) for held in (adapter.held(cache, at) for at in range(len(adapter.layers)))
+        ]
+        self.windows = windows(adapter, cache)
         self.input: Tensor | None = None
 
     def run(self, tokens: Sequence[int]) -> None:
@@ -118,6 +122,7 @@ class _Pass:
         ids = torch.tensor([tokens], device=self.adapter.device)
         with capture(self.adapter, observer):
             self.adapter.model.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        put_back(self.cache, self.windows)
 
     def _entering(self, layer: int, hidden: Tensor) -> None:
         self.input = hidden[0]
@@ -144,5 +149,5 @@ class _Pass:
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -own:]], dim=1)
 
     def _done(self, layer: int, hidden: Tensor) -> None:
-        held = self.cache.layers[layer]
+        held = self.adapter.held(self.cache, layer)
         held.keys, held.values = self.held[layer]

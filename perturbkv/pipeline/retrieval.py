@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import DynamicCache
 
 from perturbkv import room
+from perturbkv.cache.whole import full_cache
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
@@ -94,7 +94,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
 
 def _answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
     """The model's own greedy tokens: at most `most`, and none after an end or a new line, which is the last."""
-    cache, given, made = DynamicCache(), list(prompt), list[int]()
+    cache, given, made = full_cache(adapter), list(prompt), list[int]()
     while len(made) < most:
         ids = torch.tensor([given], device=adapter.device)
         logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

@@ -32,5 +32,5 @@ class Rotations:
     def _rotation(self, positions: range) -> Rotation:
         like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
         places = torch.tensor(positions, device=like.device).unsqueeze(0)
-        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, places)
+        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, places, *self._adapter.rotary_kind)
         return Rotation(cosine[0], sine[0])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.plan import Plan
@@ -135,5 +136,7 @@ def _say_what_is_special(planned: Plan) -> None:
         whole = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
         if whole:
             _log.info("'%s' evicts nothing in %d of %d samples: b ≥ n", config.label(), whole, len(prompts))
+    if measured := layer_types.told(planned.files.config):
+        _log.info("layers %s are measured: the others keep their own sliding window", measured)
     if run.random_weights:
         _log.info("random weights: these numbers say nothing of a trained model")

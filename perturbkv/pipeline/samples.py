@@ -15,6 +15,7 @@ from perturbkv.cache import positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import Kept, Lengths, keep, lengths
+from perturbkv.cache.whole import beside
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, plan_batches
 from perturbkv.configs.run import RunConfig
@@ -173,22 +174,23 @@ class _Decoding:
         """One batch: evict, decode, compare."""
         with phase("evict"):
             found = [self._evict(layer, places) for layer in range(len(self.layers))]
-            cache = CompactCache([layer for layer, _ in found], self._behind(places))
+            layers = beside(self.adapter, [layer for layer, _ in found], self.before.windows)
+            cache = CompactCache(layers, self._behind(places))
         with phase("decode"):
             asked, evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
         with phase("measure"):
             steps = [self._measure(step, len(places)) for step in zip(self.full, evicted, strict=True)]
-        whole = sum(layer.borrowed_nbytes for layer in cache.layers)
+        whole = sum(layer.borrowed_nbytes for layer in cache.evicted)
         held, padding = cache.nbytes - whole, cache.padding_nbytes
         answers = self._answers(cache, asked, places) if self.run.generate else {}
         return BatchResult(places, steps, [kept for _, kept in found], held, padding, answers)
 
     def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept]:
         """One layer's cache: the row that keeps everything, the configurations, and more of the first kind."""
-        held, n = self.before.cache.layers[layer], self.before.statistics.tokens
+        held, n = self.adapter.held(self.before.cache, layer), self.before.statistics.tokens
         keys, values = held.keys[0], held.values[0]
         kept = keep(self.layers[layer].groups, set(places), self.kept[layer], keys, values)
-        kept = positions.in_cache(kept, self.run.configs, self.adapter.rotary.inv_freq)
+        kept = positions.in_cache(kept, self.run.configs, self.adapter.frequencies)
         everything = borrow(keys[:, :n], values[:, :n])
         rows = [everything, *(kept.entries[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))

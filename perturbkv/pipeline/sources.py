@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.families import check_plain
 from perturbkv.pipeline.prefill import Source
 from perturbkv.pipeline.presses import source as run_press
 from perturbkv.selection.policies import presses
@@ -22,10 +24,18 @@ def sources(
 ) -> dict[EvictionConfig, Source]:
     """Of each configuration whose kept sets come from outside, what tells them.
 
-    Raises ConfigError where it has none, masks of other shapes than the model's and the prompt's, and a press that
+    Raises what `check` raises, ConfigError where it has none, masks of other shapes than the model's and the prompt's, and a press that
     fails; a press' source raises UnreadableError where it does not only evict.
     """
+    check(configs, adapter.config, adapter.name)
     return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}
+
+
+def check(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> None:
+    """Raise ModelError where a configuration is a press, which compresses every layer, and the model has others."""
+    for config in configs:
+        if presses.is_press(config.policy):
+            check_plain(model_config, name, f"press '{config.policy.name.partition(':')[2]}'")
 
 
 def _source(adapter: Adapter, token_ids: Sequence[int], config: EvictionConfig, masks: KeptMasks) -> Source:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perturbkv.configs import layer_types
 from perturbkv.errors import ConfigError
 from perturbkv.reading import FileKind
 
@@ -30,26 +31,27 @@ def given(path: Path | None, model_config: Any, policy: str | None, works: str) 
         )
         raise ConfigError(msg)
     try:
-        return read(path, int(model_config.num_hidden_layers), int(model_config.num_attention_heads))
+        return read(path, layer_types.measured(model_config), int(model_config.num_attention_heads))
     except ConfigError as error:
         msg = f"{error}; {works}"
         raise ConfigError(msg) from None
 
 
-def read(path: Path, layers: int, heads: int) -> HeadScores:
+def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
     """The file's scores; a list counts as its mean, as HeadKV's own files hold one score per sample.
 
-    Raises ConfigError where it is not of that many layers and heads, or a score is no number of at least 0.
+    `layers` are the indices of the measured ones. Raises ConfigError where it is not of these layers and heads, or a
+    score is no number of at least 0.
     """
     document = _parsed(path)
     found = {name: _score(value, f"{path}: '{name}'") for name, value in document.items()}
-    wanted = [[f"{layer}-{head}" for head in range(heads)] for layer in range(layers)]
+    wanted = [[f"{layer}-{head}" for head in range(heads)] for layer in layers]
     names = {name for row in wanted for name in row}
     if set(found) != names:
         strange = sorted(set(found) ^ names)[0]
         what = f"'{strange}', which the model lacks" if strange in found else f"none for '{strange}'"
         msg = (
-            f"expected scores of {layers} layers × {heads} heads in {path}, got {len(found)} and {what}; "
+            f"expected scores of {len(layers)} layers × {heads} heads in {path}, got {len(found)} and {what}; "
             "measure this model's: perturbkv head-scores"
         )
         raise ConfigError(msg)
@@ -72,9 +74,10 @@ def checked(scores: Sequence[Sequence[float]], layers: int, heads: int) -> HeadS
     return rows
 
 
-def as_json(scores: Sequence[Sequence[float]]) -> str:
-    """The file that `read` takes."""
-    named = {f"{layer}-{head}": score for layer, row in enumerate(scores) for head, score in enumerate(row)}
+def as_json(scores: Sequence[Sequence[float]], layers: Sequence[int]) -> str:
+    """The file that `read` takes; a row of scores for each of these layers."""
+    rows = zip(layers, scores, strict=True)
+    named = {f"{layer}-{head}": score for layer, row in rows for head, score in enumerate(row)}
     return json.dumps(named, indent=1) + "\n"
 
 

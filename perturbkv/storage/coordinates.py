@@ -56,10 +56,11 @@ def check_samples(path: Path, held: Sequence[str]) -> None:
         raise TraceError(msg)
 
 
-def check_places(path: Path, axis: str, held: NDArray[np.generic]) -> None:
-    """Raise TraceError unless a coordinate counts its places from 0 on."""
-    if not np.array_equal(held, np.arange(len(held))):
-        msg = f"expected the places 0 … {len(held) - 1} along '{axis}' in {path}, got {held[:8].tolist()} …; {_AGAIN}"
+def check_places(path: Path, axis: str, held: NDArray[np.generic], measured: Sequence[int] | None = None) -> None:
+    """Raise TraceError unless a coordinate counts its places from 0 on, or holds the layers that were measured."""
+    if not np.array_equal(held, np.arange(len(held)) if measured is None else np.array(measured)):
+        expected = f"0 … {len(held) - 1}" if measured is None else " ".join(map(str, measured))
+        msg = f"expected the places {expected} along '{axis}' in {path}, got {held[:8].tolist()} …; {_AGAIN}"
         raise TraceError(msg)
 
 

@@ -70,6 +70,8 @@ def rows(trace: Trace, place: int) -> pa.RecordBatch:
     for name, (kind, values) in _choices(trace.run.configs).items():
         found[name] = pa.array(values, kind).take(pa.array(index[0]))
     found |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
+    layers = [trace.layer_name(place) for place in range(shape[AXES.index("layer")])]
+    found["layer"] = np.array(layers, dtype=np.int32)[index[AXES.index("layer")]]
     for name, variable in columns(trace).items():
         found[name] = _spread(trace.arrays[name][place], variable.dims, shape)[held]
     return pa.RecordBatch.from_pydict(found, schema=schema(trace))

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.configs import former
+from perturbkv.configs import former, layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.reading import FileKind
-from perturbkv.schema import ROWS, TEXT, VARIABLES
+from perturbkv.schema import MEASURED, ROWS, TEXT, VARIABLES
 from perturbkv.storage import checksums
 from perturbkv.storage.contents import check_kept, check_numbers, check_states, check_text
 from perturbkv.storage.coordinates import (
@@ -206,7 +206,7 @@ def _checked_run(file: StoredFile) -> RunConfig:
     check_shapes(path, lengths, {name: file.shape(name) for name in variables_of(names)})
     for axis in lengths:
         if axis not in ("sample", "config", *ROWS):
-            check_places(path, axis, file.read(axis))
+            check_places(path, axis, file.read(axis), _measured(file) if axis == "layer" else None)
     if "steps_measured" in file:
         check_measured(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
     check_states(path, file.read("complete"), file.read("failure"))
@@ -214,6 +214,20 @@ def _checked_run(file: StoredFile) -> RunConfig:
         if {f"{rows}_offset", f"{rows}_count", axis} <= set(names):
             check_rows(path, rows, file.read(f"{rows}_offset"), file.read(f"{rows}_count"), lengths[axis])
     return run
+
+
+def _measured(file: StoredFile) -> tuple[int, ...] | None:
+    """The measured layers' indices, of a file that says them. Raises TraceError for what says none."""
+    told = file.attributes().get(MEASURED)
+    if told is None:
+        return None
+    try:
+        found, of = layer_types.parsed(str(told))
+    except ValueError:
+        found, of = (), 0
+    if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < of:
+        file.refuse(f"{MEASURED} such as '5 11 17 of 18'", f"'{told}'")
+    return found
 
 
 def _labels_of(file: StoredFile, run: RunConfig) -> list[str]:

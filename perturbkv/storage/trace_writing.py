@@ -13,8 +13,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
-from perturbkv.schema import ROWS, Variable
+from perturbkv.schema import MEASURED, ROWS, Variable
 from perturbkv.storage import checksums
 from perturbkv.storage.layout import (
     AXES,
@@ -94,7 +95,8 @@ def _begun(
     file.attrs["format_version"] = FORMAT_VERSION
     for name, text in told.items():
         file.attrs[name] = text
-    _write_coordinates(file, sizes, sample_ids, labels)
+    held = told.get(MEASURED)
+    _write_coordinates(file, sizes, sample_ids, labels, layer_types.parsed(held)[0] if held else None)
     return _Variables(file, {name: one for name, one in STORED.items() if name in names | FLAGS.keys()}, sizes)
 
 
@@ -108,14 +110,23 @@ def _said(held: h5py.Dataset) -> str:
     return checksums.words(held.attrs["units"], held.attrs["long_name"])
 
 
-def _write_coordinates(file: h5py.File, sizes: Mapping[str, int], sample_ids: Sequence[str], labels: list[str]) -> None:
+def _write_coordinates(
+    file: h5py.File,
+    sizes: Mapping[str, int],
+    sample_ids: Sequence[str],
+    labels: list[str],
+    layers: Sequence[int] | None,
+) -> None:
+    """The coordinates; `layers` are the indices of those that were measured, None: all."""
     named = {"sample": list(sample_ids), "config": labels}
+    counted = {} if layers is None else {"layer": np.array(layers)}
     for axis in (one for one in AXES if one in sizes):  # in one order, whatever a sample brought first
         length = sizes[axis]
         if axis in ROWS:
             scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
         else:
-            held = np.array(named.get(axis, np.arange(length)), dtype=object if axis in named else "<i8")
+            places = counted.get(axis, np.arange(length))
+            held = np.array(named.get(axis, places), dtype=object if axis in named else "<i8")
             scale = file.create_dataset(axis, data=held, **_storage("str" if axis in named else "int64", held.shape))
             scale.attrs[checksums.NAME] = np.array([checksums.of(held)], dtype=np.uint32)
         scale.make_scale(f"{_WITHOUT_VARIABLE}{length:10d}" if axis in ROWS else axis)

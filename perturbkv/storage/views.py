@@ -29,6 +29,8 @@ def to_dataset(trace: Trace) -> Any:
     variables["failure"] = (("sample",), [trace.failures.get(name, "") for name in trace.sample_ids], {})
     made = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
     counted = {axis: np.arange(length) for axis, length in made.sizes.items() if axis not in {*coordinates, *ROWS}}
+    if "layer" in counted:
+        counted["layer"] = np.array([trace.layer_name(int(place)) for place in counted["layer"]])
     return made.assign_coords(counted)
 
 

@@ -83,7 +83,7 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
     """Section of the page -> the documents that its command prints."""
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
-    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ([[0.5, 0.25]], 1))
+    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
     monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
     small = ["--model", model, "--samples", 1, "--length", 300, "--entries", 24, "--placed", "random:small"]
     audited = ["--model", model, "--dataset", data, "--samples", 1, "--steps", 1, "--format", "png"]

@@ -110,7 +110,7 @@ def model(layers: int = 2, heads: int = 2) -> SimpleNamespace:
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
-    path.write_text(files.as_json([[0.5, 0.0], [1.0, 2.0]]))
+    path.write_text(files.as_json([[0.5, 0.0], [1.0, 2.0]], (0, 1)))
     assert files.given(path, model(), "headkv", "what works: snapkv") == ((0.5, 0.0), (1.0, 2.0))
     assert files.given(path, model(), None, "") == ()
     path.write_text(json.dumps({"0-0": [1, 2], "0-1": [3], "1-0": 0, "1-1": 1}))  # HeadKV's own files hold lists

@@ -74,7 +74,7 @@ def test_no_full_cache_is_left_of_a_prompt_that_was_evicted_while_read(monkeypat
 
     made: list[DynamicCache] = []
     held: list[int] = []
-    monkeypatch.setattr(prefill, "DynamicCache", lambda: made.append(DynamicCache()) or made[-1])
+    monkeypatch.setattr(prefill, "full_cache", lambda adapter: made.append(DynamicCache()) or made[-1])
     adapter = tiny_adapter(layers=4)
 
     def look(*given: object) -> None:

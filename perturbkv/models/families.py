@@ -1,0 +1,110 @@
+"""Which model families an eviction study reads correctly, what is special about each, and which variants it refuses.
+
+A family is a line of `FAMILIES`; a variant that decoding from an evicted cache would get wrong is refused by name and
+never approximated. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from perturbkv.configs.layer_types import FULL, SLIDING, is_mixed, own_window
+from perturbkv.errors import ModelError
+
+_WINDOWS = "layers of full attention are measured, sliding ones keep their own window"
+_NORM_AFTER = "norm after the output projection: o_h and L stand before it"
+_EXPERTS = "mixture of experts, routed token by token"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family whose attention lies at `model.layers[i].self_attn.o_proj`.
+
+    Attributes:
+        name: as people write it.
+        special: what a reader of its numbers has to know.
+        sinks: whether each head has a sink in its softmax, the parameter `sinks` of its attention.
+    """
+
+    name: str
+    special: str = ""
+    sinks: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral"),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3"),
+    "phi3": Family("Phi-3"),
+    "gemma3_text": Family("Gemma 3", f"{_WINDOWS}; {_NORM_AFTER}"),
+    "qwen3_moe": Family("Qwen3-MoE", _EXPERTS),
+    "mixtral": Family("Mixtral", _EXPERTS),
+    "olmo2": Family("OLMo 2", _NORM_AFTER),
+    "olmo3": Family("OLMo 3", f"{_WINDOWS}; {_NORM_AFTER}"),
+    "granite": Family("Granite", "what attention adds is scaled before the residual stream: o_h and L stand before it"),
+}
+"""transformers' model_type -> family."""
+REFUSED = {
+    "gemma2": "soft-caps the logits of its attention",
+    "gemma3": "reads images beside text; its text part alone (gemma3_text) is supported",
+    "llama4": "attends in chunks and scales its queries by their position",
+    "llama4_text": "attends in chunks and scales its queries by their position",
+}
+"""Near relatives of supported families -> why an eviction study would misread them."""
+_SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
+
+
+def check_family(config: Any, name: str) -> None:
+    """Raise ModelError unless the model is of a supported family and its attention is a plain softmax."""
+    kind = config.model_type
+    if kind not in FAMILIES:
+        why = f", which {REFUSED[kind]}" if kind in REFUSED else ""
+        known = ", ".join(family.name for family in FAMILIES.values())
+        msg = f"model '{name}' is of the family '{kind}'{why}; supported: {known}"
+        raise ModelError(msg)
+    _refuse_first(_unlike_softmax(config), name)
+
+
+def check_layers(config: Any, name: str) -> None:
+    """Raise ModelError unless every layer sees all entries before it, or the last of them; sizes are sane already."""
+    _refuse_first(_unknown_layers(config), name)
+
+
+def check_plain(config: Any, name: str, what: str) -> None:
+    """Raise ModelError unless every layer sees all entries by a softmax over them alone, as `what` takes it to."""
+    held = "layers that hold a sliding window" if is_mixed(config) else ""
+    if FAMILIES[config.model_type].sinks:
+        held = "sinks in its softmax"
+    if held:
+        msg = f"{what} expects layers that all see the whole prompt and nothing else, got model '{name}', which has {held}"
+        raise ModelError(msg)
+
+
+def _refuse_first(reasons: Iterator[str], name: str) -> None:
+    if (reason := next(reasons, "")) != "":
+        msg = f"model '{name}' {reason}; an eviction study would misread it"
+        raise ModelError(msg)
+
+
+def _unlike_softmax(config: Any) -> Iterator[str]:
+    """What decoding from an evicted cache would get wrong in every layer."""
+    yield from (f"soft-caps its attention ({cap})" for cap in _SOFT_CAPS if getattr(config, cap, None))
+    if getattr(config, "attention_sink", None) or getattr(config, "sinks", None):
+        yield "has attention sinks beside its entries"
+    if getattr(config, "use_bidirectional_attention", None):
+        yield "attends to later tokens (use_bidirectional_attention)"
+
+
+def _unknown_layers(config: Any) -> Iterator[str]:
+    """What it would get wrong in some."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return
+    yield from (f"has layers of the type '{kind}'" for kind in types if kind not in (FULL, SLIDING))
+    if len(types) != config.num_hidden_layers:
+        yield f"names the types of {len(types)} layers (layer_types) and has {config.num_hidden_layers}"
+    if is_mixed(config) and (own_window(config) or 0) < 2:
+        yield f"has sliding layers with a window of {own_window(config)} entries (sliding_window)"
