@@ -47,7 +47,7 @@ def test_scores_equal_the_naive_loop_over_the_models_own_answer(heads: tuple[int
             keys = decoder.keys[layer][head * decoder.kv_heads // decoder.heads]
             for step in range(len(prompt().token_ids) - 1, len(records)):
                 query = records[step].query[layer][head]
-                weights = theory.softmax([float(query @ key) / decoder.d_head**0.5 for key in keys[: step + 1]])
+                weights = theory.softmax([float(query @ key) * decoder.scale for key in keys[: step + 1]])
                 largest = sorted(range(len(weights)), key=lambda entry: -weights[entry])[: len(place)]
                 inside = sum(weights[entry] for entry in largest if entry in place)
                 expected[layer, head] += inside / (len(place) * steps)

@@ -1,11 +1,13 @@
-"""A naive float64 decoder of the five families, with an eviction mask per layer and query head.
+"""A naive float64 decoder of every family, with an eviction mask per measured layer and query head.
 
 One token at a time from the beginning: keys and values are appended, nothing is batched. Keys are also kept without
-rotation, so that a step can place those that a head sees anew.
+rotation, so that a step can place those that a head sees anew. Where layers are of two kinds, those with a sliding
+window see what they see whatever is evicted, and are neither recorded nor counted.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.oracle.theory import Array, softmax
 
 @dataclass
 class Step:
-    """Per layer: query (head, d_head), head_output (head, d_head), hidden (d_model); then final and logits."""
+    """Per measured layer: query (head, d_head), head_output (head, d_head), hidden (d_model); then final and logits."""
 
     query: list[Array] = field(default_factory=list)
     head_output: list[Array] = field(default_factory=list)
@@ -33,61 +35,109 @@ class Decoder:
         self.weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
         self.heads, self.kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         self.d_head = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
-        self.layers = self.config.num_hidden_layers
-        self.keys: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in range(self.layers)]
-        self.values: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in range(self.layers)]
-        self.unrotated: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in range(self.layers)]
+        every = range(self.config.num_hidden_layers)
+        self.types = getattr(self.config, "layer_types", None) or ["full_attention" for _ in every]
+        self.places = [i for i in every if self.types[i] == "full_attention" or len(set(self.types)) == 1]
+        self.layers = len(self.places)
+        self._keys: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in every]
+        self._values: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in every]
+        self.unrotated: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in every]
         self.position = 0
+
+    @property
+    def keys(self) -> list[list[list[Array]]]:
+        """Of the measured layers."""
+        return [self._keys[place] for place in self.places]
+
+    @property
+    def values(self) -> list[list[list[Array]]]:
+        """Of the measured layers."""
+        return [self._values[place] for place in self.places]
+
+    def w_o(self, layer: int) -> Array:
+        """Output projection of a measured layer."""
+        return self.weights[f"model.layers.{self.places[layer]}.self_attn.o_proj.weight"]
+
+    def sinks(self, layer: int) -> Array | None:
+        """Of a measured layer's heads: logits that are in every softmax, of entries without a value."""
+        return self.weights.get(f"model.layers.{self.places[layer]}.self_attn.sinks")
+
+    @property
+    def scale(self) -> float:
+        """Factor on the logits."""
+        config: Any = self.config
+        if hasattr(config, "query_pre_attn_scalar"):
+            return float(config.query_pre_attn_scalar**-0.5)
+        return float(getattr(config, "attention_multiplier", self.d_head**-0.5))
 
     def step(self, token: int, kept: list[Array] | None = None, in_cache: bool = False) -> Step:
         """Decode a token; `kept[layer]` (head, entries so far) masks older entries, the token's own is always seen.
 
         With `in_cache` a head's first entry that it sees stands at 0, the next one at 1, …; the query at its own.
         """
-        record = Step()
-        hidden = self.weights["model.embed_tokens.weight"][token].copy()
-        for layer in range(self.layers):
-            mask = None if kept is None else kept[layer]
+        record, config = Step(), self.config
+        hidden = self.weights["model.embed_tokens.weight"][token] * self._embedding_scale()
+        residual = getattr(config, "residual_multiplier", 1.0)
+        for layer in range(config.num_hidden_layers):
+            mask = None if kept is None or layer not in self.places else kept[self.places.index(layer)]
+            after = f"model.layers.{layer}.post_feedforward_layernorm.weight" in self.weights
             normed = self._norm(hidden, f"{layer}.input_layernorm")
-            hidden = hidden + self._attention(layer, normed, mask, in_cache, record)
-            hidden = hidden + self._mlp(layer, self._norm(hidden, f"{layer}.post_attention_layernorm"))
-            record.hidden.append(hidden.copy())
-        record.final = _rms(hidden, self.weights["model.norm.weight"], self.config.rms_norm_eps)
+            made = self._attention(layer, normed, mask, in_cache, record)
+            hidden = hidden + residual * (self._norm(made, f"{layer}.post_attention_layernorm") if after else made)
+            name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
+            made = self._mlp(layer, self._norm(hidden, f"{layer}.{name}"))
+            hidden = hidden + residual * (self._norm(made, f"{layer}.post_feedforward_layernorm") if after else made)
+            if layer in self.places:
+                record.hidden.append(hidden.copy())
+        record.final = self._norm(hidden, "model.norm.weight")
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
-        record.logits = head @ record.final
+        record.logits = head @ record.final / getattr(config, "logits_scaling", 1.0)
         self.position += 1
         return record
 
+    def _embedding_scale(self) -> float:
+        if self.config.model_type == "gemma3_text":
+            return math.sqrt(self.config.hidden_size)
+        return float(getattr(self.config, "embedding_multiplier", 1.0))
+
     def _norm(self, hidden: Array, name: str) -> Array:
-        return _rms(hidden, self.weights[f"model.layers.{name}.weight"], self.config.rms_norm_eps)
+        """A norm of the model; nothing where it has none of this name."""
+        weight = self.weights.get(name if name.startswith("model") else f"model.layers.{name}.weight")
+        if weight is None:
+            return hidden
+        return _rms(hidden, weight + (self.config.model_type == "gemma3_text"), self.config.rms_norm_eps)
 
     def _linear(self, name: str, vector: Array) -> Array:
         out = self.weights[f"{name}.weight"] @ vector
         return out + self.weights.get(f"{name}.bias", 0.0)
 
     def _attention(self, layer: int, hidden: Array, kept: Array | None, in_cache: bool, record: Step) -> Array:
-        prefix = f"model.layers.{layer}.self_attn"
+        prefix, measured = f"model.layers.{layer}.self_attn", layer in self.places
         unrotated, key, value = self._projections(prefix, hidden)
-        query = self._rotate(unrotated, self.position)
+        query = self._rotate(unrotated, self.position, layer)
         for head in range(self.kv_heads):
             self.unrotated[layer][head].append(key[head])
-            self.keys[layer][head].append(self._rotate(key[head : head + 1], self.position)[0])
-            self.values[layer][head].append(value[head])
+            self._keys[layer][head].append(self._rotate(key[head : head + 1], self.position, layer)[0])
+            self._values[layer][head].append(value[head])
         mixed = np.zeros((self.heads, self.d_head))
+        sinks = self.weights.get(f"{prefix}.sinks")
         for head in range(self.heads):
             kv_head = head // (self.heads // self.kv_heads)
-            entries = len(self.keys[layer][kv_head])
+            entries = len(self._keys[layer][kv_head])
             seen = [i for i in range(entries) if kept is None or i == entries - 1 or kept[head, i]]
-            keys = [self.keys[layer][kv_head][i] for i in seen]
-            if in_cache:
-                entries = [self.unrotated[layer][kv_head][i][None] for i in seen]
-                keys = [self._rotate(entry, stands)[0] for stands, entry in enumerate(entries)]
-                query[head] = self._rotate(unrotated[head : head + 1], len(seen) - 1)[0]
-            scores = [float(query[head] @ key) / self.d_head**0.5 for key in keys]
-            for weight, i in zip(softmax(scores), seen, strict=True):
-                mixed[head] += weight * self.values[layer][kv_head][i]
-        record.query.append(query)
-        record.head_output.append(mixed)
+            seen = seen if measured else [i for i in seen if i > self.position - self.config.sliding_window]
+            keys = [self._keys[layer][kv_head][i] for i in seen]
+            if in_cache and measured:
+                places = [self.unrotated[layer][kv_head][i][None] for i in seen]
+                keys = [self._rotate(entry, stands, layer)[0] for stands, entry in enumerate(places)]
+                query[head] = self._rotate(unrotated[head : head + 1], len(seen) - 1, layer)[0]
+            scores = [float(query[head] @ key) * self.scale for key in keys]
+            scores += [] if sinks is None else [float(sinks[head])]
+            for weight, i in zip(softmax(scores), seen, strict=False):
+                mixed[head] += weight * self._values[layer][kv_head][i]
+        if measured:
+            record.query.append(query)
+            record.head_output.append(mixed)
         return self._linear(f"{prefix}.o_proj", mixed.reshape(-1))
 
     def _projections(self, prefix: str, hidden: Array) -> tuple[Array, Array, Array]:
@@ -96,16 +146,21 @@ class Decoder:
             parts = np.split(self._linear(f"{prefix}.qkv_proj", hidden), np.cumsum(sizes)[:-1])
         else:
             parts = [self._linear(f"{prefix}.{name}_proj", hidden) for name in "qkv"]
+        parts[:2] = [self._head_norm(part, f"{prefix}.{name}_norm.weight") for part, name in zip(parts, "qk")]
         query, key, value = (part.reshape(-1, self.d_head) for part in parts)
-        if f"{prefix}.q_norm.weight" in self.weights:
-            eps = self.config.rms_norm_eps
-            query = np.stack([_rms(row, self.weights[f"{prefix}.q_norm.weight"], eps) for row in query])
-            key = np.stack([_rms(row, self.weights[f"{prefix}.k_norm.weight"], eps) for row in key])
         return query, key, value
 
-    def _rotate(self, rows: Array, position: int) -> Array:
-        rotary = int(self.d_head * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
-        half, theta = rotary // 2, self.config.rope_parameters["rope_theta"]
+    def _head_norm(self, rows: Array, name: str) -> Array:
+        """Of each head, or of all heads of a projection together, as long as its weight is."""
+        if name not in self.weights:
+            return rows
+        return np.concatenate([self._norm(part, name) for part in rows.reshape(-1, len(self.weights[name]))])
+
+    def _rotate(self, rows: Array, position: int, layer: int) -> Array:
+        asked = self.config.rope_parameters
+        asked = asked.get(self.types[layer], asked)
+        rotary = int(self.d_head * asked.get("partial_rotary_factor", 1.0))
+        half, theta = rotary // 2, asked["rope_theta"]
         angles = position / theta ** (np.arange(half) * 2 / rotary)
         first, second, rest = rows[:, :half], rows[:, half:rotary], rows[:, rotary:]
         cos, sin = np.cos(angles), np.sin(angles)
@@ -113,12 +168,43 @@ class Decoder:
 
     def _mlp(self, layer: int, hidden: Array) -> Array:
         prefix = f"model.layers.{layer}.mlp"
+        if f"{prefix}.experts.down_proj" in self.weights:
+            return self._experts(prefix, hidden)
         if f"{prefix}.gate_up_proj.weight" in self.weights:
             gate, up = np.split(self._linear(f"{prefix}.gate_up_proj", hidden), 2)
         else:
             gate, up = self._linear(f"{prefix}.gate_proj", hidden), self._linear(f"{prefix}.up_proj", hidden)
-        return self._linear(f"{prefix}.down_proj", gate / (1 + np.exp(-gate)) * up)
+        return self._linear(f"{prefix}.down_proj", self._activated(gate) * up)
+
+    def _activated(self, gate: Array) -> Array:
+        if self.config.model_type == "gemma3_text":  # the tanh approximation of GELU
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            return 0.5 * gate * (1 + np.tanh(inner))
+        return gate / (1 + np.exp(-gate))
+
+    def _experts(self, prefix: str, hidden: Array) -> Array:
+        """The most probable experts of this token, each with its share among them."""
+        router = f"{prefix}.router" if f"{prefix}.router.weight" in self.weights else f"{prefix}.gate"
+        logits = self._linear(router, hidden)
+        chosen = sorted(range(len(logits)), key=lambda expert: -logits[expert])[: self.config.num_experts_per_tok]
+        shares = softmax([float(logits[expert]) for expert in chosen])
+        expert_of = self._clamped_expert if self.config.model_type == "gpt_oss" else self._expert
+        made = [share * expert_of(f"{prefix}.experts", expert, hidden)
+                for share, expert in zip(shares, chosen, strict=True)]  # fmt: skip
+        return np.sum(made, axis=0)
+
+    def _expert(self, prefix: str, expert: int, hidden: Array) -> Array:
+        gate, up = np.split(self.weights[f"{prefix}.gate_up_proj"][expert] @ hidden, 2)
+        return self.weights[f"{prefix}.down_proj"][expert] @ (self._activated(gate) * up)
+
+    def _clamped_expert(self, prefix: str, expert: int, hidden: Array) -> Array:
+        """Gate and up lie alternately, are clamped to 7, and the gate's slope is 1.702."""
+        both = hidden @ self.weights[f"{prefix}.gate_up_proj"][expert] + self.weights[f"{prefix}.gate_up_proj_bias"][expert]
+        gate, up = np.minimum(both[::2], 7.0), np.clip(both[1::2], -7.0, 7.0)
+        made = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+        return made @ self.weights[f"{prefix}.down_proj"][expert] + self.weights[f"{prefix}.down_proj_bias"][expert]
 
 
-def _rms(vector: Array, weight: Array, eps: float) -> Array:
-    return vector / np.sqrt(np.mean(vector**2) + eps) * weight
+def _rms(hidden: Array, weight: Array, eps: float) -> Array:
+    scaled: Array = hidden / np.sqrt((hidden * hidden).mean() + eps) * weight
+    return scaled

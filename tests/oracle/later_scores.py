@@ -143,7 +143,8 @@ class Listening(Decoder):
     heard: list[list[Array]]
 
     def _attention(self, layer: int, hidden: Array, *given: Any) -> Array:
-        self.heard[layer].append(hidden.copy())
+        if layer in self.places:
+            self.heard[self.places.index(layer)].append(hidden.copy())
         return super()._attention(layer, hidden, *given)
 
 
@@ -168,14 +169,14 @@ def replay(
 def kvzip(decoder: Decoder, seen: Pass, layer: int, n: int, sinks: int, plus: bool) -> list[list[float]]:
     """(head, entry of the part): the largest weight that any query of the pass gives it."""
     shown = [*range(min(sinks, seen.part.start)), *seen.part]
-    w_o = decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+    w_o = decoder.w_o(layer)
     found = []
     for head in range(decoder.heads):
         kv_head = head * decoder.kv_heads // decoder.heads
         keys, largest = seen.keys[layer][kv_head], [0.0] * len(seen.part)
         for query, step in enumerate(seen.steps):
             entries = [*shown, *range(n, n + query + 1)]
-            logits = [float(step.query[layer][head] @ keys[entry]) / decoder.d_head**0.5 for entry in entries]
+            logits = [float(step.query[layer][head] @ keys[entry]) * decoder.scale for entry in entries]
             weights = dict(zip(entries, softmax(logits), strict=True))
             for place, entry in enumerate(seen.part):
                 made = weights[entry]

@@ -94,12 +94,12 @@ class Reference:
             "query": self.full[step].query[layer],
             "key": np.array(cell.keys[layer])[:, :entries],
             "value": np.array(cell.values[layer])[:, :entries],
-            "w_o": cell.weights[f"model.layers.{layer}.self_attn.o_proj.weight"],
+            "w_o": cell.w_o(layer),
         }
 
     @functools.cache  # noqa: B019
     def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
-        held, scale = self.layer(layer, 0), self.decoder.d_head**-0.5
+        held, scale = self.layer(layer, 0), self.decoder.scale
         query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
         accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale)
         norms = theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads)
@@ -204,7 +204,7 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
             sets = reference.kept(layer, config)
             for step in range(STEPS):
                 held = reference.layer(layer, step)
-                attention = theory.decode_attention(held["query"], held["key"], reference.decoder.d_head**-0.5)
+                attention = theory.decode_attention(held["query"], held["key"], reference.decoder.scale)
                 norms = theory.projected_value_norms(held["value"], held["w_o"], heads)
                 for head in range(heads):
                     kept, stage1 = (
@@ -238,7 +238,7 @@ def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference
     arrays, decoder = sample.arrays, reference.decoder
     for layer in range(decoder.layers):
         held = reference.layer(layer, 0)
-        attention = theory.decode_attention(held["query"], held["key"], decoder.d_head**-0.5)
+        attention = theory.decode_attention(held["query"], held["key"], decoder.scale)
         norms = theory.projected_value_norms(held["value"], held["w_o"], decoder.heads)
         for head in range(decoder.heads):
             added = [float(a * norm) for a, norm in zip(attention[head], norms[head], strict=True)]
@@ -318,7 +318,7 @@ def test_saved_outputs(case: tuple[SampleTrace, Reference]) -> None:
     for step, full in enumerate(reference.full):
         for layer in range(reference.decoder.layers):
             held = reference.layer(layer, step)
-            attention = theory.decode_attention(held["query"], held["key"], reference.decoder.d_head**-0.5)
+            attention = theory.decode_attention(held["query"], held["key"], reference.decoder.scale)
             stored = sample.arrays["attention_full"][step, layer]
             np.testing.assert_allclose(stored[:, : LENGTH + step + 1], attention, rtol=1e-5)
             assert np.isnan(stored[:, LENGTH + step + 1 :]).all()

@@ -113,7 +113,7 @@ def test_they_are_measured_and_decoded_as_the_oracle_does(
             continue
         full = reference.step(token)
         for layer, mask in enumerate(masks):
-            w_o = reference.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+            w_o = reference.w_o(layer)
             keys, values = (np.array(kind[layer]) for kind in (reference.keys, reference.values))
             attention = theory.decode_attention(full.query[layer], keys, adapter.d_head**-0.5)
             for head in range(adapter.heads):

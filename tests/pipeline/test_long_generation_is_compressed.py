@@ -37,7 +37,7 @@ class Naive:
         self.held = [[list(range(len(PROMPT.token_ids))) for _ in range(adapter.heads)] for _ in adapter.layers]
         self.queries: list[list[np.ndarray]] = [[] for _ in adapter.layers]
         self.compressions: list[tuple[int, float, np.ndarray]] = []
-        self.scale = adapter.d_head**-0.5
+        self.scale = self.decoder.scale
 
     def generate(self) -> list[int]:
         for token in PROMPT.token_ids:
@@ -132,7 +132,7 @@ class Naive:
         return [keys[place] for place in held], [values[place] for place in held]
 
     def _w_o(self, layer: int) -> np.ndarray:
-        return self.decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        return self.decoder.w_o(layer)
 
 
 class NaiveBlocks(Naive):

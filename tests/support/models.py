@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -11,7 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.tokenization import ByteTokenizer
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+MIXED = ("gemma3_text", "olmo3")
+"""Every second layer slides over a window of `WINDOW` entries; the others are measured."""
+FAMILIES = (*PLAIN, *MIXED, "qwen3_moe", "mixtral", "olmo2", "granite")
+WINDOW = 12
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 
 
@@ -28,8 +34,11 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> Any:
-    """Weights large enough that attention is far from uniform, norms and biases off their defaults."""
-    shapes = {
+    """Weights large enough that attention is far from uniform, norms and biases off their defaults.
+
+    `layers` are measured; a family that mixes has a sliding one before each.
+    """
+    shapes: dict[str, Any] = {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -43,7 +52,7 @@ def tiny_model(
         "sliding_window": None,
         "pad_token_id": None,
     }
-    config = AutoConfig.for_model(family, **{**shapes, **more})
+    config = AutoConfig.for_model(family, **{**shapes, **_own(family, layers), **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -54,26 +63,81 @@ def tiny_model(
     return model.eval()
 
 
+def _own(family: str, layers: int) -> dict[str, Any]:
+    """What a family has beside the shapes of all, none of it where its default is."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    sliding: dict[str, Any] = {
+        "num_hidden_layers": 2 * layers,
+        "layer_types": ["sliding_attention", "full_attention"] * layers,
+        "sliding_window": WINDOW,
+    }
+    each = {"rope_parameters": {"full_attention": plain, "sliding_attention": {**plain, "rope_theta": 1e3}}}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return {
+        "gemma3_text": {**sliding, **each, "query_pre_attn_scalar": 12},
+        "olmo3": {**sliding, **(each if _rotates_by_kind("olmo3") else {})},
+        "qwen3_moe": {**experts, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        "mixtral": experts,
+        "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
+                    "logits_scaling": 2.0},
+    }.get(family, {})  # fmt: skip
+
+
+def _rotates_by_kind(family: str) -> bool:
+    """Whether rotations of this transformers' family are asked for by the kind of layer."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    rotary = getattr(module, f"{family.title()}RotaryEmbedding")
+    return "layer_type" in inspect.signature(rotary.forward).parameters
+
+
 def exact(model: Any) -> Any:
     """The model with norms and rotations in float64 too, which transformers computes in float32 whatever the dtype."""
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
             module.forward = functools.partial(_exact_norm, module)
+        elif kind in ("Qwen3MoeTopKRouter", "MixtralTopKRouter"):
+            module.forward = functools.partial(_exact_routing, module)
+        elif kind.endswith("ScaledWordEmbedding"):
+            module.embed_scale = torch.tensor(model.config.hidden_size, dtype=torch.float64).sqrt()
+    model.config._experts_implementation = "eager"  # products of groups take no float64
     asked = model.config.rope_parameters
-    rotary = int(model.model.layers[0].self_attn.head_dim * asked.get("partial_rotary_factor", 1.0))
-    frequencies = asked["rope_theta"] ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    found = {
+        name: _frequencies(model, asked[kind] if kind in asked else asked)
+        for name, kind in (("inv_freq", ""), *((f"{kind}_inv_freq", kind) for kind in asked))
+        if hasattr(model.model.rotary_emb, name)
+    }
 
-    def rotate(hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = (position_ids.double().unsqueeze(-1) * frequencies).repeat(1, 1, 2)
+    def rotate(
+        hidden: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = found[f"{layer_type}_inv_freq" if layer_type else "inv_freq"]
+        angles = (position_ids.double().unsqueeze(-1) * own).repeat(1, 1, 2)
         return angles.cos(), angles.sin()
 
-    model.model.rotary_emb.forward, model.model.rotary_emb.inv_freq = rotate, frequencies
+    model.model.rotary_emb.forward = rotate
+    for name, own in found.items():
+        setattr(model.model.rotary_emb, name, own)
     return model
+
+
+def _frequencies(model: Any, asked: dict[str, Any]) -> torch.Tensor:
+    rotary = int(model.model.layers[0].self_attn.head_dim * asked.get("partial_rotary_factor", 1.0))
+    found: torch.Tensor = asked["rope_theta"] ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    return found
 
 
 def _exact_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     variance = hidden.square().mean(dim=-1, keepdim=True)
-    return module.weight * hidden * torch.rsqrt(variance + module.variance_epsilon)
+    gemma = type(module).__name__.startswith("Gemma")
+    eps = module.eps if gemma else module.variance_epsilon
+    return (module.weight + gemma) * hidden * torch.rsqrt(variance + eps)
+
+
+def _exact_routing(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = torch.nn.functional.linear(hidden.reshape(-1, module.hidden_dim), module.weight)
+    shares, chosen = logits.softmax(dim=-1).topk(module.top_k, dim=-1)
+    return logits, shares / shares.sum(dim=-1, keepdim=True), chosen
 
 
 def exact_adapter(family: str, heads: int, kv_heads: int, **more: Any) -> Adapter:
