@@ -199,7 +199,10 @@ class Decoder:
 
     def _clamped_expert(self, prefix: str, expert: int, hidden: Array) -> Array:
         """Gate and up lie alternately, are clamped to 7, and the gate's slope is 1.702."""
-        both = hidden @ self.weights[f"{prefix}.gate_up_proj"][expert] + self.weights[f"{prefix}.gate_up_proj_bias"][expert]
+        both = (
+            hidden @ self.weights[f"{prefix}.gate_up_proj"][expert]
+            + self.weights[f"{prefix}.gate_up_proj_bias"][expert]
+        )
         gate, up = np.minimum(both[::2], 7.0), np.clip(both[1::2], -7.0, 7.0)
         made = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
         return made @ self.weights[f"{prefix}.down_proj"][expert] + self.weights[f"{prefix}.down_proj_bias"][expert]

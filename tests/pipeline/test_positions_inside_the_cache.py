@@ -249,15 +249,15 @@ def naive_perturbations(decoder: Decoder, last: Step, held: list[int], stays: li
     """(layer, head) isolated perturbation on the last query, keys where they stand before anything moves."""
     layers: list[list[float]] = []
     for layer in range(decoder.layers):
-        w_o = decoder.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        w_o = decoder.w_o(layer)
         layers.append([])
         for head in range(decoder.heads):
             kv_head = head * decoder.kv_heads // decoder.heads
             keys = [
-                decoder._rotate(decoder.unrotated[layer][kv_head][place][None], stands)[0]
+                decoder._rotate(decoder.unrotated[layer][kv_head][place][None], stands, layer)[0]
                 for stands, place in enumerate(held)
             ]
-            weights = theory.softmax([float(last.query[layer][head] @ key) / decoder.d_head**0.5 for key in keys])
+            weights = theory.softmax([float(last.query[layer][head] @ key) * decoder.scale for key in keys])
             values = [decoder.values[layer][kv_head][place] for place in held]
             columns = theory.head_slice(w_o, head, decoder.d_head)
             layers[-1].append(theory.perturbation(weights, [place in stays for place in held], values, columns))

@@ -11,6 +11,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.prefill import prefill
 from perturbkv.pipeline.rotations import Rotations
 from perturbkv.selection.grid import configuration
@@ -35,7 +36,7 @@ def made(kind: str) -> Adapter:
 
 def turned(adapter: Adapter, vectors: torch.Tensor, positions: range) -> torch.Tensor:
     """(head, position, d_head) as transformers turns them."""
-    cosine, sine = adapter.rotary(vectors, torch.tensor([list(positions)]))
+    cosine, sine = adapter.rotary(vectors, torch.tensor([list(positions)]), *adapter.rotary_kind)
     apply = apply_partly if adapter.config.model_type == "phi3" else apply_rotary_pos_emb
     return apply(vectors.unsqueeze(0), vectors.unsqueeze(0), cosine, sine)[0][0]
 
@@ -63,19 +64,21 @@ def test_the_mean_rotation_turns_a_vector_to_the_mean_of_where_the_model_turns_i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_shown_the_queries_that_the_projection_gave(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turned back from what attention gets; the first layer's input is the embedding, normed."""
-    adapter, ids, shown = made(kind), token_ids(40), []
+    """Turned back from what attention gets."""
+    adapter, ids, shown, heard = made(kind), token_ids(40), [], list[torch.Tensor]()
     monkeypatch.setattr(
         "perturbkv.scoring.scores.expected_attention.ExpectedAttention.score",
         lambda score, layer: shown.append(layer.unrotated) or torch.zeros(4, 35, dtype=torch.float64),
     )
-    prefill(adapter, ids, [configuration(12, policy="expected-attention", window=5)], Resources(), "s")
-    attention, embedded = adapter.attentions[0], adapter.model.model.embed_tokens(torch.tensor([ids]))
-    hidden = adapter.layers[0].input_layernorm(embedded)
+    with capture(adapter, Observer(entering=lambda layer, hidden: heard.append(hidden[0]))):
+        prefill(adapter, ids, [configuration(12, policy="expected-attention", window=5)], Resources(), "s")
+    attention, hidden = adapter.attentions[0], heard[0].clone()
     rows = attention.qkv_proj(hidden)[..., :32] if hasattr(attention, "qkv_proj") else attention.q_proj(hidden)
-    queries = rows.view(40, 4, 8)
-    queries = attention.q_norm(queries) if hasattr(attention, "q_norm") else queries
-    torch.testing.assert_close(shown[0], queries.transpose(0, 1).detach(), rtol=1e-5, atol=1e-5)
+    if hasattr(attention, "q_norm"):  # of each head, or of all together
+        rows = attention.q_norm(rows.view(40, -1, attention.q_norm.weight.numel()))
+    queries = rows.reshape(40, 4, 8).detach()
+    rounding = 1e-5 * float(queries.abs().max())
+    torch.testing.assert_close(shown[0], queries.transpose(0, 1), rtol=1e-5, atol=rounding)
 
 
 def test_asking_for_later_positions_changes_nothing_of_the_model() -> None:

@@ -113,7 +113,7 @@ def test_expected_attention_of_a_model_is_the_oracles(family: str) -> None:
     records = [decoder.step(token) for token in token_ids(n)]
 
     def turned(vector: np.ndarray, position: int) -> np.ndarray:
-        return decoder._rotate(vector[None], position)[0]
+        return decoder._rotate(vector[None], position, decoder.places[0])[0]
 
     for layer, scores in enumerate(found):
         back = np.array(

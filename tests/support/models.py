@@ -16,7 +16,9 @@ from perturbkv.models.tokenization import ByteTokenizer
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MIXED = ("gemma3_text", "olmo3")
 """Every second layer slides over a window of `WINDOW` entries; the others are measured."""
-FAMILIES = (*PLAIN, *MIXED, "qwen3_moe", "mixtral", "olmo2", "granite")
+FAMILIES = (*PLAIN, *MIXED, "olmo2", "granite", "qwen3_moe", "mixtral")
+EXPERTS = ("qwen3_moe", "mixtral")
+"""Which rows go to an expert together depends on the whole batch, and so does the rounding of its products."""
 WINDOW = 12
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 
