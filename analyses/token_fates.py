@@ -40,7 +40,7 @@ class ChangedHead:
     """A head under both configurations.
 
     Attributes:
-        layer, head: which; `place` is the layer's along the trace's axis.
+        layer, head: which.
         baseline, treatment: isolated perturbation over ‖o_h‖₁, at the first decode step.
         both, baseline_only, treatment_only: kept tokens, window included.
     """
@@ -52,7 +52,6 @@ class ChangedHead:
     both: int
     baseline_only: int
     treatment_only: int
-    place: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,7 +112,7 @@ def changed_head(trace: Trace, sample: int, sides: tuple[int, int], layer: int, 
     moved = [float(side[layer, head]) for side in changes(trace, sample, sides)]
     one, other = (set(trace.kept(sample, side, layer, head).tolist()) for side in sides)
     counts = (len(one & other), len(one - other), len(other - one))
-    return ChangedHead(trace.layer_name(layer), head, *moved, *counts, place=layer)
+    return ChangedHead(trace.layer_name(layer), head, *moved, *counts)
 
 
 def held_of(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[float, float]:

@@ -126,7 +126,8 @@ def tokens(
     """
     checked(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
-    place = _place(trace, layer, head)
+    named = _layers(trace, layer, head)
+    place = None if layer is None else named.index(layer)
     found = _pairs(trace, baseline, treatment, budget)
     first, second = found[0]
     sides = (trace.run.configs.index(first), trace.run.configs.index(second))
@@ -141,15 +142,15 @@ def tokens(
         shown=shown,
         chosen="" if head is not None else "model" if layer is None else "layer",
         heads=tuple(heads),
-        fates=fates(trace, prompt, sides, shown.place, shown.head),
-        losses=losses(trace, prompt.place, sides, shown.place, shown.head),
+        fates=fates(trace, prompt, sides, named.index(shown.layer), shown.head),
+        losses=losses(trace, prompt.place, sides, named.index(shown.layer), shown.head),
         others=len(found) - 1,
         everything=everything,
     )
 
 
-def _place(trace: Trace, layer: int | None, head: int | None) -> int | None:
-    """Where a layer stands along the trace's axis; None: any. Raises ConfigError for one that is not measured."""
+def _layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
+    """The measured layers. Raises ConfigError where what is asked for is none of them, or of their heads."""
     layers, heads = trace.arrays["kept_count"].shape[2:]
     if head is not None and layer is None:
         msg = f"expected the layer of head {head}, got none; give both: a layer has {heads} heads"
@@ -161,7 +162,7 @@ def _place(trace: Trace, layer: int | None, head: int | None) -> int | None:
             expected = f"from 0 to {len(known) - 1}" if counted else f"of {', '.join(map(str, known))}"
             msg = f"expected a {name} {expected}, got {wanted}"
             raise ConfigError(msg)
-    return None if layer is None else named.index(layer)
+    return named
 
 
 def _pairs(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:

@@ -7,7 +7,7 @@ precision whatever the model's dtype; bounds have the unit of the L1 norm of a h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,10 +21,31 @@ def decode_attention(
     query: Float[Tensor, "head d_head"], key: Float[Tensor, "kv_head key d_head"], scale: float
 ) -> Float[Tensor, "head key"]:
     """A: softmax attention weights of one decoding query over all its entries (paper, eq. 2)."""
+    return decode_weights(query, key, scale)[0]
+
+
+def decode_weights(
+    query: Float[Tensor, "head d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    scale: float,
+    sinks: Float[Tensor, " head"] | None = None,
+) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
+    """A, and the weight of each head's sink: an entry without a value that always stays; 0 where there is none."""
     heads, d_head = query.shape
     grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
-    logits = grouped @ key.to(WORK).transpose(1, 2) * scale
-    return logits.flatten(0, 1).softmax(dim=-1)
+    logits = (grouped @ key.to(WORK).transpose(1, 2) * scale).flatten(0, 1)
+    return softmax_with_sinks(logits, sinks)
+
+
+def softmax_with_sinks(
+    logits: Float[Tensor, "head *query key"], sinks: Float[Tensor, " head"] | None
+) -> tuple[Float[Tensor, "head *query key"], Float[Tensor, head * query]]:
+    """Weights of entries, and those of the sinks, which are one more logit in every row of their head."""
+    if sinks is None:
+        return logits.softmax(dim=-1), torch.zeros_like(logits[..., 0])
+    own = sinks.to(logits.dtype).view(-1, *[1] * (logits.ndim - 1)).expand(*logits.shape[:-1], 1)
+    both = torch.cat([logits, own], dim=-1).softmax(dim=-1)
+    return both[..., :-1], both[..., -1]
 
 
 def weighted_sums(
@@ -106,10 +127,17 @@ def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tens
 
 
 def kept_sums(
-    attention: Float[Tensor, "head key"], summands: Summands, kept: Bool[Tensor, "config head key"]
+    attention: Float[Tensor, "head key"],
+    summands: Summands,
+    kept: Bool[Tensor, "config head key"],
+    sink: Float[Tensor, " head"] | None = None,
 ) -> KeptSums:
-    """All sums over kept entries that perturbation and bounds are made of, in one product."""
-    return summands.sums(attention * kept)
+    """All sums over kept entries that perturbation and bounds are made of, in one product.
+
+    `sink` is the weight of each head's sink, which always stays, and adds nothing but mass.
+    """
+    found = summands.sums(attention * kept)
+    return found if sink is None else replace(found, mass=found.mass + sink)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.ragged import build
 from perturbkv.cache.sliding import SlidingLayer
-from perturbkv.cache.tail import FIRST, Tail
+from perturbkv.cache.tail import FIRST, Tail, with_sinks
 from perturbkv.configs.resources import SLACK
 from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
@@ -55,9 +55,11 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0)
         self.kept_entries = sum(sum(row.lengths) for row in entries)
 
-    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> Tensor:
+    def attend(
+        self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
+    ) -> Tensor:
         """Attention of the newest tokens over blocks and tail: (row, query, head, d_head), in the query's dtype."""
-        output, total = self._attend_tail(query, scale)
+        output, total = with_sinks(*self._attend_tail(query, scale), sinks)
         for block in self.blocks:
             found, weight = block.attend(query, scale)
             found, weight = found.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from perturbkv.cache.tail import Tail
+from perturbkv.cache.tail import Tail, with_sinks
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,9 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         """Another layer of the same window, which both share; nothing may have been decoded from this one."""
         return copy.copy(self)
 
-    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> Tensor:
+    def attend(
+        self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
+    ) -> Tensor:
         """Attention of the newest tokens over window and tail: (row, query, head, d_head), in the query's dtype."""
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
@@ -53,9 +55,11 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         logits = torch.cat([asked @ self.window.keys.to(work).mT, asked @ keys.mT], dim=-1)
         hidden = self._unseen(queries, first, query.device)
         logits = logits.view(rows, heads, queries, -1).masked_fill_(hidden, -torch.inf)
-        weights = logits.softmax(dim=-1).view(rows, kv_heads, -1, logits.shape[-1])
+        total = logits.logsumexp(dim=-1)
+        weights = (logits - total.unsqueeze(-1)).exp().view(rows, kv_heads, -1, logits.shape[-1])
         found = weights[..., :entries] @ self.window.values.to(work) + weights[..., entries:] @ values
-        return found.view(rows, heads, queries, d_head).to(query.dtype).transpose(1, 2).contiguous()
+        found, _ = with_sinks(found.view(rows, heads, queries, d_head), total, sinks)
+        return found.to(query.dtype).transpose(1, 2).contiguous()
 
     def _unseen(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:
         """True where an entry is later than the query, or too far before it; the tail's from its `first` on."""

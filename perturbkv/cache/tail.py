@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.devices import on_device
@@ -12,6 +13,18 @@ from perturbkv.errors import ConfigError
 
 FIRST = 8
 """Tokens that a tail has room for at first."""
+
+
+def with_sinks(
+    output: Float[Tensor, "row head query d_head"],
+    total: Float[Tensor, "row head query"],
+    sinks: Float[Tensor, " head"] | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over some entries and its log-sum-exps, joined with each head's sink: a logit without a value."""
+    if sinks is None:
+        return output, total
+    joint = torch.logaddexp(total, sinks.to(total).view(1, -1, 1).expand_as(total))
+    return output * (total - joint).exp().unsqueeze(-1), joint
 
 
 class Tail:

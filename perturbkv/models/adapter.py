@@ -19,7 +19,7 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.layer_types import sliding_window
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import ModelError
-from perturbkv.models.families import check_family, check_layers
+from perturbkv.models.families import FAMILIES, Family, check_family, check_layers
 from perturbkv.models.stored_weights import Stored
 
 
@@ -55,6 +55,11 @@ class Adapter:
     def weights(self) -> str:
         """The type in which weights are stored → the type that the model computes with."""
         return self.stored.as_run(str(self.dtype).removeprefix("torch."))
+
+    @property
+    def family(self) -> Family:
+        """Its family, and what is special about it."""
+        return FAMILIES[self.config.model_type]
 
     @property
     def config(self) -> Any:
@@ -159,14 +164,25 @@ class Adapter:
         """`o_proj.weight` of a layer: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
         return cast("Tensor", self.attentions[layer].o_proj.weight.detach())
 
+    def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
+        """Logits that are in every softmax of a layer's heads, of entries without a value; None in most families."""
+        found = self.attentions[layer].sinks if self.family.sinks else None
+        return None if found is None else cast("Tensor", found.detach())
+
     def scale(self, layer: int) -> float:
         """Factor on the logits before the softmax."""
         return float(self.attentions[layer].scaling)
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError where a layer projects its heads by more than the matrix W_O that `output_projection` reads."""
-    for layer, attention in enumerate(model.attentions):
+    """Raise ModelError where a layer projects its heads by more than the matrix W_O that `output_projection` reads.
+
+    And where it has a sink in its softmax that its family is not known for.
+    """
+    for layer, attention in zip(model.layer_indices, model.attentions, strict=True):
+        if hasattr(attention, "sinks") and not model.family.sinks:
+            msg = f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
+            raise ModelError(msg)
         projection = attention.o_proj
         if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
             kind = f"{type(projection).__name__} of {getattr(projection.weight, 'dtype', 'no weight')}"

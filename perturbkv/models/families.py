@@ -25,12 +25,18 @@ class Family:
     Attributes:
         name: as people write it.
         special: what a reader of its numbers has to know.
-        sinks: whether each head has a sink in its softmax, the parameter `sinks` of its attention.
+        sinks: whether each head has a sink in its softmax, the parameter `sinks` of its attention: an entry that
+            always stays and has no value (METHOD: Attention sinks in the softmax).
     """
 
     name: str
     special: str = ""
     sinks: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Transformers' name of the attention that it is loaded with: torch's takes no sinks."""
+        return "eager" if self.sinks else "sdpa"
 
 
 FAMILIES: dict[str, Family] = {
@@ -44,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("Mixtral", _EXPERTS),
     "olmo2": Family("OLMo 2", _NORM_AFTER),
     "olmo3": Family("OLMo 3", f"{_WINDOWS}; {_NORM_AFTER}"),
+    "gpt_oss": Family("gpt-oss", f"{_WINDOWS}; a sink in each head's softmax, which always stays; {_EXPERTS}", True),
     "granite": Family("Granite", "what attention adds is scaled before the residual stream: o_h and L stand before it"),
 }
 """transformers' model_type -> family."""
@@ -79,7 +86,7 @@ def check_plain(config: Any, name: str, what: str) -> None:
     if FAMILIES[config.model_type].sinks:
         held = "sinks in its softmax"
     if held:
-        msg = f"{what} expects layers that all see the whole prompt and nothing else, got model '{name}', which has {held}"
+        msg = f"{what} expects layers that all see the whole prompt and nothing else; model '{name}' has {held}"
         raise ModelError(msg)
 
 

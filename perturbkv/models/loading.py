@@ -20,7 +20,7 @@ from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf_cache, gguf_header, revision, sanity, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.aliases import ALIASES
-from perturbkv.models.families import check_family, check_layers
+from perturbkv.models.families import FAMILIES, check_family, check_layers
 from perturbkv.models.quiet import quiet
 from perturbkv.models.sources import Source, explained, resolve
 from perturbkv.models.stored_weights import Stored
@@ -166,7 +166,7 @@ def load_weights(
     else:
         if not files.stored.quantised:
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
-        model = _read_weights(files.source, dtype)
+        model = _read_weights(files.source, files.config, dtype)
     model = _spread(model, files.name) if spread else _aligned(model.to(device))
     found = Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
     check_projections(found)
@@ -182,11 +182,11 @@ def check_room(files: ModelFiles, dtype: torch.dtype, device: torch.device, besi
         room.check(files.parameters() * dtype.itemsize + beside, device, what, "a smaller model or --dtype takes less")
 
 
-def _read_weights(source: Source, dtype: torch.dtype) -> Any:
+def _read_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
     model = whole_model(
         source,
         dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation=FAMILIES[config.model_type].kernel,
         use_safetensors=True if source.gguf_file is None else None,
     )
     if source.gguf_file is not None:
@@ -238,7 +238,8 @@ def _random_config(name: str) -> Any:
 def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        kernel = FAMILIES[config.model_type].kernel
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
 
 
 def _revision(source: Source, config: Any) -> str:

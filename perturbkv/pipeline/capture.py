@@ -5,6 +5,7 @@ Nothing here changes what the model computes: with hooks on and nothing evicted 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ def intercept_attention(
     where the model's attention implementation is not registered with transformers' attention interface.
     """
     name = adapter.model.config._attn_implementation
-    stock = ALL_ATTENTION_FUNCTIONS.get(name)
+    registered = ALL_ATTENTION_FUNCTIONS.get(name)
+    stock = registered or _eager(adapter.every_layer[0].self_attn, name)
     if stock is None:
         msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
         raise ModelError(msg)
@@ -69,7 +71,7 @@ def intercept_attention(
 
     def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) not in ours:
-            return stock(module, *args, **kwargs)
+            return (registered or _eager(module, name) or stock)(module, *args, **kwargs)
         return replacement(stock, module, args, kwargs)
 
     ALL_ATTENTION_FUNCTIONS[name] = dispatch
@@ -77,8 +79,14 @@ def intercept_attention(
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[name]
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not stock:
-            ALL_ATTENTION_FUNCTIONS[name] = stock
+        if registered is not None and ALL_ATTENTION_FUNCTIONS.get(name) is not registered:
+            ALL_ATTENTION_FUNCTIONS[name] = registered
+
+
+def _eager(attention: nn.Module, name: str) -> AttentionFunction | None:
+    """A family's own attention, which transformers registers nowhere; None where another kernel is asked for."""
+    own = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
+    return own.get("eager_attention_forward")
 
 
 @contextmanager
@@ -89,7 +97,7 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
-        return held[id(module)].attend(args[0], kwargs["scaling"]), None
+        return held[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
 
     held = {id(layer.self_attn): own for layer, own in zip(adapter.every_layer, cache.layers, strict=True)}
     cache.attach(True)

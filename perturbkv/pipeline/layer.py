@@ -64,15 +64,14 @@ def measure_layer(
     keys, values = held.keys[0], held.values[0]
     n, w_o = before.statistics.tokens, adapter.output_projection(layer)
     slices = theory.head_slices(w_o, adapter.heads)
-    attention = [
-        theory.decode_attention(record.query[layer][0], keys[:, : record.entries], adapter.scale(layer))
-        for record in full
-    ]
+    sinks, scale = adapter.sinks(layer), adapter.scale(layer)
+    weights = [theory.decode_weights(one.query[layer][0], keys[:, : one.entries], scale, sinks) for one in full]
+    attention = [seen for seen, _ in weights]
     with phase("select"):
         found = before.statistics.groups(configs, layer, keys[:, :n], values[:, :n], attention[0])
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summands = theory.stack_summands(values, norms)
-    steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices) for step in attention]
+    steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices, sink) for step, sink in weights]
     added = lost.ordered(attention[0], norms[:, : attention[0].shape[-1]], n)
     parts, gone = [], []
     for group, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):

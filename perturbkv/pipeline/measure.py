@@ -44,7 +44,8 @@ class Reference:
         slices: W_O^h of every head.
         output: o_h = Σ A V W_O^h.
         total, smallest: C = Σ A ν and M = min ν.
-        largest: the largest attention that any 0, 1, 2, … entries hold.
+        largest: the largest attention that any 0, 1, 2, … entries hold, the sink beside them.
+        sink: weight of each head's sink, which always stays; 0 where there is none.
     """
 
     attention: Float[Tensor, "head key"]
@@ -55,10 +56,14 @@ class Reference:
     total: Float[Tensor, " head"]
     smallest: Float[Tensor, " head"]
     largest: Float[Tensor, "head count"]
+    sink: Float[Tensor, " head"]
 
 
 def reference(
-    attention: Float[Tensor, "head key"], summands: Summands, slices: Float[Tensor, "head d_head d_model"]
+    attention: Float[Tensor, "head key"],
+    summands: Summands,
+    slices: Float[Tensor, "head d_head d_model"],
+    sink: Float[Tensor, " head"],
 ) -> Reference:
     """What the isolated quantities of a layer and step start from; `summands` may be a view of more entries."""
     everything = summands.sums(attention.unsqueeze(0))
@@ -70,7 +75,8 @@ def reference(
         output=theory.projected(everything.mixed[0], slices),
         total=everything.weighted[0],
         smallest=summands.smallest_norms(),
-        largest=theory.largest_sums(attention),
+        largest=theory.largest_sums(attention) + sink.unsqueeze(-1),
+        sink=sink,
     )
 
 
@@ -82,9 +88,9 @@ def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, " config
     decoded = given.attention.shape[-1] - masks.kept.shape[-1]
     everything = torch.ones_like(masks.kept[:1])
     both = _with_decoded(torch.cat([everything, masks.kept]), decoded)
-    kept = theory.kept_sums(given.attention, given.summands, both)
+    kept = theory.kept_sums(given.attention, given.summands, both, given.sink)
     no_values = given.summands.without_values()  # the bounds of stage 1 need no mixture
-    stage1 = theory.kept_sums(given.attention, no_values, _with_decoded(masks.stage1, decoded))
+    stage1 = theory.kept_sums(given.attention, no_values, _with_decoded(masks.stage1, decoded), given.sink)
     moved = theory.isolated_perturbation(given.whole, kept.mixed, kept.mass, given.slices, given.output)
     own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
     limits = theory.bounds(given.total, given.smallest, own, stage1)

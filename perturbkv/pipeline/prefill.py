@@ -232,6 +232,7 @@ class _Reading:
             window=0,
             attention_input=self.input,
             rotary=None if self.needs.isdisjoint(TURNED) else self.rotations,
+            sinks=self.adapter.sinks(layer),
         )
 
     def _score(self, view: LayerView) -> None:

@@ -184,12 +184,13 @@ class _RowView:
     def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
         """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
         seen = [self._seen(part, "") for part in self.parts]
-        rows = [theory.decode_attention(part.queries[:, -1], part.keys, part.scale) for part in seen]
-        attention = _aligned(rows, self.longest)
+        weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.scale, part.sinks) for part in seen]
+        attention = _aligned([entries for entries, _ in weights], self.longest)
+        sink = torch.cat([own for _, own in weights])
         value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         summands = theory.stack_summands(value.transpose(1, 2), self.norms)
         everything = summands.sums(attention.unsqueeze(0)).mixed
-        stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0))
+        stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
         slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
         output = theory.projected(everything[0], slices)
         moved = theory.isolated_perturbation(everything, stays.mixed, stays.mass, slices, output)
@@ -199,7 +200,7 @@ class _RowView:
         return slice(part.start * self.group, part.stop * self.group)
 
     def _seen(self, part: slice, name: str) -> LayerView:
-        heads = self._heads(part)
+        heads, sinks = self._heads(part), self.adapter.sinks(self.layer)
         keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
         return LayerView(
             queries=self.queries[heads],
@@ -212,6 +213,7 @@ class _RowView:
             layers=len(self.adapter.layers),
             sample=f"{self.sample}/{name}",
             window=0,
+            sinks=None if sinks is None else sinks[heads],
         )
 
     def _projection(self, part: slice) -> Tensor:

@@ -140,6 +140,7 @@ class _Pass:
             chunk=self.part.stop - self.part.start,
             layer=layer,
             sample=self.sample,
+            sink_logits=self.adapter.sinks(layer),
         )
         for score, layers in self.made.items():
             layers[layer].append(replayed(score, view))

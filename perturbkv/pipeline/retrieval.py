@@ -82,7 +82,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
     scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), place)
+        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), place, adapter.sinks(layer))
         scores[layer] += mass.cpu() / (len(place) * most)
 
     check = FiniteCheck()
@@ -106,14 +106,19 @@ def _answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection
 
 
 def attention_inside(
-    query: Float[Tensor, "head query d_head"], key: Float[Tensor, "kv_head key d_head"], scale: float, place: range
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    scale: float,
+    place: range,
+    sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
     """Attention of the last queries on the entries at `place`, where they are among the |place| largest; mean."""
     heads, queries, d_head = query.shape
     kv_heads, keys, _ = key.shape
     found = []
+    of_groups = [None] * kv_heads if sinks is None else sinks.view(kv_heads, -1)
     for kv_head, group in enumerate(query.view(kv_heads, heads // kv_heads, queries, d_head)):
-        rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries)
+        rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries, of_groups[kv_head])
         largest = rows.topk(min(len(place), keys), dim=-1)
         inside = (largest.indices >= place.start) & (largest.indices < place.stop)
         found.append((largest.values * inside).sum(dim=-1).mean(dim=-1))

@@ -33,4 +33,5 @@ class Rotations:
         like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
         places = torch.tensor(positions, device=like.device).unsqueeze(0)
         cosine, sine = copy.deepcopy(self._adapter.rotary)(like, places, *self._adapter.rotary_kind)
-        return Rotation(cosine[0], sine[0])
+        twice = 2 * len(self._adapter.frequencies) // cosine.shape[-1]  # some modules give each pair's angle once
+        return Rotation(cosine[0].repeat(1, twice), sine[0].repeat(1, twice))

@@ -24,8 +24,8 @@ def sources(
 ) -> dict[EvictionConfig, Source]:
     """Of each configuration whose kept sets come from outside, what tells them.
 
-    Raises what `check` raises, ConfigError where it has none, masks of other shapes than the model's and the prompt's, and a press that
-    fails; a press' source raises UnreadableError where it does not only evict.
+    Raises what `check` raises, and ConfigError where one has none, for masks of other shapes than the model's and the
+    prompt's, and for a press that fails; a press' source raises UnreadableError where it does not only evict.
     """
     check(configs, adapter.config, adapter.name)
     return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}

@@ -20,7 +20,7 @@ from perturbkv.errors import PluginError
 from perturbkv.scoring.left_out import HeaviestLeftOut, leave_out_heaviest
 from perturbkv.scoring.rotation import Rotation
 from perturbkv.scoring.window_attention import causal_logits
-from perturbkv.theory import WORK
+from perturbkv.theory import WORK, softmax_with_sinks
 
 NEEDS = {
     "queries": "all n queries after rotation (head, n, d_head)",
@@ -61,6 +61,7 @@ class LayerView:
         window: w.
         attention_input: (n, d_model); None where no score asks for `hidden`.
         rotary: gives the rotation of a range of positions; None where no score asks for `unrotated` or `rotations`.
+        sinks: logits that are in every softmax of these heads, of entries without a value; None where there are none.
     """
 
     queries: Float[Tensor, "head query d_head"]
@@ -75,6 +76,7 @@ class LayerView:
     window: int
     attention_input: Float[Tensor, "key d_model"] | None = None
     rotary: Callable[[range], Rotation] | None = None
+    sinks: Float[Tensor, " head"] | None = None
 
     @property
     def heads(self) -> int:
@@ -114,14 +116,29 @@ class LayerView:
         )
 
     @cached_property
+    def weights(self) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head query"]]:
+        """Of the window's queries: on entries, and on each head's sink; 0 where there is none."""
+        return softmax_with_sinks(self.logits, self.sinks)
+
+    @cached_property
+    def totals(self) -> Float[Tensor, "head query"]:
+        """Of the window's queries, the logarithm of what `weights` are divided by."""
+        total = self.logits.logsumexp(dim=-1)
+        return total if self.sinks is None else torch.logaddexp(total, self.sinks.to(WORK).unsqueeze(-1))
+
+    @property
     def attention(self) -> Float[Tensor, "head query key"]:
         """Of the window's queries."""
-        return self.logits.softmax(dim=-1)
+        return self.weights[0]
 
     @cached_property
     def left_out(self) -> HeaviestLeftOut:
         """Of the window's queries."""
-        return leave_out_heaviest(self.attention, self.values, lambda: self.logits)
+        return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.weights[1], self.sinks)
+
+    def sinks_of(self, kv_head: int) -> Float[Tensor, " group"] | None:
+        """Those of one key/value head's query heads."""
+        return None if self.sinks is None else self.sinks[kv_head * self.group : (kv_head + 1) * self.group]
 
     @cached_property
     def outputs(self) -> Float[Tensor, "head query d_head"]:
@@ -189,6 +206,7 @@ class LayerView:
             values=self.values[part],
             norms=self.norms[heads],
             projection=self.projection[:, heads.start * d_head : heads.stop * d_head],
+            sinks=None if self.sinks is None else self.sinks[heads],
         )
 
 

@@ -1,6 +1,6 @@
 """What a query would give without its heaviest entry, exact even where that entry takes all the weight.
 
-With weights a that add up to 1, o = Σ_j a_j v_j and μ the mean of the values of all entries but j, weighted by a,
+With weights a that add up to 1, a sink's among them, which has no value, o = Σ_j a_j v_j and μ the mean of the values of all entries but j, weighted by a,
 a_j / (1 − a_j) · ‖o − v_j‖ = a_j · ‖μ − v_j‖. Only the heaviest entry of a query can have more than half of its weight;
 for all others 1 − a_j and o − v_j lose nothing.
 """
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from perturbkv.theory import WORK
+from perturbkv.theory import WORK, softmax_with_sinks
 
 _LOST = 1e-290
 """Weights below this one are rounded or gone in float64, so that the mean of the others is made of logarithms."""
@@ -53,15 +53,22 @@ def leave_out_heaviest(
     weights: Float[Tensor, "head row key"],
     values: Float[Tensor, "kv_head key d_head"],
     logarithms: Callable[[], Float[Tensor, "head row key"]],
+    sink: Float[Tensor, "head row"],
+    sinks: Float[Tensor, " head"] | None = None,
 ) -> HeaviestLeftOut:
-    """Of rows of weights that add up to 1; `logarithms` gives those of the weights, up to a constant per row."""
+    """Of rows of weights that add up to 1 with those of the `sink`, which is one of the others and has no value.
+
+    `logarithms` gives those of the weights, up to a constant per row, and `sinks` the sinks' in the same unit.
+    """
     weight, place = weights.max(dim=-1, keepdim=True)
     others = weights.scatter(-1, place, 0)
-    mass = others.sum(dim=-1)
+    mass = others.sum(dim=-1) + sink
     if bool((mass < _LOST).any()):
-        alone = logarithms().scatter(-1, place, -torch.inf).softmax(dim=-1).nan_to_num(0)
+        left, gone = softmax_with_sinks(logarithms().scatter(-1, place, -torch.inf), sinks)
+        alone = left.nan_to_num(0)
         others = torch.where((mass < _LOST).unsqueeze(-1), alone, others)
-    total = others.sum(dim=-1, keepdim=True)
+        sink = torch.where(mass < _LOST, gone, sink)
+    total = (others.sum(dim=-1) + sink).unsqueeze(-1)
     mean = _per_group(others, values.to(WORK)) / total.where(total > 0, 1)
     return HeaviestLeftOut(place.squeeze(-1), weight.squeeze(-1), mass, _picked(values, place), mean)
 

@@ -48,6 +48,7 @@ class ReplayView:
         scale: factor on the logits.
         sinks, chunk: how many entries are first ones, and of the part.
         layer, sample: where this is, for messages.
+        sink_logits: in every softmax of the heads, of entries without a value; None where there are none.
     """
 
     queries: Float[Tensor, "head query d_head"]
@@ -60,6 +61,7 @@ class ReplayView:
     chunk: int
     layer: int
     sample: str
+    sink_logits: Float[Tensor, " head"] | None = None
 
     @property
     def group(self) -> int:
@@ -81,7 +83,8 @@ class ReplayView:
             for start in range(0, count, block):
                 some = slice(start, min(start + block, count))
                 first = seen - count + start
-                weights = causal_rows(self.queries[own, some].to(dtype), key, self.scale, first)
+                sinks = None if self.sink_logits is None else self.sink_logits[own]
+                weights = causal_rows(self.queries[own, some].to(dtype), key, self.scale, first, sinks)
                 yield own, some, weights[..., self.part]
 
     def norms(self) -> Float[Tensor, "head chunk"]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from perturbkv.theory import WORK
+from perturbkv.theory import WORK, softmax_with_sinks
 
 
 def causal_logits(
@@ -22,10 +22,14 @@ def causal_logits(
 
 
 def causal_rows(
-    query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
+    query: Float[Tensor, "group query d_head"],
+    key: Float[Tensor, "key d_head"],
+    scale: float,
+    first: int,
+    sinks: Float[Tensor, " group"] | None = None,
 ) -> Float[Tensor, "group query key"]:
-    """Softmax rows of one key/value head's queries, in the query's dtype."""
-    return causal_logits(query, key, scale, first).softmax(dim=-1)
+    """Softmax rows of one key/value head's queries, in the query's dtype; `sinks` are in every row's denominator."""
+    return softmax_with_sinks(causal_logits(query, key, scale, first), sinks)[0]
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:

@@ -32,8 +32,9 @@ def prompt(text: str = "Well. It is 4711 here. So it is", answer: str = "4711") 
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_scores_equal_the_naive_loop_over_the_models_own_answer(heads: tuple[int, int]) -> None:
-    adapter = exact_adapter("llama", *heads)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_scores_equal_the_naive_loop_over_the_models_own_answer(family: str, heads: tuple[int, int]) -> None:
+    adapter = exact_adapter(family, *heads)
     place, steps = range(5, 22), 5  # " It is 4711 here.", and the bytes of " 4711"
     decoder = Decoder(adapter.model)
     records = [decoder.step(token) for token in prompt().token_ids]
@@ -47,7 +48,9 @@ def test_scores_equal_the_naive_loop_over_the_models_own_answer(heads: tuple[int
             keys = decoder.keys[layer][head * decoder.kv_heads // decoder.heads]
             for step in range(len(prompt().token_ids) - 1, len(records)):
                 query = records[step].query[layer][head]
-                weights = theory.softmax([float(query @ key) * decoder.scale for key in keys[: step + 1]])
+                logits = [float(query @ key) * decoder.scale for key in keys[: step + 1]]
+                sinks = decoder.sinks(layer)
+                weights = theory.softmax(logits + ([] if sinks is None else [float(sinks[head])]))[: step + 1]
                 largest = sorted(range(len(weights)), key=lambda entry: -weights[entry])[: len(place)]
                 inside = sum(weights[entry] for entry in largest if entry in place)
                 expected[layer, head] += inside / (len(place) * steps)

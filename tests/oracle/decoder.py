@@ -146,7 +146,7 @@ class Decoder:
             parts = np.split(self._linear(f"{prefix}.qkv_proj", hidden), np.cumsum(sizes)[:-1])
         else:
             parts = [self._linear(f"{prefix}.{name}_proj", hidden) for name in "qkv"]
-        parts[:2] = [self._head_norm(part, f"{prefix}.{name}_norm.weight") for part, name in zip(parts, "qk")]
+        parts = [self._head_norm(part, f"{prefix}.{name}_norm.weight") for part, name in zip(parts, "qkv", strict=True)]
         query, key, value = (part.reshape(-1, self.d_head) for part in parts)
         return query, key, value
 

@@ -177,7 +177,8 @@ def kvzip(decoder: Decoder, seen: Pass, layer: int, n: int, sinks: int, plus: bo
         for query, step in enumerate(seen.steps):
             entries = [*shown, *range(n, n + query + 1)]
             logits = [float(step.query[layer][head] @ keys[entry]) * decoder.scale for entry in entries]
-            weights = dict(zip(entries, softmax(logits), strict=True))
+            logits += [] if decoder.sinks(layer) is None else [float(decoder.sinks(layer)[head])]
+            weights = dict(zip(entries, softmax(logits), strict=False))
             for place, entry in enumerate(seen.part):
                 made = weights[entry]
                 if plus:

@@ -13,26 +13,30 @@ from tests.oracle.theory import Array, softmax
 from tests.support.configs import flat
 
 
-def rows(query: Array, key: Array, scale: float, first: int) -> Array:
-    """(head, query, key): causal softmax rows of the queries from `first` on, zero where they see nothing."""
+def rows(query: Array, key: Array, scale: float, first: int, sinks: Array | None) -> Array:
+    """(head, query, key): causal softmax rows of the queries from `first` on, zero where they see nothing.
+
+    A sink is one more entry that every query of its head sees; its weight is left out.
+    """
     heads, n, _ = query.shape
     weights = np.zeros((heads, n - first, n))
     for head in range(heads):
         keys = key[head // (heads // len(key))]
         for place in range(first, n):
             seen = [scale * math.fsum(query[head, place] * keys[entry]) for entry in range(place + 1)]
-            weights[head, place - first, : place + 1] = softmax(seen)
+            beside = [] if sinks is None else [float(sinks[head])]
+            weights[head, place - first, : place + 1] = softmax(seen + beside)[: place + 1]
     return weights
 
 
-def accumulate(config: Any, query: Array, key: Array, scale: float) -> Array:
+def accumulate(config: Any, query: Array, key: Array, scale: float, sinks: Array | None = None) -> Array:
     """(head, n − w) of one layer, from all n queries."""
     config = flat(config)
     heads, n, _ = query.shape
     prefix = max(0, n - config.window)
     result = np.zeros((heads, prefix))
     if config.policy == "tova":
-        last = rows(query, key, scale, n - 1)[:, 0]
+        last = rows(query, key, scale, n - 1, sinks)[:, 0]
         for entry in range(prefix):
             result[:, entry] = math.fsum(last[:, entry]) / heads
         return result
@@ -42,7 +46,7 @@ def accumulate(config: Any, query: Array, key: Array, scale: float) -> Array:
         first = max(0, n - config.history)
     else:
         first = max(0, n - config.window)
-    weights = rows(query, key, scale, first)
+    weights = rows(query, key, scale, first, sinks)
     for head in range(heads):
         for entry in range(prefix):
             column = [weights[head, place, entry] for place in range(n - first)]

@@ -119,6 +119,7 @@ def expected_attention(
     use_covariance: bool = True,
     use_vnorm: bool = True,
     epsilon: float = 0.0,
+    logits: Array | None = None,
 ) -> Array:
     """(head, n) of queries before rotation; 0 for the sinks. `rotate` turns a vector to a position."""
     heads, n, d = unrotated.shape
@@ -140,7 +141,7 @@ def expected_attention(
             if use_covariance:
                 later += scale**2 * float(k @ turn @ covariance @ turn.T @ k) / 2
             exponents.append(later)
-        weights = softmax(exponents)
+        weights = softmax(exponents + ([] if logits is None else [float(logits[h])]))  # beside the head's sink
         for place, v in enumerate(values[shared][sinks:]):
             norm = math.sqrt(squared(v)) if use_vnorm else 1.0
             found[h, sinks + place] = (weights[place] + (epsilon if use_vnorm else 0.0)) * norm

@@ -58,11 +58,12 @@ def pool(row: list[float], kind: str, kernel: int) -> list[float]:
     return pooled
 
 
-def decode_attention(query: Array, key: Array, scale: float) -> Array:
+def decode_attention(query: Array, key: Array, scale: float, sinks: Array | None = None) -> Array:
+    """(head, key); with sinks, one more column behind the entries: the weight of an entry without a value."""
     heads = len(query)
     group = heads // len(key)
-    rows = [softmax([scale * math.fsum(query[head] * entry) for entry in key[head // group]]) for head in range(heads)]
-    return np.array(rows)
+    logits = [[scale * math.fsum(query[head] * entry) for entry in key[head // group]] for head in range(heads)]
+    return np.array([softmax(row + ([] if sinks is None else [float(sinks[h])])) for h, row in enumerate(logits)])
 
 
 def perturbation(attention: list[float], kept: list[bool], values: Array, projection: Array) -> float:
@@ -103,13 +104,15 @@ def theta_hat(attention: list[float], norms: list[float], kept: list[bool], stag
     return total - (2 - 1 / sigma) * inside
 
 
-def theta_hat_relax(attention: list[float], norms: list[float], kept: list[bool], stage1: list[bool]) -> float:
-    """Paper, eq. 18."""
+def theta_hat_relax(
+    attention: list[float], norms: list[float], kept: list[bool], stage1: list[bool], smallest: float | None = None
+) -> float:
+    """Paper, eq. 18; `smallest` is min ν where not every one counts."""
     sigma = math.fsum(a for a, s in zip(attention, stage1, strict=True) if s)
     total = math.fsum(a * norm for a, norm in zip(attention, norms, strict=True))
     first = math.fsum(a * norm for a, norm, s in zip(attention, norms, stage1, strict=True) if s)
     second = math.fsum(a for a, n, s in zip(attention, kept, stage1, strict=True) if n and not s)
-    return total - (2 - 1 / sigma) * first - min(norms) * (2 - 1 / sigma) * second
+    return total - (2 - 1 / sigma) * first - (min(norms) if smallest is None else smallest) * (2 - 1 / sigma) * second
 
 
 def mass(attention: list[float], kept: list[bool]) -> float:

@@ -73,6 +73,11 @@ def block_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made) if granularity == "layer" else (*made, configuration(18, block=4, policy="adakv", **fields))
 
 
+def attention_of(held: dict[str, np.ndarray], scale: float) -> np.ndarray:
+    """(head, key), with a sink's weight behind the entries' where there is one."""
+    return theory.decode_attention(held["query"], held["key"], scale, held["sinks"])
+
+
 class Reference:
     """Everything the oracle says of one sample."""
 
@@ -95,15 +100,16 @@ class Reference:
             "key": np.array(cell.keys[layer])[:, :entries],
             "value": np.array(cell.values[layer])[:, :entries],
             "w_o": cell.w_o(layer),
+            "sinks": cell.sinks(layer),
         }
 
     @functools.cache  # noqa: B019
     def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
         held, scale = self.layer(layer, 0), self.decoder.scale
         query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
-        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale)
+        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"])
         norms = theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads)
-        realised = theory.decode_attention(held["query"], held["key"], scale)
+        realised = attention_of(held, scale)[:, : held["key"].shape[1]]
         place = (layer, self.decoder.layers, self.run.head_scores)
         return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place)
 
@@ -124,6 +130,9 @@ class Reference:
 
 CASES = [
     *((family, "GQA", "query", "regular", "selections") for family in FAMILIES),
+    ("gpt_oss", "GQA", "kv", "context-only", "selections"),
+    ("gpt_oss", "GQA", "kv", "context-only", "policies"),
+    ("gemma3_text", "GQA", "kv", "context-only", "positions"),
     ("llama", "MHA", "query", "regular", "selections"),
     ("qwen3", "MQA", "kv", "regular", "selections"),
     ("llama", "GQA", "kv", "context-only", "selections"),
@@ -204,15 +213,20 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
             sets = reference.kept(layer, config)
             for step in range(STEPS):
                 held = reference.layer(layer, step)
-                attention = theory.decode_attention(held["query"], held["key"], reference.decoder.scale)
+                attention = attention_of(held, reference.decoder.scale)
+                sunk = [True] * (held["sinks"] is not None)  # an entry that stays, without a value
                 norms = theory.projected_value_norms(held["value"], held["w_o"], heads)
                 for head in range(heads):
                     kept, stage1 = (
-                        [i in chosen or i >= reference.n for i in range(LENGTH + step + 1)] for chosen in sets[head]
+                        [i in chosen or i >= reference.n for i in range(LENGTH + step + 1)] + sunk
+                        for chosen in sets[head]
                     )
-                    a, v = list(attention[head]), list(norms[head])
+                    a, smallest = list(attention[head]), min(norms[head])
+                    v = [*norms[head], *(0.0 for _ in sunk)]
                     projection = theory.head_slice(held["w_o"], head, reference.decoder.d_head)
-                    values = held["value"][head // group]
+                    nothing = np.zeros((len(sunk), reference.decoder.d_head))
+                    values = np.concatenate([held["value"][head // group], nothing])
+                    entries = a[: len(a) - len(sunk)]
                     full = theory.head_output(a, values, projection)
                     evicted = theory.evicted_output(a, kept, values, projection)
                     expected = {
@@ -221,10 +235,11 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                         "perturbation_isolated_cosine": theory.cosine_distance(full, evicted),
                         "theta": theory.theta(a, v, kept),
                         "theta_hat": theory.theta_hat(a, v, kept, stage1),
-                        "theta_hat_relax": theory.theta_hat_relax(a, v, kept, stage1),
+                        "theta_hat_relax": theory.theta_hat_relax(a, v, kept, stage1, smallest),
                         "retained_mass": theory.mass(a, kept),
                         "sigma_stage1": theory.mass(a, stage1),
-                        "sigma_topk": theory.sigma_topk(a, flat(config).alpha, len(sets[head][0])),
+                        "sigma_topk": theory.sigma_topk(entries, flat(config).alpha, len(sets[head][0]))
+                        + sum(a[len(entries) :]),
                     }
                     for name, number in expected.items():
                         found = float(sample.arrays[name][index, step, layer, head])
@@ -238,7 +253,7 @@ def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference
     arrays, decoder = sample.arrays, reference.decoder
     for layer in range(decoder.layers):
         held = reference.layer(layer, 0)
-        attention = theory.decode_attention(held["query"], held["key"], decoder.scale)
+        attention = attention_of(held, decoder.scale)[:, : held["key"].shape[1]]
         norms = theory.projected_value_norms(held["value"], held["w_o"], decoder.heads)
         for head in range(decoder.heads):
             added = [float(a * norm) for a, norm in zip(attention[head], norms[head], strict=True)]
@@ -318,7 +333,7 @@ def test_saved_outputs(case: tuple[SampleTrace, Reference]) -> None:
     for step, full in enumerate(reference.full):
         for layer in range(reference.decoder.layers):
             held = reference.layer(layer, step)
-            attention = theory.decode_attention(held["query"], held["key"], reference.decoder.scale)
+            attention = attention_of(held, reference.decoder.scale)[:, : LENGTH + step + 1]
             stored = sample.arrays["attention_full"][step, layer]
             np.testing.assert_allclose(stored[:, : LENGTH + step + 1], attention, rtol=1e-5)
             assert np.isnan(stored[:, LENGTH + step + 1 :]).all()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as apply_to_halves
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partly
 
@@ -37,7 +38,7 @@ def made(kind: str) -> Adapter:
 def turned(adapter: Adapter, vectors: torch.Tensor, positions: range) -> torch.Tensor:
     """(head, position, d_head) as transformers turns them."""
     cosine, sine = adapter.rotary(vectors, torch.tensor([list(positions)]), *adapter.rotary_kind)
-    apply = apply_partly if adapter.config.model_type == "phi3" else apply_rotary_pos_emb
+    apply = {"phi3": apply_partly, "gpt_oss": apply_to_halves}.get(adapter.config.model_type, apply_rotary_pos_emb)
     return apply(vectors.unsqueeze(0), vectors.unsqueeze(0), cosine, sine)[0][0]
 
 

@@ -77,6 +77,9 @@ def masked_logits(adapter: Adapter, chunks: Sequence[Sequence[int]], positions: 
             own[kept[head * len(kept) // len(mask)]] = True
             mask[head, :, :N] = own
         scores = (query @ key.transpose(2, 3) * kwargs["scaling"]).masked_fill(~mask, -torch.inf)
+        if "s_aux" in kwargs:  # one more entry of every head, without a value
+            sink = kwargs["s_aux"].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores, value = torch.cat([scores, sink], -1), torch.nn.functional.pad(value, (0, 0, 0, 1))
         return (scores.softmax(dim=-1) @ value).transpose(1, 2).contiguous(), None
 
     with torch.inference_mode(), intercept_attention(adapter, attend):
@@ -158,9 +161,7 @@ def test_only_measured_layers_are_held_and_compressed_again() -> None:
 def test_what_compresses_every_layer_is_refused() -> None:
     adapter, prompt = tiny_adapter("olmo3"), Prompt("s", token_ids(N), 0)
     press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
-    with pytest.raises(
-        ModelError, match="press 'KnormPress' expects layers that all see .* layers that hold a sliding"
-    ):
+    with pytest.raises(ModelError, match="'KnormPress' expects layers that all see .* has layers that hold a sl"):
         sources.check([press], adapter.config, adapter.name)
     config = foreign.configuration("mine", 12)
     wrong = [{config: [torch.ones(2, N, dtype=torch.bool)] * 4}]

@@ -14,10 +14,10 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.tokenization import ByteTokenizer
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3")
-MIXED = ("gemma3_text", "olmo3")
+MIXED = ("gemma3_text", "olmo3", "gpt_oss")
 """Every second layer slides over a window of `WINDOW` entries; the others are measured."""
 FAMILIES = (*PLAIN, *MIXED, "olmo2", "granite", "qwen3_moe", "mixtral")
-EXPERTS = ("qwen3_moe", "mixtral")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
 """Which rows go to an expert together depends on the whole batch, and so does the rounding of its products."""
 WINDOW = 12
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
@@ -55,13 +55,16 @@ def tiny_model(
         "pad_token_id": None,
     }
     config = AutoConfig.for_model(family, **{**shapes, **_own(family, layers), **more})
+    kernel = "eager" if family == "gpt_oss" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name or name.endswith("bias"):
                     parameter.add_(0.2 * torch.randn(parameter.shape).to(dtype))
+                if name.endswith("sinks"):
+                    parameter.add_(torch.randn(parameter.shape).to(dtype))
     return model.eval()
 
 
@@ -80,6 +83,7 @@ def _own(family: str, layers: int) -> dict[str, Any]:
         "olmo3": {**sliding, **(each if _rotates_by_kind("olmo3") else {})},
         "qwen3_moe": {**experts, "norm_topk_prob": True, "mlp_only_layers": [0]},
         "mixtral": experts,
+        "gpt_oss": {**sliding, **experts},
         "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
                     "logits_scaling": 2.0},
     }.get(family, {})  # fmt: skip
@@ -114,7 +118,9 @@ def exact(model: Any) -> Any:
         hidden: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = found[f"{layer_type}_inv_freq" if layer_type else "inv_freq"]
-        angles = (position_ids.double().unsqueeze(-1) * own).repeat(1, 1, 2)
+        angles = (position_ids.double().unsqueeze(-1) * own).repeat(
+            1, 1, 1 if model.config.model_type == "gpt_oss" else 2
+        )
         return angles.cos(), angles.sin()
 
     model.model.rotary_emb.forward = rotate

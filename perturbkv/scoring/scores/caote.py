@@ -37,8 +37,13 @@ class CAOTE(Score):
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Per query head, a ‖o − v‖ / (1 − a)."""
         mean, values = layer.attention.mean(dim=-2), layer.values.to(WORK)
+        sink, totals = layer.weights[1].mean(dim=-1, keepdim=True), layer.totals
         left = leave_out_heaviest(
-            mean.unsqueeze(-2), values, lambda: layer.logits.log_softmax(dim=-1).logsumexp(dim=-2, keepdim=True)
+            mean.unsqueeze(-2),
+            values,
+            lambda: (layer.logits - totals.unsqueeze(-1)).logsumexp(dim=-2, keepdim=True),
+            sink,
+            None if layer.sinks is None else (layer.sinks.to(WORK).unsqueeze(-1) - totals).logsumexp(dim=-1),
         )
         outputs = left.whole.view(layer.kv_heads, layer.group, -1)
         apart = torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist").flatten(0, 1)

@@ -25,7 +25,7 @@ from perturbkv.configs.option import option
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
-from perturbkv.theory import WORK
+from perturbkv.theory import WORK, softmax_with_sinks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ExpectedAttention(Score):
         """A row per query head; 0 for the sinks."""
         if layer.prefix <= self.sinks:
             return torch.zeros(layer.heads, layer.prefix, dtype=WORK, device=layer.keys.device)
-        expected = self._exponents(layer).to(WORK).softmax(dim=-1)
+        expected, _ = softmax_with_sinks(self._exponents(layer).to(WORK), layer.sinks)
         if self.use_vnorm:
             norms = torch.linalg.vector_norm(layer.values[:, self.sinks :], dim=-1, dtype=WORK)
             expected = (expected + self.epsilon) * layer.per_head(norms)

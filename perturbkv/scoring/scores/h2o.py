@@ -42,8 +42,7 @@ class H2O(Score):
         for kv_head, rows in enumerate(layer.queries.view(layer.kv_heads, layer.group, queries, -1)):
             for start in range(0, queries, block):
                 end = min(start + block, queries)
-                weights = causal_rows(
-                    rows[:, start:end].to(dtype), layer.keys[kv_head, :end].to(dtype), layer.scale, start
-                )
+                seen = layer.keys[kv_head, :end].to(dtype)
+                weights = causal_rows(rows[:, start:end].to(dtype), seen, layer.scale, start, layer.sinks_of(kv_head))
                 total[kv_head, :, :end] += weights.sum(dim=1, dtype=WORK)
         return total.flatten(0, 1)[:, : layer.prefix] / queries

@@ -1,0 +1,119 @@
+"""A model that mixes full and sliding layers: every place that names a layer names it by its index in the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+import perturbkv as pk
+from perturbkv.errors import TraceError
+from perturbkv.storage.trace_file import read_trace
+from tests.support.artists import words
+from tests.support.changed import changing
+from tests.support.folders import model_folder
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers, of which 2 and 5 see everything."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    folder = tmp_path_factory.mktemp("models") / "mixed"
+    return model_folder(folder, "gemma3_text", num_hidden_layers=6, layer_types=kinds)
+
+
+@pytest.fixture
+def options(mixed: Path, data: Path) -> list[object]:
+    return ["--model", mixed, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8]
+
+
+def test_a_trace_names_the_layers_that_were_measured(perturbkv: Run, options: list[object]) -> None:
+    ran = perturbkv("trace", *options, "-o", "t.h5")
+    assert ran.code == 0
+    assert "layers 2 5 of 6 are measured: the others keep their own sliding window" in ran.err
+    with h5py.File("t.h5") as file:
+        assert file.attrs["measured_layers"] == "2 5 of 6"
+        assert file["layer"][:].tolist() == [2, 5]
+        assert file["theta"].shape[3] == 2
+    trace = read_trace("t.h5")
+    assert [trace.layer_name(place) for place in (0, 1)] == [2, 5]
+    assert trace.to_xarray()["theta"].sel(layer=5).shape == trace.arrays["theta"][..., 1, :].shape
+    assert sorted(set(trace.to_frame()["layer"])) == [2, 5]
+    assert "2 5 of 6" in perturbkv("info", "t.h5").out
+    perturbkv("export", "t.h5", "-o", "t.parquet")
+    assert sorted(set(pyarrow.parquet.read_table("t.parquet")["layer"].to_pylist())) == [2, 5]
+    trace.sel(sample=trace.sample_ids[:1]).save("part.h5")
+    assert read_trace("part.h5").attrs["measured_layers"] == "2 5 of 6"
+
+
+@pytest.mark.parametrize("told", ["2 4 of 6", "5 2 of 6", "2 5 of 5", "2 of 6", "all", ""])
+def test_a_file_whose_layers_are_others_is_refused(perturbkv: Run, options: list[object], told: str) -> None:
+    perturbkv("trace", *options, "-o", "t.h5")
+    with changing(Path("t.h5")) as file:
+        file.attrs["measured_layers"] = told
+    with pytest.raises(TraceError, match="layer"):
+        read_trace("t.h5")
+
+
+def test_analyses_name_layers_by_their_indices(perturbkv: Run, options: list[object]) -> None:
+    perturbkv("trace", *options, "-o", "t.h5")
+    trace = read_trace("t.h5")
+    for found in (pk.compare_heads(trace), pk.layer_drift(trace), pk.assumption(trace), pk.bound_tightness(trace)):
+        assert {row["layer"] for row in found.records()} == {2, 5}
+        assert "layers 2 5 of 6 measured" in repr(found)
+    flagged = pk.compare_heads(trace)[0].to_dict()["flagged_heads"]
+    assert {name.split("-")[0] for name in flagged} <= {"2", "5"}
+    drift = pk.layer_drift(trace).plot()
+    assert all(line.get_xdata().tolist() == [2, 5] for line in drift.axes[0].lines)
+    maps = pk.assumption(trace).plot()
+    assert [tick.get_text() for tick in maps.axes[0].get_yticklabels()] == ["2", "5"]
+    assert "layers 2 5 of 6 measured" in words(maps)
+    bar = pk.compare_heads(trace).plot().axes[-1]
+    assert [tick.get_text() for tick in bar.get_yticklabels()] == ["2", "5"]
+
+
+def test_a_layer_is_asked_for_by_its_index(perturbkv: Run, options: list[object]) -> None:
+    perturbkv("trace", *options, "-o", "t.h5")
+    trace = read_trace("t.h5")
+    assert pk.tokens(trace, layer=5, head=1).shown.layer == 5
+    shown = pk.tokens(trace, layer=5, head=1)
+    kept = {place for place, fate in enumerate(shown.fates) if fate in ("both", "baseline")}
+    first = trace.run.configs.index(shown.baseline)
+    assert kept == set(trace.kept(shown.prompt.place, first, 1, 1).tolist())
+    assert pk.tokens(trace, layer=2).shown.layer == 2
+    ran = perturbkv("tokens", "t.h5", "--layer", 1, "--head", 0)
+    assert (ran.code, ran.err) == (2, "error: expected a layer of 2, 5, got 1\n")
+
+
+def test_head_scores_are_of_measured_layers(perturbkv: Run, options: list[object]) -> None:
+    names = [f"{layer}-{head}" for layer in (2, 5) for head in range(4)]
+    Path("scores.json").write_text(json.dumps({name: place + 1.0 for place, name in enumerate(names)}))
+    asked = ["--policy", "headkv", "--head-scores", "scores.json", "-o", "t.h5"]
+    assert perturbkv("trace", *options, *asked).code == 0
+    counts = read_trace("t.h5").arrays["kept_count"][0, 0].sum(axis=-1)
+    assert counts[1] > counts[0]
+    Path("scores.json").write_text(json.dumps({f"{layer}-{head}": 1.0 for layer in (0, 1) for head in range(4)}))
+    ran = perturbkv("trace", *options, *asked)
+    assert ran.code == 2
+    assert "'0-0', which the model lacks" in ran.err
+
+
+def test_an_audit_of_such_a_model_is_refused(perturbkv: Run, mixed: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def evict(model, input_ids, attention_mask): ...\n")
+    ran = perturbkv("audit", "own.py:evict", "--model", mixed, "--dataset", data, "--samples", 1)
+    assert ran.code == 2
+    assert "an audit expects layers that all see the whole prompt and nothing else" in ran.err
+
+
+def test_prompts_longer_than_the_window_are_taken(perturbkv: Run, options: list[object]) -> None:
+    """182 tokens, and a window of 12."""
+    assert perturbkv("trace", *options, "-o", "t.h5").code == 0
+    assert np.all(read_trace("t.h5").arrays["prompt_tokens"] > 12)
