@@ -111,8 +111,8 @@ def changed_head(trace: Trace, sample: int, sides: tuple[int, int], layer: int, 
     """One head under both configurations."""
     moved = [float(side[layer, head]) for side in changes(trace, sample, sides)]
     one, other = (set(trace.kept(sample, side, layer, head).tolist()) for side in sides)
-    counts = (len(one & other), len(one - other), len(other - one))
-    return ChangedHead(trace.layer_name(layer), head, *moved, *counts)
+    named = trace.layer_name(layer)
+    return ChangedHead(named, head, moved[0], moved[1], len(one & other), len(one - other), len(other - one))
 
 
 def held_of(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[float, float]:

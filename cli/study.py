@@ -18,6 +18,7 @@ from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import make_trace, run_folder
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError
+from perturbkv.schema import MEASURED
 from perturbkv.visible import line
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ class Study:
         samples = counted(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
         console.say(line(f"{run.model} · {datasets} · {samples}{words}"), bold=True)
+        if measured := self.trace.attrs.get(MEASURED):
+            console.say(line(f"layers {measured} are measured; held / full is of their entries"))
 
 
 def open_study(

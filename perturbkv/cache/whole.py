@@ -20,6 +20,9 @@ from perturbkv.models.adapter import Adapter
 class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """transformers' layer, which keeps a view of everything it was given; this one copies its window out of that."""
 
+    keys: Tensor
+    values: Tensor
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:

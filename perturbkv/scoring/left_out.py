@@ -1,8 +1,8 @@
 """What a query would give without its heaviest entry, exact even where that entry takes all the weight.
 
-With weights a that add up to 1, a sink's among them, which has no value, o = Σ_j a_j v_j and μ the mean of the values of all entries but j, weighted by a,
+With weights a that add up to 1, o = Σ_j a_j v_j and μ the mean of the values of all entries but j, weighted by a,
 a_j / (1 − a_j) · ‖o − v_j‖ = a_j · ‖μ − v_j‖. Only the heaviest entry of a query can have more than half of its weight;
-for all others 1 − a_j and o − v_j lose nothing.
+for all others 1 − a_j and o − v_j lose nothing. A sink in the softmax is one of the others, its value 0.
 """
 
 from __future__ import annotations

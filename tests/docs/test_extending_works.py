@@ -117,7 +117,7 @@ def test_a_score_of_ones_own_is_measured_under_any_budget_rule(copy: Path, data:
 
 
 def test_a_family_and_a_command_run(copy: Path, data: Path, tmp_path: Path) -> None:
-    shared = ["--model", model_folder(tmp_path / "tiny", "olmo2"), "--dataset", data, "--window", 4, "--budget", 24]
+    shared = ["--model", model_folder(tmp_path / "tiny", "seed_oss"), "--dataset", data, "--window", 4, "--budget", 24]
     perturbkv(copy, "kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["analyses"]["kept-attention"]
     assert len(told["retained_mass"]) == 2

@@ -13,7 +13,7 @@ from tests.oracle.theory import Array, softmax
 from tests.support.configs import flat
 
 
-def rows(query: Array, key: Array, scale: float, first: int, sinks: Array | None) -> Array:
+def rows(query: Array, key: Array, scale: float, first: int, sinks: Array | None = None) -> Array:
     """(head, query, key): causal softmax rows of the queries from `first` on, zero where they see nothing.
 
     A sink is one more entry that every query of its head sees; its weight is left out.

@@ -14,15 +14,20 @@ from tests.oracle.theory import Array, softmax
 
 
 class Head:
-    """What one query head's window sees: z and a of each of its queries, o, keys and values."""
+    """What one query head's window sees: z and a of each of its queries, o, keys and values.
 
-    def __init__(self, queries: Array, keys: Array, values: Array, scale: float, window: int) -> None:
+    A sink is one more logit of every query; its entry has no value, and its weight is left out.
+    """
+
+    def __init__(
+        self, queries: Array, keys: Array, values: Array, scale: float, window: int, sink: float | None = None
+    ) -> None:
         self.n, self.keys, self.values = len(keys), keys, values
         self.first = max(0, self.n - window)
         self.z = [
             [scale * math.fsum(queries[i] * keys[j]) for j in range(i + 1)] for i in range(len(queries))[self.first :]
         ]
-        self.a = [softmax(row) for row in self.z]
+        self.a = [softmax(row + ([] if sink is None else [sink]))[: len(row)] for row in self.z]
         self.o = [self.mixed(row) for row in self.a]
 
     def mixed(self, weights: Array | list[float]) -> Array:
@@ -86,13 +91,15 @@ OF_ENTRY: dict[str, Callable[[Head, int], float]] = {
 }
 
 
-def of_layer(name: str, queries: Array, keys: Array, values: Array, scale: float, window: int) -> Array:
+def of_layer(
+    name: str, queries: Array, keys: Array, values: Array, scale: float, window: int, sinks: Array | None = None
+) -> Array:
     """(head, n − w) of a score of single entries, unpooled."""
     heads, n, _ = queries.shape
     found = np.zeros((heads, max(0, n - window)))
     for h in range(heads):
         shared = h // (heads // len(keys))
-        seen = Head(queries[h], keys[shared], values[shared], scale, window)
+        seen = Head(queries[h], keys[shared], values[shared], scale, window, None if sinks is None else float(sinks[h]))
         for j in range(found.shape[1]):
             found[h, j] = OF_ENTRY[name](seen, j)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from perturbkv.cache import ragged
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
 from perturbkv.cache.whole import beside, full_cache, windows
@@ -23,6 +24,7 @@ from perturbkv.pipeline.prefill import prefill
 from perturbkv.selection.grid import configuration
 from tests.support.caches import gather
 from tests.support.models import MIXED, WINDOW, tiny_adapter, token_ids
+from tests.support.varlen import varlen
 
 N, STEPS = 40, 32
 Positions = list[torch.Tensor]
@@ -178,3 +180,19 @@ def test_positions_inside_the_cache_need_rotations_of_the_evicted_layers_own() -
     adapter.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     with pytest.raises(ModelError, match="which its sliding layers share; use positions=kept"):
         answer(adapter, prompt, [inside], 4)
+
+
+@pytest.mark.parametrize("granularity", EVEN)
+def test_a_kernel_of_packed_entries_is_joined_with_the_sink_once(
+    granularity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's kernel gives log-sum-exps over entries alone; here its stand-in does."""
+    monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+    adapter, counts = tiny_adapter("gpt_oss"), (EVEN[granularity], UNEVEN[granularity])
+    positions = [[None, *(kept_positions(one, 10 * layer + row) for row, one in enumerate(counts))] for layer in (0, 1)]
+    parts = [[token] for token in token_ids(6, seed=5)]
+    cache = compact(adapter, positions)
+    assert {type(block).__name__ for block in cache.evicted[0].blocks} == {"Packed"}
+    found = decode(adapter, cache, parts, 3)
+    for row in range(3):
+        assert far(found[row], masked_logits(adapter, parts, [layer[row] for layer in positions])) < 1e-5

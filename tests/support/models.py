@@ -118,9 +118,8 @@ def exact(model: Any) -> Any:
         hidden: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = found[f"{layer_type}_inv_freq" if layer_type else "inv_freq"]
-        angles = (position_ids.double().unsqueeze(-1) * own).repeat(
-            1, 1, 1 if model.config.model_type == "gpt_oss" else 2
-        )
+        times = 1 if model.config.model_type == "gpt_oss" else 2  # its module gives each pair's angle once
+        angles = (position_ids.double().unsqueeze(-1) * own).repeat(1, 1, times)
         return angles.cos(), angles.sin()
 
     model.model.rotary_emb.forward = rotate
