@@ -24,6 +24,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.families import check_plain
 from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.capture import decode_from
 from perturbkv.pipeline.generation import generate, read_evicting
@@ -195,6 +196,7 @@ def decoding(
 ) -> Result:
     """Seconds per step of decoding a batch from full caches, and from evicted ones; the entries are random."""
     adapter = load_model(model, dtype, device)
+    check_plain(adapter.config, adapter.name, "the benchmark of decoding")
     first = torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device)
     full: list[float] = []
     evicted: list[float] = []

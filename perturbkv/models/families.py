@@ -15,7 +15,7 @@ from perturbkv.errors import ModelError
 
 _WINDOWS = "layers of full attention are measured, sliding ones keep their own window"
 _NORM_AFTER = "norm after the output projection: o_h and L stand before it"
-_EXPERTS = "mixture of experts, routed token by token"
+_EXPERTS = "mixture of experts, routed token by token: rounding depends on what else is in the batch"
 
 
 @dataclass(frozen=True)
