@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
+from perturbkv.analyses.calibration import curve
 from perturbkv.analyses.link import Link, link
 from perturbkv.analyses.link_prompts import NAMES
 from tests.support.linked import answered, methods
@@ -163,6 +164,22 @@ def test_bins_hold_equally_many_answers_and_their_upper_end() -> None:
     ]  # fmt: skip
 
 
+def test_a_bin_in_which_few_prompts_hold_most_answers_is_as_unsure_as_their_effective_number() -> None:
+    """Of ten prompts of a bin three hold four answers each: (Σ c)² / Σ c² = 6.9 prompts of equally many."""
+    counts, hits = np.array([4, 4, 4, 2, *[1] * 6]), np.array([1, 0, 1, 1, 0, 0, 1, 0, 0, 1])
+    moved = np.where(np.arange(4) < counts[:, None], 1.0, 2.0)
+    (first, _) = curve(moved, np.repeat(hits[:, None], 4, axis=1) == 1, np.zeros((10, 4)), bins=2)
+    assert (first.answers, first.prompts) == (20, 10)
+    share = (counts * hits).sum() / counts.sum()
+    left = [np.delete(counts * hits, one).sum() / np.delete(counts, one).sum() for one in range(10)]
+    error = math.sqrt(9 / 10 * ((np.array(left) - np.mean(left)) ** 2).sum())
+    reach = stats.t.ppf(0.975, 3 / 8 * counts.sum() ** 2 / (counts**2).sum()) * error
+    assert first.lost_interval is not None
+    assert (first.lost_interval.low, first.lost_interval.high) == pytest.approx(
+        (max(0, share - reach), min(1, share + reach))
+    )
+
+
 def test_a_bin_whose_answers_are_all_of_a_few_prompts_is_as_unsure_as_these() -> None:
     """Thirty prompts of four alike answers each say no more of a share than thirty answers do."""
     each = np.arange(30) % 2
@@ -207,10 +224,51 @@ def test_a_methods_name_tells_what_other_prompts_perturbation_tells(found: Link)
         if len(set(SCORES[place])) > 1
     ]
     own = correlations(stats.spearmanr, MOVED)
-    control = found.settings[0].control("propagated")
-    assert control.by_name.value == pytest.approx(np.mean(others))
-    assert control.beyond.value == pytest.approx(np.mean(own) - np.mean(others))
-    assert control.by_name.prompts == len(own)
+    names = found.settings[0].named("propagated").rho
+    assert names.others.value == pytest.approx(np.mean(others))
+    assert names.beyond.value == pytest.approx(np.mean(own) - np.mean(others))
+    assert names.others.prompts == names.beyond.prompts == len(own)
+
+
+def test_a_methods_name_tells_lost_answers_as_other_prompts_perturbation_does(found: Link) -> None:
+    moved = {place: MOVED[place] for place in HELD}
+    others = [
+        np.mean([
+            0.5 + 0.5 * np.sign(moved[other][a] - moved[other][b])
+            for a in range(CONFIGS) for b in range(CONFIGS) if LOST[place, a] and not LOST[place, b]
+        ])
+        for place, other in itertools.permutations(HELD, 2) if 0 < LOST[place].sum() < CONFIGS
+    ]  # fmt: skip
+    own, names = areas(MOVED, LOST), found.settings[0].named("propagated").auc
+    assert names.others.value == pytest.approx(np.mean(others))
+    assert names.beyond.value == pytest.approx(np.mean(own) - np.mean(others))
+    assert names.others.prompts == names.beyond.prompts == len(own)
+
+
+def test_few_prompts_measures_are_dealt_out_in_all_ways() -> None:
+    scores, moved = np.array([[1, 0, 0.5], [0, 1, 1], [0.2, 0.1, 1], [1, 0, 0]]), DRAW.lognormal(size=(4, 3))
+    names = link(answered(methods(3), scores, np.ones(4), {"propagated": moved})).settings[0].named("propagated").rho
+    means = [
+        np.mean([stats.spearmanr(moved[other], row).statistic for other, row in zip(order, scores, strict=True)])
+        for order in itertools.permutations(range(4))
+    ]
+    far = np.abs(np.array(means) - np.mean(means))
+    assert (names.exchanged.exact, names.exchanged.deals) == (True, 24)
+    assert names.exchanged.p == pytest.approx(np.mean(far >= far[0] - 1e-9))
+    assert (names.exchanged.low, names.exchanged.high) == pytest.approx(tuple(np.quantile(means, (0.025, 0.975))))
+
+
+def test_over_budgets_a_prompts_own_less_others_is_its_mean_over_them() -> None:
+    configs = [*methods(3, 64), *methods(3, 128)]
+    scores, moved = DRAW.integers(0, 2, (7, 6)), DRAW.lognormal(size=(7, 6))
+    found = link(answered(configs, scores, np.ones(7), {"propagated": moved})).overall[0].named("propagated").rho
+    each: dict[int, list[float]] = {}
+    for place, part in itertools.product(range(7), (slice(0, 3), slice(3, 6))):
+        if len(set(scores[place, part])) > 1:
+            rhos = [stats.spearmanr(one[part], scores[place, part]).statistic for one in moved]
+            each.setdefault(place, []).append(rhos[place] - np.mean(np.delete(rhos, place)))
+    assert found.beyond.value == pytest.approx(np.mean([np.mean(one) for one in each.values()]))
+    assert found.beyond.prompts == len(each)
 
 
 def test_measures_are_held_against_each_other_on_the_same_prompts(found: Link) -> None:
@@ -265,14 +323,22 @@ def test_traces_are_pooled_prompt_by_prompt_and_their_data_sets_told_apart() -> 
     turned = [configs[place] for place in (2, 0, 1)]  # the other trace measured them in another order
     second = answered(turned, scores[3:][:, [2, 0, 1]], FULL[6:], {"propagated": moved[3:][:, [2, 0, 1]]}, dataset="b")
     whole, both = link(answered(configs, scores, FULL[3:], {"propagated": moved})), link([first, second])
-    assert both.overall[0] == whole.overall[0]
-    assert both.settings[0].control("propagated").by_name == whole.settings[0].control("propagated").by_name
+    assert (both.overall[0].strengths, both.overall[0].contrasts) == (
+        whole.overall[0].strengths,
+        whole.overall[0].contrasts,
+    )
+    assert both.settings[0].control("propagated") == whole.settings[0].control("propagated")
     assert [one.dataset for one in both.overall] == ["", "a", "b"]
-    alone = link(second).overall[0].strength("propagated").rho
-    assert both.overall[2].strength("propagated").rho == alone
+    alone = link(second).overall[0]
+    assert both.overall[2].strength("propagated").rho == alone.strength("propagated").rho
+    assert both.overall[2].named("propagated").rho.beyond == alone.named("propagated").rho.beyond
+    apart = [link(one).settings[0].named("propagated").rho.others for one in (first, second)]
+    pooled = sum(one.value * one.prompts for one in apart) / sum(one.prompts for one in apart)
+    assert both.settings[0].named("propagated").rho.others.value == pytest.approx(pooled)  # others of its own data set
     assert (both.identity.dataset, both.identity.samples) == ("a, b", 6)
     assert [row["dataset"] for row in both.records()] == ["a"] * 9 + ["b"] * 9
-    assert "3 of 3 prompts of a, 3 of 3 prompts of b" in repr(both)
+    assert f"3 of 3 prompts of a (score > 0; median {np.median(FULL[3:6]):g})" in " ".join(repr(both).split())
+    assert [part.median_full for part in both.parts] == [np.median(FULL[3:6]), np.median(FULL[6:])]
 
 
 def test_only_the_methods_asked_for_are_ranked() -> None:
