@@ -64,9 +64,10 @@ def _more(names: Names, beyond: str, side: int) -> str:
     if verdict is None:
         return f"less what the methods' names alone tell: {beyond}, of too few prompts to say whether that is more"
     if verdict == side:
-        return f"that is more than the methods' names tell (less what these alone tell: {beyond})"
-    few = "less" if verdict else "no more"
-    return f"what is shown is {few} than the methods' names tell (less what these alone tell: {beyond})"
+        return f"that is more than the methods' names tell (less these: {beyond})"
+    if verdict:
+        return f"beyond what the methods' names tell it goes the other way (less these: {beyond})"
+    return f"what is shown is no more than the methods' names tell (less these: {beyond})"
 
 
 def _areas(found: Linked, every: Overall) -> str:
@@ -80,9 +81,13 @@ def _areas(found: Linked, every: Overall) -> str:
 
 
 def _beats(every: Overall) -> str:
-    """Where it is decided, that the measure tells more, or less, than the attention given up: it knows values."""
+    """Where it is decided, that the measure tells more, or less, than the attention given up: it knows values.
+
+    Only of a link that is more than the methods' names: between names alone, a lower ρ tells nothing of values.
+    """
     one = every.contrast(HEADLINE, AGAINST)
-    if not (verdict := decided(one.rho.interval, 0)):
+    verdict = decided(one.rho.interval, 0)
+    if not verdict or decided(every.named(HEADLINE).rho.beyond.interval, 0) != -1:
         return ""
     told = f"ρ differs by {estimate(one.rho, ' ')}, {_few(one.rho)}"
     more = "more" if verdict < 0 else "less"

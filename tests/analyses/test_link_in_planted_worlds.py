@@ -127,9 +127,34 @@ def test_a_link_that_the_methods_names_make_is_told_as_such_and_has_no_star() ->
     assert rho.interval is not None
     assert rho.interval.high < -0.4
     assert result.settings[0].control("propagated").rho.p < 0.001  # the methods do differ
-    assert told(result).count("no more than the methods' names tell (less what these alone tell: ") == 2
+    assert told(result).count("what is shown is no more than the methods' names tell (less these: ") == 2
     assert not any(one.stands for names in result.settings[0].names for one in (names.rho, names.auc))
     assert "*" not in repr(result).replace("*: less names", "")
+
+
+def test_a_measure_beats_the_attention_given_up_in_words_only_where_more_than_names_is_linked() -> None:
+    draw = np.random.default_rng(3)
+    named, scores = by_methods_alone(draw, [0.1, 0.2, 0.3, 0.4, 0.5], [0.9, 0.7, 0.5, 0.4, 0.2])
+    noise = draw.random((40, 5))
+    own = np.clip(1.2 - 2 * noise + 0.2 * draw.standard_normal((40, 5)), 0, 1)
+    for moved, score, said in ((named, scores, False), (noise, own, True)):
+        result = link(answered(methods(5), score, np.ones(40), {"propagated": moved, "lost": draw.random((40, 5))}))
+        contrast = result.overall[0].contrast("propagated", "lost").rho.interval
+        assert contrast is not None
+        assert contrast.high < 0
+        assert ("tells more than the attention given up (1 − S)" in told(result)) == said
+
+
+def test_where_a_prompts_own_perturbation_goes_against_the_names_that_is_said() -> None:
+    """Methods that perturb more score less; within a method the more perturbed prompts score more."""
+    draw = np.random.default_rng(5)
+    noise, level = 0.08 * draw.standard_normal((40, 5)), np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+    moved = np.abs(level + noise)
+    result = link(
+        answered(methods(5), np.clip(1.2 - 2 * level + 1.5 * noise, 0, 1), np.ones(40), {"propagated": moved})
+    )
+    assert "score less: ρ = " in told(result)
+    assert "beyond what the methods' names tell it goes the other way" in told(result)
 
 
 def test_methods_that_fare_otherwise_in_another_data_set_are_names_there_too() -> None:
