@@ -104,16 +104,32 @@ def test_an_answer_at_the_very_share_is_kept_whatever_rounding_says() -> None:
     assert not one.lost.any()
 
 
-def test_between_prompts_no_pair_is_of_one_prompt(found: Link) -> None:
-    wins, pairs = 0.0, 0
-    for i, j in itertools.permutations(HELD, 2):
-        for a, b in itertools.product(range(CONFIGS), repeat=2):
-            if LOST[i, a] and not LOST[j, b]:
-                wins, pairs = wins + 0.5 + 0.5 * np.sign(MOVED[i, a] - MOVED[j, b]), pairs + 1
-    between = found.settings[0].control("propagated").between
-    assert between.value == pytest.approx(wins / pairs)
+@pytest.mark.parametrize(("share", "decide"), [(0.5, 8), (0.25, 5)])
+def test_between_prompts_no_pair_is_of_one_prompt_and_the_scarcer_side_decides(share: float, decide: int) -> None:
+    (setting,) = link(answered(methods(CONFIGS), SCORES, FULL, {"propagated": MOVED}), lost=share).settings
+    between, lost = setting.control("propagated").between, SCORES < share * FULL[:, None]
+    value, count = area_between(HELD, lost), len(HELD)
+    assert between.value == pytest.approx(value)
+    left_out = np.array([area_between([one for one in HELD if one != left], lost) for left in HELD])
+    error = math.sqrt((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum())
+    scarcer = min(sum(lost[place].any() for place in HELD), sum(not lost[place].all() for place in HELD))
+    assert between.prompts == scarcer == decide
+    reach = stats.t.ppf(0.975, 3 / 8 * scarcer) * error
     assert between.interval is not None
-    assert between.interval.low < between.value < between.interval.high
+    assert (between.interval.low, between.interval.high) == pytest.approx(
+        (max(0, value - reach), min(1, value + reach))
+    )
+
+
+def area_between(prompts: list[int], lost: np.ndarray[Any, Any]) -> float:
+    """The share of pairs of a lost and a kept answer of different prompts in which the lost one is more perturbed."""
+    wins = [
+        0.5 + 0.5 * np.sign(MOVED[i, a] - MOVED[j, b])
+        for i, j in itertools.permutations(prompts, 2)
+        for a, b in itertools.product(range(CONFIGS), repeat=2)
+        if lost[i, a] and not lost[j, b]
+    ]
+    return float(np.mean(wins))
 
 
 def test_theta_hat_is_of_the_heads_with_evidence_under_every_method() -> None:
@@ -165,19 +181,18 @@ def test_bins_hold_equally_many_answers_and_their_upper_end() -> None:
 
 
 def test_a_bin_in_which_few_prompts_hold_most_answers_is_as_unsure_as_their_effective_number() -> None:
-    """Of ten prompts of a bin three hold four answers each: (Σ c)² / Σ c² = 6.9 prompts of equally many."""
-    counts, hits = np.array([4, 4, 4, 2, *[1] * 6]), np.array([1, 0, 1, 1, 0, 0, 1, 0, 0, 1])
+    """Of forty prompts of a bin twelve hold four answers each: (Σ c)² / Σ c² = 27.6 prompts of equally many."""
+    counts, hits = np.repeat([4, 2, 1], [12, 4, 24]), np.arange(40) % 2
     moved = np.where(np.arange(4) < counts[:, None], 1.0, 2.0)
-    (first, _) = curve(moved, np.repeat(hits[:, None], 4, axis=1) == 1, np.zeros((10, 4)), bins=2)
-    assert (first.answers, first.prompts) == (20, 10)
+    (first, _) = curve(moved, np.repeat(hits[:, None], 4, axis=1) == 1, np.zeros((40, 4)), bins=2)
+    assert (first.answers, first.prompts) == (80, 40)
     share = (counts * hits).sum() / counts.sum()
-    left = [np.delete(counts * hits, one).sum() / np.delete(counts, one).sum() for one in range(10)]
-    error = math.sqrt(9 / 10 * ((np.array(left) - np.mean(left)) ** 2).sum())
+    left = [np.delete(counts * hits, one).sum() / np.delete(counts, one).sum() for one in range(40)]
+    error = math.sqrt(39 / 40 * ((np.array(left) - np.mean(left)) ** 2).sum())
     reach = stats.t.ppf(0.975, 3 / 8 * counts.sum() ** 2 / (counts**2).sum()) * error
     assert first.lost_interval is not None
-    assert (first.lost_interval.low, first.lost_interval.high) == pytest.approx(
-        (max(0, share - reach), min(1, share + reach))
-    )
+    assert 0 < share - reach < share + reach < 1
+    assert (first.lost_interval.low, first.lost_interval.high) == pytest.approx((share - reach, share + reach))
 
 
 def test_a_bin_whose_answers_are_all_of_a_few_prompts_is_as_unsure_as_these() -> None:
