@@ -99,7 +99,7 @@ def notes(found: Linked) -> str:
     alike = first_token.about(sum(part.alike for part in found.parts), sum(part.answered for part in found.parts))
     said = [f"{numbers.about_intervals(found.identity.samples)} {numbers.ABOUT_HELD}", alike]
     if any(one.decides for one in found.settings):
-        said = [_ABOUT, *([_ABOUT_ALL] if found.everything else []), *said]
+        said = [_ABOUT, _ABOUT_ALL if found.everything else _MORE, *said]
     return "\n".join(filter(None, said))
 
 
@@ -113,6 +113,7 @@ _ABOUT = (
     "Methods are those of this run; intervals are over prompts. L1, θ, θ̂ and drift are relative to the full run's "
     "norms."
 )
+_MORE = "Each budget's measures, what else could make a link, contrasts and curves: --all, in Python everything=True."
 _ABOUT_ALL = (
     "τ-b: Kendall's. Of dealt scores: the middle 95 % where each prompt's scores are dealt out among its methods, "
     "which any difference between methods leaves. Between prompts, hard and long prompts confound; across budgets, "

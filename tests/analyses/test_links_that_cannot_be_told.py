@@ -116,6 +116,7 @@ def test_a_screen_leads_with_what_one_reads_and_shows_the_rest_where_it_is_asked
     ):
         assert said in titles
     assert short.to_dict() == whole.to_dict()
+    assert ("--all" in short.notes(), "--all" in whole.notes()) == (True, False)
 
 
 def test_a_budget_of_two_methods_is_named_and_not_ranked() -> None:
