@@ -74,7 +74,7 @@ class Kind:
     limits: tuple[float, float] = (-np.inf, np.inf)
     heads: int = 0
 
-    def degrees(self, samples: int) -> float:
+    def degrees(self, samples: float) -> float:
         """Student's degrees of freedom for so many samples."""
         return max(1.0, min(self.freedom * samples, samples - 1.0))
 
@@ -143,19 +143,19 @@ def _median_levels(samples: int) -> Floats:
     return np.asarray(inside[inside >= MEDIAN_LEVEL])
 
 
-def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Scalar:
+def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Scalar:
     """The interval of one number: `statistic` gives one value per row of weights. None where there is none."""
-    found = band(statistic, samples, kind)
+    found = band(statistic, samples, kind, deciding)
     if found is None or np.isnan([found.low, found.high]).any():
         return None
     return Interval(float(found.low), float(found.high), found.kind)
 
 
-def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Band:
+def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Band:
     """The interval of each number of an array, over samples; None for a single sample. NaN where a number has none.
 
     `statistic` maps weights (row, sample), each row summing to 1, to values (row, …): means over samples are then
-    matrix products.
+    matrix products. `deciding`: as of how many samples the number is as unsure, where that is fewer than there are.
     """
     if samples < 2:
         return None
@@ -164,17 +164,18 @@ def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Ban
         each = statistic(single)
         return Interval(each.min(axis=0), each.max(axis=0), "range")
     value = statistic(np.full((1, samples), 1 / samples))[0]
-    low, high = jackknife(value, statistic((1 - single) / (samples - 1)), kind)
+    low, high = jackknife(value, statistic((1 - single) / (samples - 1)), kind, deciding)
     return Interval(low, high)
 
 
-def jackknife(value: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floats]:
+def jackknife(value: Floats, left_out: Floats, kind: Kind, deciding: float | None = None) -> tuple[Floats, Floats]:
     """Ends of the interval of `value` (…) from what it is without each sample (sample, …).
 
     On the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
     """
     count = len(left_out)
-    reach = stats.t.ppf((1 + LEVEL) / 2, kind.degrees(count))
+    sure = deciding or count
+    reach = stats.t.ppf((1 + LEVEL) / 2, kind.degrees(sure))
     plain = reach * np.sqrt(_variance(left_out) + _of_heads(value, count, kind))
     low, high = value - plain, value + plain
     if kind.log:
@@ -183,7 +184,7 @@ def jackknife(value: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floa
         factor = np.exp(np.minimum(reach * np.sqrt(_variance(np.log(others))), 700))
         low, high = np.where(usable, safe / factor, low), np.where(usable, safe * factor, high)
     low, high = np.clip(low, *kind.limits), np.clip(high, *kind.limits)
-    return _open_ends(value, low, high, left_out, kind) if np.isfinite(kind.limits).all() else (low, high)
+    return _open_ends(value, low, high, left_out, kind, sure) if np.isfinite(kind.limits).all() else (low, high)
 
 
 def _variance(left_out: Floats) -> Floats:
@@ -198,10 +199,12 @@ def _of_heads(value: Floats, samples: int, kind: Kind) -> Floats:
     return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
 
-def _open_ends(value: Floats, low: Floats, high: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floats]:
+def _open_ends(
+    value: Floats, low: Floats, high: Floats, left_out: Floats, kind: Kind, deciding: float
+) -> tuple[Floats, Floats]:
     """Ends as far out as the share of samples that so many alike ones leave room for."""
     count, (least, most) = len(left_out), kind.limits
-    rest = 1 - ((1 - LEVEL) / 2) ** (1 / count)
+    rest = 1 - ((1 - LEVEL) / 2) ** (1 / deciding)
     each = count * value - (count - 1) * left_out  # the samples that the mean is of
     alike = np.zeros_like(value) if kind.heads else 1.0 * (np.ptp(each, axis=0) < count * _ROUNDING)
     unsure = [np.maximum(alike, _alone(np.abs(each - limit), count)) for limit in kind.limits]

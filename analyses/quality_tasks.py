@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from perturbkv.analyses.asked_once import check_once
+from perturbkv.analyses.first_token import only_alike
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.reading import Floats, at_step, held_shares, values
 from perturbkv.analyses.scores import scores
@@ -36,7 +38,8 @@ class Task:
         evicted: (sample, config) of the configurations that all traces share.
         held: (config,) entries that the cache holds over those of the full cache; NaN where the trace does not tell.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
-        kl: (sample, config) KL(full ‖ evicted) of the first token, in nat.
+        kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
+        alike: how many samples' full answers have no token but one that all caches share, as `first_token` says.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Task:
     held: Floats
     propagated: Floats
     kl: Floats
+    alike: int
 
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
@@ -77,6 +81,7 @@ def _task(name: str, trace: Trace, places: list[int]) -> Task:
         held=held_shares(trace, ANALYSIS)[places],
         propagated=np.asarray(moved / norms[:, None])[:, places],
         kl=values(trace, "logit_kl", ANALYSIS, 0)[:, places],
+        alike=int(only_alike(trace).sum()),
     )
 
 
@@ -95,8 +100,8 @@ def _kind(run: RunConfig) -> str:
 def shared(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     """The configurations that all traces hold, in the first one's order.
 
-    Raises TraceError, which names the trace, for none at all, a data set that is there twice, runs of other models or
-    scenarios, and where no configuration is shared.
+    Raises TraceError, which names the trace, for none at all, a data set or a prompt that is there twice, runs of other
+    models or scenarios, and where no configuration is shared.
     """
     if not traces:
         msg = f"{ANALYSIS} needs at least one trace, got none"
@@ -140,6 +145,7 @@ def _check_apart(traces: Sequence[Trace]) -> None:
             )
             raise TraceError(msg)
         seen[trace.run.dataset] = trace
+    check_once(traces, _called)
 
 
 def _called(trace: Trace) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perturbkv.analyses import numbers
+from perturbkv.analyses import first_token, numbers
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import counted, short
 from perturbkv.analyses.quality_columns import Column, Mean, Sides
@@ -103,6 +103,8 @@ def notes(datasets: Sequence[Column], left_out: Sequence[EvictionConfig]) -> str
         said.append(f"Too few samples for intervals: {', '.join(few)}; in parentheses the range of single samples.")
     if len(datasets) > 1:
         said.append("Every data set counts the same in a kind's mean and in the average.")
+    if alike := sum(task.alike for one in datasets for task in one.tasks):
+        said.append(first_token.about(alike, sum(one.samples for one in datasets)))
     if left_out:
         said.append(f"Left out, as not every trace holds them: {', '.join(one.label() for one in left_out)}.")
     return "\n".join(said)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perturbkv.analyses import naming, safe_budget_told
+from perturbkv.analyses import first_token, naming, safe_budget_told
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.budget_axis import axis
 from perturbkv.analyses.cache_sizes import CacheSize, cache_size, check_size
 from perturbkv.analyses.criteria import ANALYSIS, criteria
+from perturbkv.analyses.first_token import only_alike
 from perturbkv.analyses.fixed_sequence import FEW, NONE, SAFE, SafeBudget, verdict, worst
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.objects import columns_of
@@ -35,12 +36,14 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         size: caches of the length and batch asked for; None where none was.
         dtype: the run's number type, in which caches are counted.
         identity: of the run.
+        alike: samples whose answer all caches begin alike and the full one ends there; 0 where no score is limited.
     """
 
     members: tuple[SafeBudget, ...]
     size: CacheSize | None
     dtype: str
     identity: RunIdentity
+    alike: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -57,7 +60,8 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def notes(self) -> str:
         """What bounds are, how budgets are tested, what caches hold."""
-        return safe_budget_told.notes(self.members, self.identity.samples)
+        told = safe_budget_told.notes(self.members, self.identity.samples)
+        return "\n".join(filter(None, (told, first_token.about(self.alike, self.identity.samples))))
 
     def records(self) -> list[dict[str, Any]]:
         """A row per selection, criterion and budget, the largest budget first.
@@ -146,4 +150,5 @@ def safe_budget(
     )
     size = None if for_length is None else cache_size(held, for_length, for_batch)
     shown = [config for curve in curves for config in curve.configs]
-    return SafeBudgets(members, size, held.run.dtype, identity(held, shown))
+    alike = 0 if max_drop is None else int(only_alike(held).sum())
+    return SafeBudgets(members, size, held.run.dtype, identity(held, shown), alike)

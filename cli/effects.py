@@ -88,14 +88,14 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
     "horizon": {"step": "it shows all of them"},
     "budget": {"step": "means are over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
-    "link": {"step": "it looks at the first alone, which is known before the answer"},
+    "link": {"step": "it looks at the first alone, which is known after one token of the answer"},
 }
 """Command -> options that it shares with others and has no use for, and why."""
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost", "by",
-    "max_kl", "max_drop", "min_top1", "for_length", "for_batch",
+    "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything",
 })  # fmt: skip
 """What can be asked of a finished trace; everything else says how one is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {

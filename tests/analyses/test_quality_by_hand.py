@@ -234,6 +234,12 @@ def test_traces_that_do_not_belong_together_are_refused_by_name(changed: dict[st
         quality([first, replace(second, run=replace(second.run, **changed))])
 
 
+def test_a_file_under_another_name_is_refused_and_counts_once() -> None:
+    both = [replace(one, run=replace(one.run, dataset_options={"file_sha256": "0f"})) for one in three()]
+    with pytest.raises(TraceError, match="every prompt once, got sample 's0' of multi_news in multi_news/trace.h5 and"):
+        quality(both)
+
+
 def test_other_things_that_are_no_graded_traces_are_refused() -> None:
     with pytest.raises(TraceError, match="at least one trace, got none"):
         quality([])
