@@ -39,6 +39,7 @@ class Quality(Result):
         identity: of all runs together.
         configs: the configurations that every trace holds.
         left_out: those that only some of them hold.
+        lacking: the data sets that lack one of these.
         tasks: the data sets, those of a kind together, with each sample's scores.
         sides: names of baseline and treatment.
         pairs: places of a baseline and a treatment that differ in selection alone; none where the traces hold no such.
@@ -49,6 +50,7 @@ class Quality(Result):
     identity: RunIdentity
     configs: tuple[EvictionConfig, ...]
     left_out: tuple[EvictionConfig, ...]
+    lacking: tuple[str, ...]
     tasks: tuple[Task, ...]
     sides: tuple[str, str]
     pairs: tuple[Sides, ...]
@@ -66,7 +68,7 @@ class Quality(Result):
 
     def notes(self) -> str:
         """What a score and its brackets are, and what was left out."""
-        return quality_told.notes(self.datasets, self.left_out)
+        return quality_told.notes(self.datasets, self.left_out, self.lacking)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers; scores in [0, 1]."""
@@ -168,12 +170,14 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     """
     held = _checked(traces)
     configs = shared(held)
+    others = left_out(held, configs)
     found, rivals = tasks(held, configs), ranked_together(configs)
     sides = _sides(held[0].run, configs, baseline, treatment)
     return Quality(
         identity=_identity(held, configs),
         configs=configs,
-        left_out=left_out(held, configs),
+        left_out=others,
+        lacking=tuple(one.run.dataset for one in held if not set(others) <= set(one.run.configs)),
         tasks=found,
         sides=(baseline, treatment),
         pairs=sides,

@@ -121,7 +121,7 @@ def about_brackets(datasets: Sequence[Column]) -> str:
     return " ".join(said)
 
 
-def notes(datasets: Sequence[Column], left_out: Sequence[EvictionConfig]) -> str:
+def notes(datasets: Sequence[Column], left_out: Sequence[EvictionConfig], lacking: Sequence[str]) -> str:
     """What a score and its brackets are, what is few, and what was left out."""
     said = [
         f"{about_scores(datasets)} {about_brackets(datasets)} *: {BEST}; whether that is decided, differences tell. "
@@ -130,5 +130,6 @@ def notes(datasets: Sequence[Column], left_out: Sequence[EvictionConfig]) -> str
     if len(datasets) > 1:
         said.append("Every data set counts the same in a kind's mean and in the average.")
     if left_out:
-        said.append(f"Left out, as not every trace holds them: {', '.join(one.label() for one in left_out)}.")
+        labels = ", ".join(one.label() for one in left_out)
+        said.append(f"Left out, as not all data sets have them ({', '.join(lacking)}): {labels}.")
     return "\n".join(said)

@@ -208,7 +208,7 @@ def test_configurations_that_a_trace_lacks_are_left_out_by_name() -> None:
     less = graded("qasper", QASPER[0], [row[:2] for row in QASPER[1]], CONFIGS[:2])
     result = quality([graded("multi_news", *NEWS), less])
     assert (result.configs, result.left_out) == (CONFIGS[:2], CONFIGS[2:])
-    assert f"Left out, as not every trace holds them: {CONFIGS[2].label()}" in result.notes()
+    assert f"Left out, as not all data sets have them (qasper): {CONFIGS[2].label()}." in result.notes()
     assert result.datasets[1].evicted[1].value == pytest.approx(sum(of(NEWS[1], 1)) / 5)
 
 

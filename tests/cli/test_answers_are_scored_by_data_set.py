@@ -145,6 +145,18 @@ def test_what_is_wrong_with_the_data_is_told_before_what_a_budget_needs(perturbk
     assert (ran.code, "to grade generated ones by, got none in 2 of 2" in ran.err) == (2, True), ran.err
 
 
+def test_budgets_that_a_short_data_set_takes_from_all_tables_are_told_before_the_run(
+    perturbkv: Run, model: Path, two: str
+) -> None:
+    Path("short.jsonl").write_text(json.dumps({"prompt": "The quick brown fox jumps over it. " * 2, "answers": ["a"]}))
+    asked = ["quality", "--model", model, "--window", 8, "--dry-run", "--dataset"]
+    told = perturbkv(*asked, f"{two},short.jsonl").err
+    assert "b=0.1 stands in no table of quality, as not all data sets have it: prompts of short.jsonl are too" in told
+    assert told.count("stands in no table") == 1  # 0.2 of 72 tokens is more than the window
+    assert "stands in no table" not in perturbkv(*asked, two).err
+    assert "stands in no table" not in perturbkv(*asked, "short.jsonl").err
+
+
 def test_rows_of_several_data_sets_in_one_file_are_told_whose_answers_may_be_longer(
     perturbkv: Run, model: Path
 ) -> None:
