@@ -42,7 +42,7 @@ Named = Sequence[tuple[str, Terms]]
 
 def terms(run: RunConfig) -> Terms:
     """The terms of a run."""
-    recorded: dict[str, dict[str, Any]] = run.dataset_options.get("wording", {})
+    recorded = _recorded(run)
     own = frozenset(_metric(str(one["metric"])) for one in recorded.values() if "metric" in one)
     lengths = ((name, one["generation_length"]) for name, one in recorded.items() if "generation_length" in one)
     return Terms(
@@ -54,6 +54,12 @@ def terms(run: RunConfig) -> Terms:
         chat=run.chat_template,
         own_chats=frozenset(bool(one.get("chat_template", True)) for one in recorded.values()) or frozenset({True}),
     )
+
+
+def _recorded(run: RunConfig) -> dict[str, dict[str, Any]]:
+    """LongBench's or RULER's data set -> its wording; needle's is a list of sentences, which name no terms."""
+    found = run.dataset_options.get("wording", {})
+    return {name: one for name, one in found.items() if isinstance(one, dict)}
 
 
 def _metric(function: str) -> str:

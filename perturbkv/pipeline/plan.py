@@ -154,9 +154,8 @@ def plan(
 def _own_length(prompts: Prompts) -> int:
     """Tokens of an answer at most, as the data say; told where some of a file's data sets say less."""
     length, recorded = prompts.generation_length, prompts.options.get("wording", {})
-    less = [
-        f"{name}'s {one['generation_length']}" for name, one in recorded.items() if one["generation_length"] < length
-    ]
+    own = {name: one["generation_length"] for name, one in recorded.items() if "generation_length" in one}
+    less = [f"{name}'s {tokens}" for name, tokens in own.items() if tokens < length]
     if less:
         _log.info(
             "every answer to %s may have %d tokens, not %s: scores of these are not LongBench's; give each data set a "

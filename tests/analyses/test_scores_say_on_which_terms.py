@@ -29,7 +29,8 @@ def test_what_is_the_data_sets_own_is_named_by_its_metric_alone() -> None:
     assert (
         "means of the data sets' own metrics (classification, qa_f1), n = 5 to 6 of each data set. In" in both.notes()
     )
-    needle = quality(graded("needle", *QASPER, dataset_options={"metrics": ["exact-number"]}))
+    worded = {"metrics": ["exact-number"], "wording": {"needle": ["The number is", "What is it?"]}}
+    needle = quality(graded("needle", *QASPER, dataset_options=worded))
     assert "means of needle's own metric (exact-number)" in needle.notes()
     task = {"ruler:vt": {"metric": "string_match_all", "generation_length": 8, "chat_template": True}}
     assert (

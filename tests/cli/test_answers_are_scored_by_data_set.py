@@ -171,6 +171,8 @@ def test_rows_of_several_data_sets_in_one_file_are_told_whose_answers_may_be_lon
     told = "every answer to mixed.jsonl may have 128 tokens, not hotpotqa's 32, triviaqa's 32"
     assert told in perturbkv(*asked, "--no-chat-template").err
     assert "every answer to" not in perturbkv(*asked, "--no-chat-template", "--max-new-tokens", 9).err
+    needle = ["quality", "--model", model, "--window", 8, "--length", 300, "--samples", 1, "--dry-run"]
+    assert perturbkv(*needle).code == 0  # which names no length
 
 
 @pytest.mark.parametrize(
