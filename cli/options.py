@@ -63,7 +63,7 @@ class RunOptions(DataOptions):
         list[str] | None,
         _evict(
             metavar="NAME",
-            help="Eviction system, such as adakv(floor=0.1); perturbkv policies lists them and their options",
+            help="Of perturbkv policies, such as adakv(floor=0.1)",
             show_default="snapkv",
             autocompletion=completion.policies,
         ),

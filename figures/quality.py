@@ -31,7 +31,7 @@ _TITLE = {style.COLUMN_MM: 44, style.WIDE_MM: 100}
 """Letters of a line of titles, by width."""
 Curves = dict[str, list[tuple[int, float]]]
 """Method -> place and budget of each of its configurations."""
-_APART, _SPREAD = 3.0, 15.0
+_APART, _SPREAD = 2.0, 12.0
 """Points between methods of one budget, and between the first and the last of many: drawn apart, where they are."""
 _MARGIN = 0.12
 """Of the x axis beside its ends, so that what is drawn aside has room."""

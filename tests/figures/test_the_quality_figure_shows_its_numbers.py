@@ -78,7 +78,7 @@ def test_caches_of_one_size_stand_beside_each_other_where_they_are(width: int) -
     assert (low, high) == pytest.approx((60, 240))
     drawn = [one[0].get_transform().transform((120, 50))[0] for one in panel.containers]
     apart = np.diff(drawn) / figure.dpi * 72
-    np.testing.assert_allclose(apart, 3)  # points
+    np.testing.assert_allclose(apart, 2)  # points
     assert np.mean(drawn) == pytest.approx(panel.transData.transform((120, 50))[0])
     for one in panel.containers:
         np.testing.assert_allclose(
