@@ -127,11 +127,6 @@ def _leave(result: AuditResult, folder: Path, asked: AuditOptions, look: FigureO
     if asked.as_json:
         console.print_json({"figures": figures, **document})
         return
-    console.say(result.conclusion())
-    console.say("")
-    console.say(result.title(), bold=True)
-    for part in result.tables():
-        console.part(part)
-    console.say(result.notes())
+    console.result(result, result.title())
     if figures:
         console.say(f"written to {folder}")

@@ -8,13 +8,14 @@ import typer
 from typer import Option
 
 from perturbkv.cli.options import LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.eviction import EvictionConfig
 
 _BUDGETS = ("0.05", "0.1", "0.2", "0.4", "0.6", "0.8")
 
 
+@showing(budget=" ".join(_BUDGETS))
 @with_options
 def budget(
     run: RunOptions,
@@ -33,7 +34,7 @@ def budget(
 ) -> None:
     """Find the smallest safe budget of each selection.
 
-    Exit code 1: one has none; 2: too few samples. Without --budget of 0.05 to 0.8.
+    Exit code 1: one has none; 2: too few samples.
     """
     from perturbkv.analyses.cache_sizes import check_size
     from perturbkv.analyses.criteria import criteria

@@ -106,8 +106,14 @@ _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
 """Command -> what it asks of a trace that it makes, and not of a finished one."""
 
 
+_CALLED_ALIKE: Mapping[str, frozenset[str]] = {"savings": frozenset({"by"})}
+"""Command -> its own options that are called as one of a policy's, and always have an effect."""
+
+
 def idle(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:
     """Why an option makes no difference to any of these configurations, in words; empty where it makes one."""
+    if name in _CALLED_ALIKE.get(command, ()):
+        return ""
     need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
     if name in UNUSED.get(command, {}):
         return _unused(command, name)

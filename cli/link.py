@@ -10,7 +10,7 @@ from typer import Option
 
 from perturbkv.cli.choices import METHODS, parse_methods
 from perturbkv.cli.options import LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
@@ -18,6 +18,7 @@ from perturbkv.errors import ConfigError
 _BUDGETS = ("0.1", "0.2", "0.4")
 
 
+@showing(budget=" ".join(_BUDGETS))
 @with_options
 def link(
     run: RunOptions,
@@ -38,7 +39,7 @@ def link(
 ) -> None:
     """Tell whether perturbation tells a lost answer.
 
-    Its first step against its score, one budget at a time; by default 0.1 0.2 0.4.
+    Its first step against its score, one budget at a time.
     """
     from perturbkv.analyses.link import link as analyse
     from perturbkv.analyses.lost_answers import Rule

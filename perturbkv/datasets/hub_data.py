@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from perturbkv.datasets.registry import DATA_DIR_VARIABLE
 from perturbkv.errors import DatasetError
 from perturbkv.models import hub
+
+_LONGEST = 120
+"""Letters of a reason."""
 
 
 def hub_file(dataset: str, local: str, repo: str, file: str, revision: str | None = None) -> str:
@@ -21,9 +26,14 @@ def hub_file(dataset: str, local: str, repo: str, file: str, revision: str | Non
             )
         )
     except Exception as error:  # the hub's client fails in many ways, all of which mean the same here
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         msg = (
-            f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({reason}); bring it "
+            f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({_reason(error)}); bring it "
             f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {local}, or with a reachable hub or a filled HF_HOME"
         )
         raise DatasetError(msg) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of what the hub's client says, whole words of it; its kind where it says nothing."""
+    first = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return textwrap.shorten(first, _LONGEST, placeholder=" …") or type(error).__name__

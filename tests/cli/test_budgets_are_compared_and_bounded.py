@@ -70,6 +70,13 @@ def test_savings_are_drawn_and_told(perturbkv: Run, path: Path) -> None:
     assert Path("out/savings.png").exists()
 
 
+def test_savings_are_measured_by_what_is_asked_for(perturbkv: Run, model: Path, data: Path) -> None:
+    asked = ["savings", "--model", model, "--dataset", data, "--samples", 1, "--window", 4, "--dry-run"]
+    for names in (["kl"], ["propagated", "kl"]):
+        ran = perturbkv(*asked, *(part for name in names for part in ("--by", name)))
+        assert ran.code == 0, ran.err  # as --by is also an option of policies
+
+
 def test_both_make_their_trace(perturbkv: Run, tiny: list[object]) -> None:
     swept_over = [word for budget in BUDGETS for word in ("--budget", budget)]
     place = tiny.index("--budget")

@@ -94,6 +94,17 @@ def test_longbench_rows_keep_context_and_question_apart(tmp_path: Path) -> None:
         path.unlink()
 
 
+def test_a_row_keeps_its_own_id_whatever_else_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    asked = {"context": "c", "input": "q", "answers": ["a"]}
+    jsonl(path, {"id": "a", "prompt": "p"}, {"id": "c", **asked}, {"id": 7, "dataset": "qasper", **asked},
+          {"_id": "x", **asked}, {"id": None, **asked}, asked)  # fmt: skip
+    assert [sample.id for sample in loaded(str(path), 6).samples] == ["a", "c", "7", "3-x", "4", "5"]
+    jsonl(path, {"id": "c", **asked}, {"id": "c", **asked})
+    with pytest.raises(DatasetError, match="line 2: expected every id once, got 'c' again"):
+        loaded(str(path), 2)
+
+
 def test_a_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jsonl(tmp_path / "qasper.jsonl", {"context": "c", "input": "q"})
     monkeypatch.setenv("PERTURBKV_DATA_DIR", str(tmp_path))
@@ -111,6 +122,31 @@ def test_without_a_hub_the_file_and_both_ways_are_named(monkeypatch: pytest.Monk
     for wanted in ("qasper.jsonl", "zai-org/LongBench/data.zip", "--data-dir", "HF_HOME", "no route"):
         assert wanted in str(told.value)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Cannot find the files, and traffic is disabled. To enable hf.co look-ups and downloads, set it to False.",
+         "(Cannot find the files, and traffic is disabled)"),
+        ("no route " * 30, "(no route no route no"),
+        ("x" * 300, "(…)"),
+        ("", "(OSError)"),
+    ],
+)  # fmt: skip
+def test_what_the_hub_says_is_not_cut_within_a_word(
+    said: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unreachable(**wanted: str) -> str:
+        raise OSError(said)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(DatasetError) as refused:
+        loaded("qasper", data_dir=tmp_path)
+    assert told in str(refused.value)
+    reason = str(refused.value).partition("data.zip (")[2].partition("); bring it")[0]
+    assert len(reason) <= 120
+    assert set(reason.split()) <= {*said.replace(". ", " ").split(), "…", "OSError"}
 
 
 def test_a_prompt_field_is_used_verbatim(tmp_path: Path) -> None:
