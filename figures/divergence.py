@@ -23,7 +23,7 @@ _PANEL_MM, _AROUND_MM, _LEGEND_MM = 52, 22, 3.4
 _BANDS = 4
 """More bands than these hide one another: of more configurations the lines alone are drawn."""
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
-_WIDEST, _WIDTH = 3.4, 1.2
+_WIDEST, _WIDTH = 2.6, 1.0
 
 
 def draw(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
