@@ -31,6 +31,10 @@ _BOUNDS = {
     "drop": "Drop: a bound for any distribution of scores; {few}.",
     "top1": "Same token: exact for single steps, for means over steps a bound for any distribution.",
 }
+_STEPS = (
+    "KL and same token: of the decoding steps that were measured (--steps), after which an answer can be lost all the "
+    "same; --max-drop limits whole answers."
+)
 
 
 def said(criterion: Criterion) -> str:
@@ -145,7 +149,8 @@ def _value(criterion: Criterion, value: float) -> str:
 def notes(curves: Sequence[SafeBudget], size: CacheSize | None, samples: int) -> str:
     """A line each on the bounds, the order of the tests, and what caches hold."""
     few = f"{samples} samples without any loss leave room for {_room(samples):.3g} points"
-    about = [_BOUNDS[one.criterion.name].format(few=few) for one in curves[0].verdicts]
+    names = [one.criterion.name for one in curves[0].verdicts]
+    about = [_BOUNDS[name].format(few=few) for name in names] + ([] if "drop" in names else [_STEPS])
     held = [at.held for one in curves for at in one.verdicts[0].budgets]
     held += [_taken(one, size) / size.full for one in curves if one.safe is not None] if size is not None else []
     how = _HOW.format(assumed=_assumed(curves))

@@ -188,6 +188,13 @@ def test_the_room_that_samples_without_a_loss_leave_is_the_bound_shown_beside_it
         assert f" {bound:.3g} " in repr(found)
 
 
+def test_limits_of_single_steps_are_not_taken_for_whole_answers() -> None:
+    kl, score = np.full((8, 2, 5), 0.01), np.zeros((8, 2, 5))
+    made = swept(kl, score=score)  # the next token is safe, and every answer is lost
+    assert "after which an answer can be lost all the same; --max-drop" in pk.safe_budget(made, max_kl=0.1).notes()
+    assert "after which" not in pk.safe_budget(made, max_kl=0.1, max_drop=50).notes()
+
+
 def test_a_budget_that_never_fails_is_not_one_that_was_not_measured() -> None:
     kl = np.stack([levels(0.05, 0.04, 0.03, 0.02, 0.01)] * 2, axis=1)
     shown = repr(pk.safe_budget(swept(kl), max_kl=0.1))
