@@ -10,6 +10,9 @@ Nothing is drawn at random: the same trace always gives the same interval.
 A standard error needs samples that differ. Where all n samples of a mean with limits are alike, or all but one lie at a
 limit, they say of the others only that these are rarer than 1 − 0.025^(1/n): such a share may lie at the far limit. Of
 samples that are all 1, or all 0, this is the exact interval of a share of samples; of correlations the same on [−1, 1].
+
+Of differences of which at least half are 0 the others are rare, and the few that were drawn say too little of how far
+they go: there an end that does not leave out 0 lies further out by that same share of the farthest sample on its side.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ MEDIAN_LEVEL = 0.92
 """Two order statistics cover a median with a few levels only: the narrowest of at least this is taken."""
 LEAST = 5
 """Fewer samples give a range, from the least to the largest single sample, and no interval."""
+_MOST_TIE = 0.5
+"""Share of differences of 0 from which on the others are rare."""
 _ROUNDING = 1e-12
 """Weights such as 1/6 do not sum to 1 exactly: a share this near to 0 or 1 is one."""
 
@@ -67,12 +72,14 @@ class Kind:
         limits: least and largest value that the number can have; where both are finite it is a mean over samples.
         heads: how many heads each sample's share is of; 0 where the number is no share of heads. The shares can be
             the same in all samples seen: they never count for more than so many independent heads would.
+        rare: whether it is of differences, of which most can be 0.
     """
 
     freedom: float
     log: bool = False
     limits: tuple[float, float] = (-np.inf, np.inf)
     heads: int = 0
+    rare: bool = False
 
     def degrees(self, samples: float) -> float:
         """Student's degrees of freedom for so many samples."""
@@ -85,7 +92,14 @@ POSITIVE = Kind(3 / 16, log=True, limits=(0, np.inf))
 """A mean of something positive that a single sample can dominate: drift, KL."""
 CORRELATION = Kind(3 / 8, limits=(-1, 1))
 """A mean of rank correlations, one of each sample."""
-DIFFERENCE = Kind(3 / 8, limits=(-1, 1))
+
+
+def difference_of(width: float) -> Kind:
+    """A mean of differences between two scores that lie at most `width` apart."""
+    return Kind(3 / 8, limits=(-width, width), rare=True)
+
+
+DIFFERENCE = difference_of(1)
 """A mean of differences between two scores in [0, 1]."""
 
 
@@ -208,9 +222,18 @@ def _open_ends(
     each = count * value - (count - 1) * left_out  # the samples that the mean is of
     alike = np.zeros_like(value) if kind.heads else 1.0 * (np.ptp(each, axis=0) < count * _ROUNDING)
     unsure = [np.maximum(alike, _alone(np.abs(each - limit), count)) for limit in kind.limits]
-    low = low - unsure[1] * np.maximum(low - value + rest * (value - least), 0)
-    high = high + unsure[0] * np.maximum(value + rest * (most - value) - high, 0)
-    return _snapped(low, least), _snapped(high, most)
+    farther = _farther(low, high, each, rest) if kind.rare else (0.0, 0.0)
+    low = low - np.maximum(unsure[1] * (low - value + rest * (value - least)), farther[0])
+    high = high + np.maximum(unsure[0] * (value + rest * (most - value) - high), farther[1])
+    return _snapped(np.maximum(low, least), least), _snapped(np.minimum(high, most), most)
+
+
+def _farther(low: Floats, high: Floats, each: Floats, rest: float) -> tuple[Floats, Floats]:
+    """By how much ends of a mean of rare differences (sample, …) lie further out; by nothing where they leave out 0."""
+    size = np.abs(each).max(axis=0)
+    rare = (np.abs(each) <= len(each) * _ROUNDING * size).mean(axis=0) >= _MOST_TIE
+    mean, least, most = each.mean(axis=0), np.minimum(each.min(axis=0), 0), np.maximum(each.max(axis=0), 0)
+    return rest * np.where(rare & (low <= 0), mean - least, 0), rest * np.where(rare & (high >= 0), most - mean, 0)
 
 
 def _alone(distance: Floats, count: int) -> Floats:

@@ -15,8 +15,6 @@ from perturbkv.analyses.numbers import at
 from perturbkv.analyses.quality_tasks import Task
 
 _SCORE = share_of(0)
-_DIFFERENCE = Kind(3 / 8, limits=(-1, 1))
-"""A mean of differences of two scores in [0, 1]."""
 AVERAGE = "average"
 _EQUAL = 1e-12
 """Means of the same scores in another order differ by rounding."""
@@ -142,7 +140,7 @@ def _contest(first: Sequence[Floats], second: Sequence[Floats]) -> Contest:
     differences = [one - other for one, other in zip(first, second, strict=True)]
     signs = np.sign(np.concatenate(differences))
     wins, ties, losses = (int((signs == sign).sum()) for sign in (1, 0, -1))
-    return Contest(_mean(differences, _DIFFERENCE), wins, ties, losses)
+    return Contest(_mean(differences, intervals.DIFFERENCE), wins, ties, losses)
 
 
 def _best(means: Sequence[float], rivals: Rivals) -> tuple[bool, ...]:

@@ -125,7 +125,7 @@ def notes(datasets: Sequence[Column], left_out: Sequence[EvictionConfig], lackin
     """What a score and its brackets are, what is few, and what was left out."""
     said = [
         f"{about_scores(datasets)} {about_brackets(datasets)} *: {BEST}; whether that is decided, differences tell. "
-        f"Better/equal/worse: samples. {numbers.ABOUT_HELD}"
+        f"Better/equal/worse: samples. {numbers.about_held([share for one in datasets for share in one.held])}"
     ]
     if len(datasets) > 1:
         said.append("Every data set counts the same in a kind's mean and in the average.")

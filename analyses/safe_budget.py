@@ -60,18 +60,19 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def notes(self) -> str:
         """What bounds are, how budgets are tested, what caches hold."""
-        told = safe_budget_told.notes(self.members, self.identity.samples)
+        told = safe_budget_told.notes(self.members, self.size, self.identity.samples)
         return "\n".join(filter(None, (told, first_token.about(self.alike, self.identity.samples))))
 
     def records(self) -> list[dict[str, Any]]:
         """A row per selection, criterion and budget, the largest budget first.
 
-        `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `tested` is 0 below the first failure,
-        and `holds` tells nothing there.
+        `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `above`, of KL, is the exact bound of
+        the share of prompts above the limit; `tested` is 0 below the first failure, and `holds` tells nothing there.
         """
         return [
             {"name": one.name, **columns_of(at.config), "criterion": told.criterion.name, "limit": told.criterion.limit,
-             "held": at.held, "mean": at.mean, "bound": at.bound, "tested": int(at.tested), "holds": int(at.holds)}
+             "held": at.held, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
+             "holds": int(at.holds)}
             for one in self.members for told in one.verdicts for at in told.budgets
         ]  # fmt: skip
 
@@ -118,7 +119,8 @@ def safe_budget(
 
     Args:
         trace: from `measure` or `read_trace`, all budgets entries or all shares. Only complete samples.
-        max_kl: mean KL(full ‖ evicted) of the next token, in nats, over the measured steps of each sample.
+        max_kl: mean KL(full ‖ evicted) of the next token, in nats, over the measured steps of each sample; its bound
+            assumes that KL is lognormal.
         max_drop: mean drop of the score of whole answers, in points of 100.
         min_top1: mean share of measured steps whose likeliest token is the full cache's.
         sides: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`), or several; by default all.
