@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from perturbkv.analyses.intervals import LEAST
@@ -19,14 +20,13 @@ from perturbkv.analyses.quality import Quality
 from perturbkv.analyses.quality_columns import Column, Mean
 from perturbkv.analyses.quality_layout import FULL, lines
 from perturbkv.analyses.quality_told import about_scores
-from perturbkv.figures import style
+from perturbkv.figures import legends, style
 from perturbkv.figures.labels import by_held
 
 _MOST = 6
 """Panels of data sets; of more of them, kinds are shown."""
 _WIDE, _NARROW = 3, 2
 _ROW_MM, _AROUND_MM, _LEGEND_MM = 46, 12, 4
-_LONG = 22
 _TITLE = {style.COLUMN_MM: 44, style.WIDE_MM: 100}
 """Letters of a line of titles, by width."""
 Curves = dict[str, list[tuple[int, float]]]
@@ -37,6 +37,8 @@ _MARGIN = 0.12
 """Of the x axis beside its ends, so that what is drawn aside has room."""
 _ALIKE = 1.25
 """Largest cache over the smallest of a panel whose caches are of one size."""
+_MARKS, _WHOLE = 6, 5
+"""Sizes of caches that are marked, each by itself; per cent above which they are marked as whole numbers."""
 
 
 def draw(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
@@ -45,7 +47,7 @@ def draw(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         shown, curves, narrow = panels(result), _curves(result), width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(shown))
         rows = -(-len(shown) // columns)
-        beside = (1 if max(map(len, curves)) > _LONG else 2) if narrow else 4
+        beside = legends.columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
         said = f"{about_scores(result.datasets)} {_bars(result)}"
         foot_mm = style.long_foot_mm(result.identity, said, width_mm)
@@ -105,10 +107,18 @@ def _ends(axes: Axes, shares: Sequence[float]) -> None:
     """A logarithmic x axis, wide where caches are of one size; scores from 0, to 100 where there is nothing else."""
     axes.margins(x=_MARGIN)
     style.log_axes(axes, x=True)
+    _marks(axes, sorted({round(100 * share, 1) for share in shares}))
     if max(shares) < _ALIKE * min(shares):
         axes.set_xlim(100 * min(shares) / 2, 100 * max(shares) * 2)
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low) if high > 1 else 0.0, high if high > 1 else 100.0)
+
+
+def _marks(axes: Axes, sizes: Sequence[float]) -> None:
+    """Mark the caches' own sizes on the x axis where they are few and lie apart."""
+    if len(sizes) <= _MARKS and all(after > _ALIKE * before for before, after in pairwise(sizes)):
+        axes.set_xticks(sizes, [f"{size:.{0 if size > _WHOLE else 1}f}" for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _share(column: Column, place: int, budget: float) -> float:

@@ -13,12 +13,11 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from perturbkv.analyses.fixed_sequence import Verdict
 from perturbkv.analyses.safe_budget import SafeBudgets
-from perturbkv.figures import style
+from perturbkv.figures import legends, style
 
 _ROW_MM, _LINE_MM = 66, 4
 _LABELS = {"kl": "mean KL (nat)", "drop": "mean drop of the score (points)", "top1": "share of the same token"}
 _TITLES = {"kl": "Next token's distribution", "drop": "Score of the answers", "top1": "Same next token"}
-_LONG, _SHORT = 22, 16
 _ASIDE = 1.03
 """By which equal selections stand aside, so that each is seen."""
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
@@ -28,14 +27,14 @@ def draw(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per criterion, one line per selection; full marks are safe, the ringed one is the smallest."""
     with style.use():
         narrow, count = width_mm < style.WIDE_MM, len(result[0].verdicts)
-        longest = max(len(one.name) for one in result)
-        columns = 1 if narrow or longest > _LONG else 3 if longest > _SHORT else 5
+        handles = _legend(result)
+        columns = legends.columns([str(one.get_label()) for one in handles], width_mm, 1 if narrow else 5)
         legend = _LINE_MM * -(-(len(result) + 1) // columns)
         figure = style.figure(width_mm, _ROW_MM * (count if narrow else 1) + legend)
         panels = figure.subplots(*((count, 1) if narrow else (1, count)), squeeze=False).flat
         for place, axes in enumerate(panels):
             _panel(axes, result, place)
-        figure.legend(handles=_legend(result), loc="outside upper left", ncols=columns)
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns)
         over = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
         style.foot(
             figure, result.identity, f"full marks: safe, ringed the smallest; side by side at one budget · {over}"

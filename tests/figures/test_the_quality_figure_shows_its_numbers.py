@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.quality import Quality, quality
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures.quality import panels
 from tests.support.artists import overlapping, render, words
 from tests.support.graded import graded
@@ -103,6 +104,24 @@ def test_the_foot_names_metric_and_cut(width: int) -> None:
 def test_a_single_sample_has_points_without_bars() -> None:
     figure = quality(graded("qasper", [0.5], [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]], CONFIGS)).plot()
     assert all(not drawn[2] for drawn in figure.axes[0].containers)
+
+
+@pytest.mark.parametrize("width", [84, 174])
+def test_the_legend_lies_within_the_figure_whatever_methods_are_called(width: int) -> None:
+    names = ("expected-attention(n_future=512)", "obcache-joint", "defensive-layer", "caote")
+    configs = tuple(EvictionConfig(b, name, "attention", granularity="kv") for b in BUDGETS for name in names)
+    draw = np.random.default_rng(0)
+    figure = quality([graded("needle", draw.random(6), draw.random((6, len(configs))), configs)]).plot(width)
+    render(figure)
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 >= 0
+    assert legend.x1 <= figure.bbox.x1
+
+
+def test_few_sizes_of_caches_are_marked_on_the_axis() -> None:
+    figure = made("needle").plot(174)
+    render(figure)
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["10", "20", "40"]
 
 
 @pytest.mark.parametrize("width", [84, 174])
