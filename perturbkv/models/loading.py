@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from perturbkv import room
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.models import gguf_cache, gguf_header, revision, sanity, stored_weights, user_cache
+from perturbkv.models import gguf_cache, gguf_header, quantisers, revision, sanity, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, check_family, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.quiet import quiet
@@ -142,6 +142,7 @@ def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_family(config, source.name)
     sanity.check(config, source.name)
+    quantisers.check_installed(config, source.name)
     with explained(source, "the tokenizer (tokenizer.json)"):
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
@@ -164,8 +165,8 @@ def load_weights(
     else:
         if not files.stored.quantised:
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
-        model = _read_weights(files.source, dtype)
-    model = _spread(model, files.name) if spread else _aligned(model.to(device))
+        model = _read_weights(files.source, dtype, _placed(files, device, spread))
+    model = _settled(model, files.name, device, spread)
     found = Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
     check_projections(found)
     return found
@@ -180,12 +181,21 @@ def check_room(files: ModelFiles, dtype: torch.dtype, device: torch.device, besi
         room.check(files.parameters() * dtype.itemsize + beside, device, what, "a smaller model or --dtype takes less")
 
 
-def _read_weights(source: Source, dtype: torch.dtype) -> Any:
+def _placed(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
+    """Where quantised weights are put while they are read: their layout depends on it, so that none is moved later."""
+    quantised = getattr(files.config, "quantization_config", None) is not None
+    if spread and quantised:
+        return {"device_map": "auto"}
+    return {"device_map": {"": device}} if quantised and device.type != "cpu" else {}
+
+
+def _read_weights(source: Source, dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
     model = whole_model(
         source,
         dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True if source.gguf_file is None else None,
+        **placed,
     )
     if source.gguf_file is not None:
         gguf_cache.check_used(gguf_header.read_header(source.path), model, source.name)
@@ -208,14 +218,29 @@ def _aligned(model: Any) -> Any:
     same weights would give other numbers from another file.
     """
     for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
+        plain = type(parameter) is torch.nn.Parameter  # others hold their numbers in tensors inside
+        if plain and parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
             parameter.data = parameter.data.clone()
     return model
+
+
+def _settled(model: Any, name: str, device: torch.device, spread: bool) -> Any:
+    """The model where it computes. Raises ModelError where it does not fit there."""
+    if places := getattr(model, "hf_device_map", None):  # put there while it was read
+        _check_places(places, name)
+        return _aligned(model)
+    return _spread(model, name) if spread else _aligned(model.to(device))
 
 
 def _spread(model: Any, name: str) -> Any:
     """The model with its layers over all GPUs, each whole on one of them; on the CPU where there is none."""
     places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
+    _check_places(places, name)
+    return dispatch_model(model, places)
+
+
+def _check_places(places: Mapping[str, Any], name: str) -> None:
+    """Raise ModelError where a part of a model would not lie where it computes."""
     outside = {str(place) for place in places.values()} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
     if outside:
         msg = (
@@ -223,7 +248,6 @@ def _spread(model: Any, name: str) -> Any:
             "use a smaller --dtype, more GPUs, or --device cpu"
         )
         raise ModelError(msg)
-    return dispatch_model(model, places)
 
 
 def _random_config(name: str) -> Any:
