@@ -64,9 +64,9 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
 
 
 def shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """Weight -> shape, as the headers of a folder's safetensors say; nothing of other sources."""
+    """Weight -> shape, as the headers of its safetensors say; nothing of a GGUF file."""
     found: dict[str, tuple[int, ...]] = {}
-    for file in [] if source.hub_id or source.gguf_file else files(source.path):
+    for file in [] if source.gguf_file else files(source.path):
         with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
             found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
     return found
@@ -96,13 +96,13 @@ def files(folder: Path) -> list[Path]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
-    found = [folder / name for name in _parts(index)] if index.exists() else list(folder.glob("*.safetensors"))
+    found = [folder / name for name in parts(index)] if index.exists() else list(folder.glob("*.safetensors"))
     for file in sorted(found):
         _FILE.check(file)
     return sorted(found)
 
 
-def _parts(index: Path) -> set[str]:
+def parts(index: Path) -> set[str]:
     """The names that an index holds. Raises ModelError."""
     held = _INDEX.read_json(index)
     names = held.get("weight_map") if isinstance(held, dict) else None
