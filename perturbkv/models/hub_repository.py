@@ -101,7 +101,7 @@ class Repository:
 def find(name: str, revision: str = "", kind: str = "model") -> Repository:
     """A repository at a branch, tag or commit, the newest of its main branch without one.
 
-    Where the hub cannot be asked, what its cache on disk holds. Raises HubError.
+    Where the hub does not answer, or refuses, what its cache on disk knows by that name. Raises HubError.
     """
     silence = hub.unreachable()
     if not silence:
@@ -109,6 +109,8 @@ def find(name: str, revision: str = "", kind: str = "model") -> Repository:
             return _asked(name, revision, kind)
         except hub.connection_errors(_SilentError) as error:
             silence = f"{constants.ENDPOINT} does not answer: {str(error) or type(error).__name__}"
+        except HubError as error:
+            silence = str(error)
     commit = _known(name, revision, kind)
     if not commit:
         raise HubError(silence)

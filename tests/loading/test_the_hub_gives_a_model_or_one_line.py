@@ -192,6 +192,14 @@ def test_a_gated_model_says_where_to_ask(hub: Hub, folder: Path, monkeypatch: py
     assert "owner/tiny is gated: ask for access" in refused()
 
 
+def test_what_a_login_has_brought_is_there_without_it(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.add(ID, folder, login=TOKEN, gated=True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    pk.load_model(ID, device="cpu")
+    monkeypatch.delenv("HF_TOKEN")
+    assert pk.load_model(ID, device="cpu").revision == commit
+
+
 def test_a_name_that_the_hub_does_not_know_is_refused(hub: Hub) -> None:
     assert "owner/tiny is not there, or private: check its name" in refused()
 
