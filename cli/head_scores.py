@@ -19,6 +19,7 @@ _SHOWN = 10
 
 def head_scores(
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="As for the other commands")] = DEFAULT,
+    revision: Annotated[str, Option(metavar="NAME", help="Branch, tag or commit", show_default="the newest")] = "",
     samples: Annotated[int, Option(metavar="N", help="Needle prompts")] = 8,
     length: Annotated[list[int] | None, Option(metavar="N", help="Tokens of a prompt", show_default="1000")] = None,
     haystack: Annotated[str, Option(metavar="NAME", help="prose or noise")] = "prose",
@@ -36,7 +37,7 @@ def head_scores(
     scores are not those of the released files.
     """
     with claimed(output, overwrite) as beside:
-        scores, right = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
+        scores, right = _measure(model, revision, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
         beside.write_text(_text(scores))
     ranked = sorted(
         ((score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)), reverse=True
@@ -55,7 +56,7 @@ def head_scores(
 
 
 def _measure(
-    model: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
+    model: str, revision: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
 ) -> tuple[list[list[float]], int]:
     from perturbkv.datasets import registry as datasets
     from perturbkv.datasets.distraction import distracted
@@ -65,7 +66,7 @@ def _measure(
     from perturbkv.pipeline.retrieval import head_scores as measured
 
     place = pick_device(device)
-    files = open_model(model, seed)
+    files = open_model(model, seed, revision)
     asked = dataclasses.replace(datasets.DatasetOptions(samples, seed, haystack=haystack), lengths=lengths)
     template = bool(files.tokenizer.chat_template)
     prompts = [

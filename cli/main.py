@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -169,3 +170,5 @@ def _quiet_libraries() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # which transformers imports where they are there
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import ModelError
+from perturbkv.models import projection
 from perturbkv.models.stored_weights import Stored
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi-3"}
@@ -125,8 +126,8 @@ class Adapter:
         return next(index for index, module in enumerate(self.attentions) if module is attention)
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
-        """`o_proj.weight` of a layer: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
-        return cast("Tensor", self.attentions[layer].o_proj.weight.detach())
+        """`o_proj.weight` of a layer as numbers: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
+        return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
 
     def scale(self, layer: int) -> float:
         """Factor on the logits before the softmax."""
@@ -148,16 +149,16 @@ def check_family(config: Any, name: str) -> None:
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError where a layer projects its heads by more than the matrix W_O that `output_projection` reads."""
+    """Raise ModelError where a layer projects its heads by something else than a matrix W_O."""
     for layer, attention in enumerate(model.attentions):
-        projection = attention.o_proj
-        if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
-            kind = f"{type(projection).__name__} of {getattr(projection.weight, 'dtype', 'no weight')}"
+        try:
+            projection.check(attention.o_proj, model.heads * model.d_head, model.dtype)
+        except projection.NoMatrixError as error:
             msg = (
-                f"expected o_proj of layer {layer} of model '{model.name}' to be a plain matrix of floating-point "
-                f"numbers, got {kind}; merge adapters or load it unquantised"
+                f"o_proj of layer {layer} of model '{model.name}', a {projection.kind(attention.o_proj)}, {error}; use "
+                "weights that are quantised alone (weight-only), or the model unquantised"
             )
-            raise ModelError(msg)
+            raise ModelError(msg) from error
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:

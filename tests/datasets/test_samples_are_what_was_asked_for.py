@@ -112,11 +112,7 @@ def test_a_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypa
 
 
 def test_without_a_hub_the_file_and_both_ways_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unreachable(**wanted: str) -> str:
-        msg = "no route to the hub\nsecond line"
-        raise OSError(msg)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("perturbkv.models.hub.unreachable", lambda: "no route to the hub")
     with pytest.raises(DatasetError) as told:
         loaded("qasper", data_dir=tmp_path)
     for wanted in ("qasper.jsonl", "zai-org/LongBench/data.zip", "--data-dir", "HF_HOME", "no route"):
