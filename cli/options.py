@@ -63,7 +63,7 @@ class RunOptions(DataOptions):
         list[str] | None,
         _evict(
             metavar="NAME",
-            help="Of perturbkv policies, such as adakv(floor=0.1)",
+            help="Of perturbkv policies: adakv(floor=0.1)",
             show_default="snapkv",
             autocompletion=completion.policies,
         ),

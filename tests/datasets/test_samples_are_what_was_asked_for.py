@@ -120,31 +120,6 @@ def test_without_a_hub_the_file_and_both_ways_are_named(monkeypatch: pytest.Monk
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ("Cannot find the files, and traffic is disabled. To enable hf.co look-ups and downloads, set it to False.",
-         "(Cannot find the files, and traffic is disabled)"),
-        ("no route " * 30, "(no route no route no"),
-        ("x" * 300, "(…)"),
-        ("", "(OSError)"),
-    ],
-)  # fmt: skip
-def test_what_the_hub_says_is_not_cut_within_a_word(
-    said: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def unreachable(**wanted: str) -> str:
-        raise OSError(said)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
-    with pytest.raises(DatasetError) as refused:
-        loaded("qasper", data_dir=tmp_path)
-    assert told in str(refused.value)
-    reason = str(refused.value).partition("data.zip (")[2].partition("); bring it")[0]
-    assert len(reason) <= 120
-    assert set(reason.split()) <= {*said.replace(". ", " ").split(), "…", "OSError"}
-
-
 def test_a_prompt_field_is_used_verbatim(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", {"prompt": " As it is. ", "id": 7, "answer_prefix": "So"}, "", {"prompt": "b"})
     first, second = loaded(path, 2).samples
