@@ -26,7 +26,7 @@ def budget(
     min_top1: Annotated[float | None, Option(metavar="X", help="Mean share of same next tokens at least: 0.99")] = None,
     selection: Annotated[
         list[str] | None,
-        Option(metavar="NAMES", help="Also policy:selection, commas", show_default="attention, two-stage"),
+        Option(metavar="NAMES", help="By commas, or policy:selection", show_default="attention, two-stage"),
     ] = None,
     for_length: Annotated[
         int | None, Option(metavar="N", help="Also the caches' bytes for prompts of so many entries")
