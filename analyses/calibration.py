@@ -88,5 +88,6 @@ def _mean(values: NDArray[np.generic], inside: NDArray[np.bool_], kind: Kind) ->
     there = inside.any(axis=1)
     top = np.where(inside, values, 0)[there].sum(axis=1, dtype=np.float64)
     count = inside[there].sum(axis=1)
-    found = intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind)
+    sure = float(count.sum() ** 2 / (count**2).sum())  # as many prompts of equally many answers
+    found = intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind, sure)
     return float(top.sum() / count.sum()), found

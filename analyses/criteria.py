@@ -52,7 +52,7 @@ class Criterion:
         return np.asarray(np.maximum(kl, np.maximum(floor, _SMALLEST)[:, None]))
 
     def bound(self, each: Floats, samples: int | None = None) -> float:
-        """The one-sided 95 % bound of the mean of (sample,) values; as of so many `samples` like these."""
+        """The one-sided bound of the mean of (sample,) values, 95 %; as of so many `samples` like these."""
         if self.name == "kl":
             return one_sided.mean_at_most(each, samples)
         if self.name == "drop":
@@ -60,6 +60,10 @@ class Criterion:
         if np.isin(each, (0, 1)).all():
             return one_sided.share_at_least(each > 0, samples)
         return one_sided.mean_at_least(each, samples)
+
+    def above(self, each: Floats) -> float | None:
+        """Of KL the exact bound of the share of samples (sample,) that exceed the limit: its mean has none."""
+        return 1 - one_sided.share_at_least(each <= self.limit) if self.name == "kl" else None
 
     def samples_for(self, each: Floats) -> int | None:
         """With how many samples like these the bound would keep to the limit; None where no number is known."""

@@ -20,7 +20,7 @@ from perturbkv.analyses.identity import RunIdentity, of_answers
 from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.naming import common, counted, folded, short
 from perturbkv.analyses.objects import columns_of
-from perturbkv.analyses.parting import MOST_SPANS, Parting, parting, spans
+from perturbkv.analyses.parting import MOST_SPANS, Forced, Parting, parting, spans
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import ends, over, sentence
@@ -60,18 +60,20 @@ class Divergence(Result):
 
     def conclusion(self) -> str:
         """Where answers part in the middle, and what the caches make of the full cache's answer."""
-        medians = [(name, one.free.median) for name, one in self._named()]
+        named, held = self._held()
+        medians = [(name, one.free.median) for name, one in named]
         never = sum(isinf(median) for _, median in medians)
         if never:
             said = [f"half of the answers, or more, are the full cache's with {never} of {len(medians)} configurations"]
         else:
             told = [(name, median, counted(int(median), "token")) for name, median in medians]
             said = [f"the median answer first differs from the full cache's after {ends(told, 'with')}"]
-        forced = [(name, float(np.nanmean(one.forced.kl))) for name, one in self._named() if one.forced is not None]
+        forced = [(name, one.forced) for name, one in named if one.forced is not None]
         if forced:
-            told = [(name, kl, f"{numbers.significant(kl)} nat") for name, kl in forced]
-            said.append(f"where every cache reads the full one's answer, the mean KL is {ends(told, 'with')}")
-        return sentence(f"{'; '.join(said)} ({over(len(self.samples))})")
+            told = [(name, one.medians["kl"], _nat(one)) for name, one in forced]
+            answers = counted(self._read, "answer")
+            said.append(f"where every cache reads the full one's, the median KL of {answers} is {ends(told, 'with')}")
+        return sentence(f"{'; '.join(said)} ({over(len(self.samples))}{held})")
 
     def tables(self) -> list[Table | str]:
         """Free answers, and where it was measured the reading of the full cache's."""
@@ -79,7 +81,8 @@ class Divergence(Result):
         shared = " · ".join(
             filter(None, (f"answers of {_counted(self.lengths)}", every, common(self.identity.configs)))
         )
-        free = Table("Answers of their own", _FREE, self._rows(_free_row))
+        columns = [numbers.HELD_AT_START if self.compress_every and "held" in name else name for name in _FREE]
+        free = Table("Answers of their own", columns, self._rows(_free_row))
         found: list[Table | str] = [shared, free]
         if self.noise_floor.size:
             found.append(Table("Reading the full cache's answer", _FORCED, self._rows(_forced_row)))
@@ -99,10 +102,10 @@ class Divergence(Result):
             floor = f"{np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)"
             said.append(
                 "KL(full ‖ evicted), also over the last third of each answer's own tokens, and same next token: means "
-                f"over an answer's tokens, then over the {counted(self._read, 'sample')} with any. Everything kept: "
-                f"{floor}."
+                f"over an answer's tokens, then of KL the median and of the same token the mean over the "
+                f"{counted(self._read, 'answer')} with any. Everything kept: {floor}."
             )
-        return " ".join([*said, numbers.ABOUT_HELD])
+        return " ".join([*said, numbers.about_held([one.held for one in self.configs], self.compress_every)])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
@@ -148,6 +151,14 @@ class Divergence(Result):
     def _named(self) -> list[tuple[str, Parting]]:
         names = [name or "evicted" for name in short(self.identity.configs)]
         return list(zip(names, self.configs, strict=True))
+
+    def _held(self) -> tuple[list[tuple[str, Parting]], str]:
+        """The configurations by name, and what they hold: of all, or behind each name where that differs."""
+        start = " at the start" if self.compress_every else ""
+        shown = [f"held / full {numbers.held(one.held)}{start}" for one in self.configs]
+        if len(set(shown)) == 1:
+            return self._named(), f"; {shown[0]}"
+        return [(f"{name} ({held})", one) for (name, one), held in zip(self._named(), shown, strict=True)], ""
 
     def _rows(self, of: Callable[[Parting], list[str]]) -> list[list[str]]:
         return [[folded(name, 24), *of(one)] for name, one in self._named()]
@@ -199,10 +210,16 @@ def _forced_row(one: Parting) -> list[str]:
     if forced is None:
         return ["–", "–", "–"]
     return [
-        numbers.significant(float(np.nanmean(forced.kl)), forced.kl_interval),
-        numbers.significant(float(np.nanmean(forced.last)), forced.last_interval),
+        numbers.significant(forced.medians["kl"], forced.kl_interval),
+        numbers.significant(forced.medians["last"], forced.last_interval),
         numbers.percent(float(np.nanmean(forced.top1)), forced.top1_interval, apart="\n"),
     ]
+
+
+def _nat(forced: Forced) -> str:
+    """'0.22 nat [0.1, 0.3]'."""
+    value, _, interval = numbers.significant(forced.medians["kl"], forced.kl_interval).partition("\n")
+    return f"{value} nat {interval}".rstrip()
 
 
 def _place(value: float, interval: Scalar = None) -> str:

@@ -1,7 +1,7 @@
 """What eviction does to the first decode step, as one number per prompt and configuration.
 
-It is known before the answer's first token is there (METHOD: the protocol, 7). Sums of all heads, relative to the full
-run's own norms, so that prompts can stand beside each other.
+The step reads the answer's first token and gives its second: it is known before the second is there (METHOD: the
+protocol, 7). Sums of all heads, relative to the full run's own norms, so that prompts can stand beside each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEASURES = {
     "lost": "1 − S",
 }
 CIRCULAR = {"kl": "KL, nat", "drift": "last layer's drift"}
-"""Of the step that gives the answer's first token: nearly the score itself."""
+"""Of what the step gives, the answer's second token: nearly the score itself."""
 
 
 def measures(trace: Trace, analysis: str) -> dict[str, Floats]:

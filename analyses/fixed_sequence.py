@@ -28,6 +28,7 @@ class Tested:
         config: the configuration.
         held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
         mean: of what is limited, over samples; `bound` its one-sided 95 % bound.
+        above: of KL the exact one-sided 95 % bound of the share of samples whose own lies above the limit; else None.
         tested: False below the first failure.
         holds: whether the bound keeps to the limit; of a budget that was not tested it says nothing.
     """
@@ -36,6 +37,7 @@ class Tested:
     held: float
     mean: float
     bound: float
+    above: float | None
     tested: bool
     holds: bool
 
@@ -115,9 +117,13 @@ def verdict(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
     """The verdict on a curve; `each`: (sample, config) of the whole trace."""
     found: list[Tested] = []
     for config, place, held in list(zip(curve.configs, curve.places, curve.held, strict=True))[::-1]:
-        mean, bound = float(each[:, place].mean()), criterion.bound(each[:, place])
+        mean, bound, above = (
+            float(each[:, place].mean()),
+            criterion.bound(each[:, place]),
+            criterion.above(each[:, place]),
+        )
         tested = all(one.holds for one in found)
-        found.append(Tested(config, float(held), mean, bound, tested, tested and criterion.keeps(bound)))
+        found.append(Tested(config, float(held), mean, bound, above, tested, tested and criterion.keeps(bound)))
     made = Verdict(criterion, tuple(found), None)
     if made.failed is None or not criterion.keeps(made.failed.mean):
         return made

@@ -10,6 +10,9 @@ Nothing is drawn at random: the same trace always gives the same interval.
 A standard error needs samples that differ. Where all n samples of a mean with limits are alike, or all but one lie at a
 limit, they say of the others only that these are rarer than 1 − 0.025^(1/n): such a share may lie at the far limit. Of
 samples that are all 1, or all 0, this is the exact interval of a share of samples; of correlations the same on [−1, 1].
+
+Of differences of which at least half are 0 the others are rare, and the few that were drawn say too little of how far
+they go: there an end that does not leave out 0 lies further out by that same share of the farthest sample on its side.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ MEDIAN_LEVEL = 0.92
 """Two order statistics cover a median with a few levels only: the narrowest of at least this is taken."""
 LEAST = 5
 """Fewer samples give a range, from the least to the largest single sample, and no interval."""
+_MOST_TIE = 0.5
+"""Share of differences of 0 from which on the others are rare."""
 _ROUNDING = 1e-12
 """Weights such as 1/6 do not sum to 1 exactly: a share this near to 0 or 1 is one."""
 
@@ -67,14 +72,16 @@ class Kind:
         limits: least and largest value that the number can have; where both are finite it is a mean over samples.
         heads: how many heads each sample's share is of; 0 where the number is no share of heads. The shares can be
             the same in all samples seen: they never count for more than so many independent heads would.
+        rare: whether it is of differences, of which most can be 0.
     """
 
     freedom: float
     log: bool = False
     limits: tuple[float, float] = (-np.inf, np.inf)
     heads: int = 0
+    rare: bool = False
 
-    def degrees(self, samples: int) -> float:
+    def degrees(self, samples: float) -> float:
         """Student's degrees of freedom for so many samples."""
         return max(1.0, min(self.freedom * samples, samples - 1.0))
 
@@ -85,7 +92,14 @@ POSITIVE = Kind(3 / 16, log=True, limits=(0, np.inf))
 """A mean of something positive that a single sample can dominate: drift, KL."""
 CORRELATION = Kind(3 / 8, limits=(-1, 1))
 """A mean of rank correlations, one of each sample."""
-DIFFERENCE = Kind(3 / 8, limits=(-1, 1))
+
+
+def difference_of(width: float) -> Kind:
+    """A mean of differences between two scores that lie at most `width` apart."""
+    return Kind(3 / 8, limits=(-width, width), rare=True)
+
+
+DIFFERENCE = difference_of(1)
 """A mean of differences between two scores in [0, 1]."""
 
 
@@ -143,19 +157,19 @@ def _median_levels(samples: int) -> Floats:
     return np.asarray(inside[inside >= MEDIAN_LEVEL])
 
 
-def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Scalar:
+def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Scalar:
     """The interval of one number: `statistic` gives one value per row of weights. None where there is none."""
-    found = band(statistic, samples, kind)
+    found = band(statistic, samples, kind, deciding)
     if found is None or np.isnan([found.low, found.high]).any():
         return None
     return Interval(float(found.low), float(found.high), found.kind)
 
 
-def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Band:
+def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Band:
     """The interval of each number of an array, over samples; None for a single sample. NaN where a number has none.
 
     `statistic` maps weights (row, sample), each row summing to 1, to values (row, …): means over samples are then
-    matrix products.
+    matrix products. `deciding`: as of how many samples the number is as unsure, where that is fewer than there are.
     """
     if samples < 2:
         return None
@@ -164,17 +178,18 @@ def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind) -> Ban
         each = statistic(single)
         return Interval(each.min(axis=0), each.max(axis=0), "range")
     value = statistic(np.full((1, samples), 1 / samples))[0]
-    low, high = jackknife(value, statistic((1 - single) / (samples - 1)), kind)
+    low, high = jackknife(value, statistic((1 - single) / (samples - 1)), kind, deciding)
     return Interval(low, high)
 
 
-def jackknife(value: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floats]:
+def jackknife(value: Floats, left_out: Floats, kind: Kind, deciding: float | None = None) -> tuple[Floats, Floats]:
     """Ends of the interval of `value` (…) from what it is without each sample (sample, …).
 
     On the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
     """
     count = len(left_out)
-    reach = stats.t.ppf((1 + LEVEL) / 2, kind.degrees(count))
+    sure = deciding or count
+    reach = stats.t.ppf((1 + LEVEL) / 2, kind.degrees(sure))
     plain = reach * np.sqrt(_variance(left_out) + _of_heads(value, count, kind))
     low, high = value - plain, value + plain
     if kind.log:
@@ -183,7 +198,7 @@ def jackknife(value: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floa
         factor = np.exp(np.minimum(reach * np.sqrt(_variance(np.log(others))), 700))
         low, high = np.where(usable, safe / factor, low), np.where(usable, safe * factor, high)
     low, high = np.clip(low, *kind.limits), np.clip(high, *kind.limits)
-    return _open_ends(value, low, high, left_out, kind) if np.isfinite(kind.limits).all() else (low, high)
+    return _open_ends(value, low, high, left_out, kind, sure) if np.isfinite(kind.limits).all() else (low, high)
 
 
 def _variance(left_out: Floats) -> Floats:
@@ -198,16 +213,27 @@ def _of_heads(value: Floats, samples: int, kind: Kind) -> Floats:
     return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
 
-def _open_ends(value: Floats, low: Floats, high: Floats, left_out: Floats, kind: Kind) -> tuple[Floats, Floats]:
+def _open_ends(
+    value: Floats, low: Floats, high: Floats, left_out: Floats, kind: Kind, deciding: float
+) -> tuple[Floats, Floats]:
     """Ends as far out as the share of samples that so many alike ones leave room for."""
     count, (least, most) = len(left_out), kind.limits
-    rest = 1 - ((1 - LEVEL) / 2) ** (1 / count)
+    rest = 1 - ((1 - LEVEL) / 2) ** (1 / deciding)
     each = count * value - (count - 1) * left_out  # the samples that the mean is of
     alike = np.zeros_like(value) if kind.heads else 1.0 * (np.ptp(each, axis=0) < count * _ROUNDING)
     unsure = [np.maximum(alike, _alone(np.abs(each - limit), count)) for limit in kind.limits]
-    low = low - unsure[1] * np.maximum(low - value + rest * (value - least), 0)
-    high = high + unsure[0] * np.maximum(value + rest * (most - value) - high, 0)
-    return _snapped(low, least), _snapped(high, most)
+    farther = _farther(low, high, each, rest) if kind.rare else (0.0, 0.0)
+    low = low - np.maximum(unsure[1] * (low - value + rest * (value - least)), farther[0])
+    high = high + np.maximum(unsure[0] * (value + rest * (most - value) - high), farther[1])
+    return _snapped(np.maximum(low, least), least), _snapped(np.minimum(high, most), most)
+
+
+def _farther(low: Floats, high: Floats, each: Floats, rest: float) -> tuple[Floats, Floats]:
+    """By how much ends of a mean of rare differences (sample, …) lie further out; by nothing where they leave out 0."""
+    size = np.abs(each).max(axis=0)
+    rare = (np.abs(each) <= len(each) * _ROUNDING * size).mean(axis=0) >= _MOST_TIE
+    mean, least, most = each.mean(axis=0), np.minimum(each.min(axis=0), 0), np.maximum(each.max(axis=0), 0)
+    return rest * np.where(rare & (low <= 0), mean - least, 0), rest * np.where(rare & (high >= 0), most - mean, 0)
 
 
 def _alone(distance: Floats, count: int) -> Floats:

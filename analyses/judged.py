@@ -11,7 +11,7 @@ import numpy as np
 from perturbkv.analyses import intervals, numbers
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, of_answers
-from perturbkv.analyses.intervals import Kind, Scalar
+from perturbkv.analyses.intervals import LEAST, Kind, Scalar, difference_of
 from perturbkv.analyses.naming import common, folded, short
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.reading import Floats
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FREEDOM = 3 / 8
-"""As of a mean of shares. Drawing scores of 1 to 10, skewed and not, and drops of which most are 0, intervals of eight
-samples with limits hold the mean in 93 to 100 % of draws; without limits in 74 %, where all that was drawn is 0."""
+"""As of a mean of shares. Drawing scores of 1 to 10, skewed and not, intervals of eight samples with the scale's limits
+hold the mean in 93 to 100 % of draws. Where the scale is not told its limits are the scores given, which say nothing of
+others where a cache's are all alike: then there is no interval."""
+_ALIKE = "All alike: no interval; give --scale to bound what was not seen."
 _FALLS = {
     1: ("the judge scores answers from evicted caches lower", "lower"),
     -1: ("the judge scores answers from evicted caches higher", "higher"),
@@ -43,9 +45,9 @@ class Scored:
         config: the configuration; None: the full cache.
         held: entries of its cache over those of the full one.
         scores: (sample,) in the judge's own unit.
-        interval: of their mean.
+        interval: of their mean; None also where they are all alike and the scale is not told.
         drop: (sample,) the full cache's score less this one's.
-        drop_interval: of its mean.
+        drop_interval: of its mean, likewise.
     """
 
     config: EvictionConfig | None
@@ -79,6 +81,7 @@ class Judged(Result):
         identity: which run this is.
         judge: who was asked.
         samples: names, in the file's order.
+        compress_every: entries above which a cache was compressed again; None: never.
         full: the full cache.
         configs: in the run's order.
         judgements: with the judge's comments.
@@ -87,6 +90,7 @@ class Judged(Result):
     identity: RunIdentity
     judge: Judge
     samples: tuple[str, ...]
+    compress_every: int | None
     full: Scored
     configs: tuple[Scored, ...]
     judgements: tuple[Judgement, ...]
@@ -95,7 +99,8 @@ class Judged(Result):
         """Whether evicted caches' answers are scored lower, and by how much."""
         drops = [(name, float(one.drop.mean()), numbers.decimal(float(one.drop.mean()), one.drop_interval))
                  for name, one in self._named()]  # fmt: skip
-        verdicts = [decided(one.drop_interval, 0) for one in self.configs]
+        alike = None if len(self.samples) < LEAST else 0  # without an interval nothing is decided
+        verdicts = [alike if one.drop_interval is None else decided(one.drop_interval, 0) for one in self.configs]
         said = "the judge's mean scores" if None in verdicts else tally(verdicts, _FALLS, "configuration")
         mean = numbers.decimal(float(self.full.scores.mean()), self.full.interval)
         told = f"full cache {mean}, drop {ends(drops, 'of')}"
@@ -105,16 +110,21 @@ class Judged(Result):
         """Mean score of every cache, and its drop."""
         rows = [["full cache", *_row(self.full)[:2], "–"]]
         rows += [[folded(name, 30), *_row(one)] for name, one in self._named()]
-        columns = ("cache", "#held /\nfull", "#mean\nscore", "#full − this")
+        held = numbers.HELD_AT_START if self.compress_every else "#held /\nfull"
+        columns = ("cache", held, "#mean\nscore", "#full − this")
         return [*filter(None, [common(self.identity.configs)]), Table("", columns, rows)]
 
     def notes(self) -> str:
         """n, the range of scores, and what a drop is."""
         given = np.concatenate([one.scores for one in (self.full, *self.configs)])
-        return (
-            f"{numbers.about_intervals(len(self.samples))} Scores given: {given.min():g} to {given.max():g}"
-            f"{'' if self.judge.scale else ', beyond which no interval goes'}. Full − this: of the same sample, mean. "
-            f"{numbers.ABOUT_HELD}"
+        return " ".join(
+            [
+                f"{numbers.about_intervals(len(self.samples))} Scores given: {given.min():g} to {given.max():g}"
+                f"{'' if self.judge.scale else ', beyond which no interval goes'}.",
+                *([_ALIKE] if self._unbounded else []),
+                "Full − this: of the same sample, mean.",
+                numbers.about_held([one.held for one in self.configs], self.compress_every),
+            ]
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,6 +154,12 @@ class Judged(Result):
 
         return draw(self, width_mm)
 
+    @property
+    def _unbounded(self) -> bool:
+        """Whether some mean has no interval because all that it is of is alike."""
+        found = [self.full.interval, *(end for one in self.configs for end in (one.interval, one.drop_interval))]
+        return len(self.samples) > 1 and None in found
+
     def _named(self) -> list[tuple[str, Scored]]:
         names = [name or "evicted" for name in short(self.identity.configs)]
         return list(zip(names, self.configs, strict=True))
@@ -170,18 +186,29 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
             config=config,
             held=float(np.mean(shares)),
             scores=own,
-            interval=intervals.of_mean(own, Kind(_FREEDOM, limits=limits)),
+            interval=bounded(own, Kind(_FREEDOM, limits=limits), judge),
             drop=drop,
-            drop_interval=intervals.of_mean(drop, Kind(_FREEDOM, limits=(-width, width))),
+            drop_interval=bounded(drop, difference_of(width), judge),
         )
 
     configs = tuple(scored(config) for config in answers.run.configs)
-    return Judged(of_answers(answers), judge, samples, scored(None), configs, tuple(judgements))
+    told = answers.compress_every
+    return Judged(of_answers(answers), judge, samples, told, scored(None), configs, tuple(judgements))
+
+
+def bounded(each: Floats, kind: Kind, judge: Judge) -> Scalar:
+    """The interval of a mean; None where all samples are alike and no scale says how far others could lie."""
+    return None if judge.scale is None and np.ptp(each) == 0 else intervals.of_mean(each, kind)
 
 
 def _row(one: Scored) -> list[str]:
     return [
         numbers.held(one.held),
-        numbers.decimal(float(one.scores.mean()), one.interval, apart="\n"),
-        numbers.decimal(float(one.drop.mean()), one.drop_interval, apart="\n"),
+        _mean(one.scores, one.interval),
+        _mean(one.drop, one.drop_interval),
     ]
+
+
+def _mean(each: Floats, interval: Scalar) -> str:
+    alike = "\nall alike" if interval is None and len(each) > 1 else ""
+    return numbers.decimal(float(each.mean()), interval, apart="\n") + alike

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from perturbkv.analyses import link_tables, link_told
+from perturbkv.analyses import link_more, link_tables, link_told
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.calibration import BINS, check_bins
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.link_budgets import across_budgets
 from perturbkv.analyses.link_data import ANALYSIS, Pooled, pooled
 from perturbkv.analyses.link_found import Linked, Overall
+from perturbkv.analyses.link_names import beyond, standing
 from perturbkv.analyses.link_prompts import NAMES, contrasts, joined, of_prompts, strengths
-from perturbkv.analyses.link_settings import Setting, corrected_together, setting
+from perturbkv.analyses.link_settings import Setting, marked, setting
 from perturbkv.analyses.lost_answers import LOST, Rule
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.pairing import matches
@@ -37,12 +39,12 @@ class Link(Linked, Result):
     """The link between the first step's perturbation and the score of the answer; it shows itself, as any result."""
 
     def conclusion(self) -> str:
-        """Whether more perturbed configurations score less, tell lost answers, and beat the attention given up."""
+        """Whether more perturbed configurations score less, or lose answers, by more than the methods' names tell."""
         return link_told.conclusion(self)
 
     def tables(self) -> list[Table | str]:
-        """Ranks and areas of each setting, what else could make them, measures against each other, and curves."""
-        return link_tables.tables(self)
+        """Measures, and budgets; of `everything` also data sets, what else could make a link, contrasts, and curves."""
+        return link_tables.tables(self) + (link_more.more(self) if self.everything else [])
 
     def notes(self) -> str:
         """What rows and columns mean."""
@@ -50,7 +52,7 @@ class Link(Linked, Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers; what single prompts say is in `records`."""
-        left_out = ("within", "measured", "full", "evicted", "lost")
+        left_out = ("within", "measured", "full", "evicted", "lost", "tables")
         settings = [
             {**{name: value for name, value in vars(one).items() if name not in left_out},
              "answers": int(one.lost.size), "lost": int(one.lost.sum()), "silence": one.silence()}
@@ -90,7 +92,7 @@ class Link(Linked, Result):
 
 def link(
     traces: Trace | Sequence[Trace], *, only: Sequence[str] = (), right: float = 0.0, lost: float = LOST,
-    bins: int = BINS,
+    bins: int = BINS, everything: bool = False,
 ) -> Link:  # fmt: skip
     """Does the first step's perturbation tell what an answer will be worth?.
 
@@ -105,6 +107,7 @@ def link(
         right: a prompt counts where the full cache's score is above this.
         lost: an answer is lost where its score is below this share of the full cache's.
         bins: of the calibration curves.
+        everything: show all tables; by default those that one reads first. What is found is the same.
 
     Raises TraceError for traces without graded answers, that do not belong together, or without three configurations
     of one setting; ConfigError for a rule or bins that make no sense.
@@ -119,7 +122,7 @@ def link(
     held = [_of_methods(trace, only) for trace in given]
     found = pooled(held, rule)
     groups = ranked_together(found.configs)
-    settings = corrected_together(
+    settings = marked(
         [setting(found, name, places, rule, bins) for name, places in groups.items() if len(places) >= LEAST_CONFIGS]
     )
     if not settings:
@@ -134,6 +137,7 @@ def link(
         too_few=tuple(name for name, places in groups.items() if len(places) < LEAST_CONFIGS),
         overall=_overall(found, settings),
         across=across_budgets(found),
+        everything=everything,
         prompts=tuple(zip(found.part.tolist(), found.names, strict=True)),
     )
 
@@ -153,11 +157,20 @@ def _of_methods(trace: Trace, only: Sequence[str]) -> Trace:
 
 def _overall(found: Pooled, settings: Sequence[Setting]) -> tuple[Overall, ...]:
     """Of all prompts, and of each data set where there are several."""
-    each = {name: joined([one.within[name] for one in settings]) for name in NAMES}
     datasets = list(dict.fromkeys(part.dataset for part in found.parts))
-    names = np.array([found.parts[part].dataset for part in found.part])
-    parts = {name: of_prompts(each, names == name) for name in datasets} if len(datasets) > 1 else {}
-    return tuple(Overall(name, strengths(one), contrasts(one)) for name, one in {"": each, **parts}.items())
+    names = np.array([found.parts[part].dataset for part in found.part], dtype=str)
+    rows = {"": np.ones(len(names), dtype=bool)}
+    if len(datasets) > 1:
+        rows |= {name: names == name for name in datasets}
+    return tuple(_of_prompts(found, settings, name, places) for name, places in rows.items())
+
+
+def _of_prompts(found: Pooled, settings: Sequence[Setting], dataset: str, rows: NDArray[np.bool_]) -> Overall:
+    """Each prompt's mean over the settings, of some prompts; what stands is said of all prompts alone."""
+    each = of_prompts({name: joined([one.within[name] for one in settings]) for name in NAMES}, rows)
+    tables = [{name: table.of(rows) for name, table in one.tables.items()} for one in settings]
+    names = beyond(tables, found.alike[np.ix_(rows, rows)])
+    return Overall(dataset, strengths(each), contrasts(each), names if dataset else standing([names])[0])
 
 
 def _identity(traces: Sequence[Trace], settings: Sequence[Setting]) -> RunIdentity:

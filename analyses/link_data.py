@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import first_step
-from perturbkv.analyses.arithmetic import ratio
+from perturbkv.analyses.arithmetic import median, ratio
+from perturbkv.analyses.first_token import only_alike
 from perturbkv.analyses.lost_answers import Rule
 from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
 from perturbkv.analyses.scores import scores
@@ -28,13 +29,23 @@ ANALYSIS = "link"
 
 @dataclass(frozen=True)
 class Part:
-    """One trace: its data set, how many complete samples it has, and how many of them the full cache answers."""
+    """One trace.
+
+    Attributes:
+        dataset, trace, trace_digest: what it is of, its path, and a short digest of it.
+        samples: complete ones.
+        answered: those of them that the full cache answers.
+        median_full: of the full cache's scores of the answered ones; NaN of none.
+        alike: answered ones whose full answer has no token but one that all caches share, as `first_token` says.
+    """
 
     dataset: str
     trace: str
     trace_digest: str
     samples: int
     answered: int
+    median_full: float
+    alike: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,12 @@ class Pooled:
     norm: Floats
     full: Floats
     evicted: Floats
+
+    @property
+    def alike(self) -> NDArray[np.bool_]:
+        """(prompt, prompt) True where two are of one data set."""
+        datasets = np.array([self.parts[part].dataset for part in self.part], dtype=str)
+        return np.asarray(datasets[:, None] == datasets)
 
     @property
     def configs(self) -> tuple[EvictionConfig, ...]:
@@ -113,7 +130,9 @@ def _answered(trace: Trace, configs: Sequence[EvictionConfig], rule: Rule) -> tu
     }
     found = {name: array[answered][:, order] for name, array in by_config.items()}
     found |= {"norm": values(trace, "output_norm", ANALYSIS, 0)[answered], "full": graded.full[answered]}
-    part = Part(trace.run.dataset, trace.source, trace.digest, len(answered), int(answered.sum()))
+    counts = (len(answered), int(answered.sum()))
+    alike = int(only_alike(trace)[answered].sum())
+    part = Part(trace.run.dataset, trace.source, trace.digest, *counts, median(graded.full[answered]), alike)
     return part, found, [name for name, right in zip(ids, answered, strict=True) if right]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.link_budgets import AcrossBudgets
 from perturbkv.analyses.link_data import Part
+from perturbkv.analyses.link_names import Beyond
 from perturbkv.analyses.link_prompts import Contrast, Strength
 from perturbkv.analyses.link_settings import Setting
 from perturbkv.analyses.lost_answers import Rule
@@ -20,15 +21,25 @@ class Overall:
         dataset: whose prompts; empty for those of all data sets.
         strengths: one per measure.
         contrasts: every two measures on the same prompts.
+        names: what of the link the methods' names make, one per measure.
     """
 
     dataset: str
     strengths: tuple[Strength, ...]
     contrasts: tuple[Contrast, ...]
+    names: tuple[Beyond, ...]
 
     def strength(self, measure: str) -> Strength:
         """Of one measure."""
         return next(one for one in self.strengths if one.measure == measure)
+
+    def named(self, measure: str) -> Beyond:
+        """What the methods' names make of one measure's link."""
+        return next(one for one in self.names if one.measure == measure)
+
+    def contrast(self, first: str, second: str) -> Contrast:
+        """Of two measures."""
+        return next(one for one in self.contrasts if (one.first, one.second) == (first, second))
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +55,7 @@ class Linked:
         overall: all settings together, one at a time: of all prompts first, then, where there are several, of each
             data set.
         across: over the budgets of one method, for many reasons; empty where no method has three.
+        everything: whether all tables are shown, or those that one reads first.
         prompts: (prompt,) the trace's place in `parts` and the sample's name, of the arrays in `settings`.
     """
 
@@ -54,4 +66,5 @@ class Linked:
     too_few: tuple[str, ...]
     overall: tuple[Overall, ...]
     across: tuple[AcrossBudgets, ...]
+    everything: bool
     prompts: tuple[tuple[int, str], ...]

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import lost_answers
-from perturbkv.analyses.by_name import DIFFERENCES
+from perturbkv.analyses.by_name import AREAS, DIFFERENCES
 from perturbkv.analyses.estimates import Estimate, mean_of, over_prompts
 from perturbkv.analyses.first_step import CIRCULAR
-from perturbkv.analyses.intervals import CORRELATION, Kind
+from perturbkv.analyses.intervals import CORRELATION
 from perturbkv.analyses.lost_answers import AREA
 from perturbkv.analyses.ranks import kendall, spearman
 from perturbkv.analyses.reading import Floats
@@ -25,10 +25,8 @@ MEASURES = {
     "theta_hat": "θ̂",
     "lost": "1 − S",
 }
-"""Known before the answer's first token is there."""
+"""Known before the answer's second token is there, which is the first that eviction can change in both scenarios."""
 NAMES = {**MEASURES, **CIRCULAR}
-_AREAS = Kind(3 / 8, limits=(-1, 1))
-"""A mean of differences between two areas of the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def contrasts(found: Mapping[str, Within]) -> tuple[Contrast, ...]:
             first,
             second,
             rho=over_prompts(found[first].rho - found[second].rho, DIFFERENCES),
-            auc=over_prompts(found[first].area - found[second].area, _AREAS),
+            auc=over_prompts(found[first].area - found[second].area, AREAS),
         )
         for first, second in combinations(MEASURES, 2)
     )

@@ -4,56 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isnan
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import lost_answers
 from perturbkv.analyses.arithmetic import ratio
-from perturbkv.analyses.by_name import beyond_name, by_name
 from perturbkv.analyses.calibration import Bin, curve
 from perturbkv.analyses.estimates import Estimate
 from perturbkv.analyses.link_data import Pooled
-from perturbkv.analyses.link_prompts import (
-    MEASURES,
-    NAMES,
-    Contrast,
-    Strength,
-    Within,
-    contrasts,
-    strengths,
-    within,
-)
+from perturbkv.analyses.link_names import Beyond, Tables, beyond, standing, tables
+from perturbkv.analyses.link_prompts import NAMES, Contrast, Strength, Within, contrasts, strengths, within
 from perturbkv.analyses.lost_answers import Rule
 from perturbkv.analyses.ranks import mean_ranks
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.shuffled import Chance, chances
-from perturbkv.analyses.sign_flips import corrected
 from perturbkv.configs.eviction import EvictionConfig
 
 
 @dataclass(frozen=True)
 class Control:
-    """What else could make one measure's link.
+    """What else could make one measure's link, beside the methods' names.
 
     Attributes:
         measure: a key of `NAMES`.
-        rho, auc: what scores that are dealt out anew within each prompt show; `auc` is told as the area less 0.5.
-        by_name: ρ between the measure of every *other* prompt and this prompt's scores: what a method's name tells.
-        beyond: ρ of the prompt's own perturbation less that; below 0 the prompt's own tells more.
+        rho, auc: what scores that are dealt out anew within each prompt show; `auc` is told as the area less 0.5. Any
+            difference between methods sets real scores apart from these.
         between: the area over answers of different prompts, which hard and long prompts confound.
-        stands: whether `rho.p` still counts beside those of all measures and settings (Benjamini–Hochberg, 5 %);
-            never of a measure that is circular.
     """
 
     measure: str
     rho: Chance
     auc: Chance
-    by_name: Estimate
-    beyond: Estimate
     between: Estimate
-    stands: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,9 @@ class Setting:
         within: measure -> what each prompt says.
         strengths: one per measure, those that are circular last.
         contrasts: every two measures on the same prompts.
-        controls: one per measure.
+        tables: measure -> what every prompt's measure says of every prompt's answers.
+        names: what of the link the methods' names make, one per measure.
+        controls: what else could make it, one per measure.
         curves: measure -> calibration curve.
     """
 
@@ -85,6 +70,8 @@ class Setting:
     within: dict[str, Within]
     strengths: tuple[Strength, ...]
     contrasts: tuple[Contrast, ...]
+    tables: dict[str, Tables]
+    names: tuple[Beyond, ...]
     controls: tuple[Control, ...]
     curves: dict[str, tuple[Bin, ...]]
 
@@ -96,6 +83,10 @@ class Setting:
     def strength(self, measure: str) -> Strength:
         """Of one measure."""
         return next(one for one in self.strengths if one.measure == measure)
+
+    def named(self, measure: str) -> Beyond:
+        """What the methods' names make of one measure's link."""
+        return next(one for one in self.names if one.measure == measure)
 
     def control(self, measure: str) -> Control:
         """Of one measure."""
@@ -136,6 +127,7 @@ def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: i
     scored = found.evicted[:, places]
     lost, drop = rule.lost_of(found.full, scored), found.full[:, None] - scored
     each = {one: within(array, scored, lost) for one, array in measured.items()}
+    crossed = tables(measured, scored, lost)
     return Setting(
         name=name,
         configs=tuple(found.configs[place] for place in places),
@@ -148,25 +140,17 @@ def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: i
         within=each,
         strengths=strengths(each),
         contrasts=contrasts(each),
+        tables=crossed,
+        names=beyond([crossed], found.alike),
         controls=_controls(measured, scored, lost),
         curves={one: curve(array, lost, drop, bins) for one, array in measured.items()},
     )
 
 
-def corrected_together(settings: Sequence[Setting]) -> tuple[Setting, ...]:
+def marked(settings: Sequence[Setting]) -> tuple[Setting, ...]:
     """The settings with what stands of all their tests together."""
-    tested = [
-        (place, one.measure, one.rho.p)
-        for place, each in enumerate(settings)
-        for one in each.controls
-        if one.measure in MEASURES and not isnan(one.rho.p)
-    ]
-    kept = corrected(np.array([p for _, _, p in tested]))
-    standing = {(place, measure) for (place, measure, _), stays in zip(tested, kept, strict=True) if stays}
-    return tuple(
-        replace(each, controls=tuple(replace(one, stands=(place, one.measure) in standing) for one in each.controls))
-        for place, each in enumerate(settings)
-    )
+    names = standing([one.names for one in settings])
+    return tuple(replace(one, names=marks) for one, marks in zip(settings, names, strict=True))
 
 
 def _controls(measured: dict[str, Floats], scored: Floats, lost: NDArray[np.bool_]) -> tuple[Control, ...]:
@@ -175,9 +159,7 @@ def _controls(measured: dict[str, Floats], scored: Floats, lost: NDArray[np.bool
     found = []
     for place, (name, array) in enumerate(measured.items()):
         rows = ~np.isnan(array).any(axis=1)
-        held, own = array[rows], scored[rows]
-        between = lost_answers.between(held, lost[rows])
-        found.append(Control(name, dealt[place], areas[place], by_name(held, own), beyond_name(held, own), between))
+        found.append(Control(name, dealt[place], areas[place], lost_answers.between(array[rows], lost[rows])))
     return tuple(found)
 
 

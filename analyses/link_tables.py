@@ -1,19 +1,17 @@
-"""The tables of a link: ranks and areas of each setting, what else could make them, measures compared, curves."""
+"""The tables of a link that one reads first: its measures, and its budgets; `link_more` has the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import isnan
+from math import factorial
 
 from perturbkv.analyses import numbers
-from perturbkv.analyses.calibration import Bin
+from perturbkv.analyses.by_name import Names
 from perturbkv.analyses.estimates import Estimate
-from perturbkv.analyses.first_step import CIRCULAR
 from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.link_budgets import EVICTED
-from perturbkv.analyses.link_found import Linked
-from perturbkv.analyses.link_prompts import MEASURES, NAMES, Contrast, Strength
-from perturbkv.analyses.link_settings import Control, Setting
+from perturbkv.analyses.link_found import Linked, Overall
+from perturbkv.analyses.link_prompts import MEASURES, NAMES, Strength
+from perturbkv.analyses.link_settings import Setting
 from perturbkv.analyses.naming import counted, folded
 from perturbkv.analyses.ranked_together import LEAST_CONFIGS
 from perturbkv.display import Table
@@ -22,133 +20,121 @@ HEADLINE = "propagated"
 """The measure that conclusions and curves on the screen are of, chosen beforehand."""
 AGAINST = "lost"
 """What every other measure is held against: the attention that was given up knows no values."""
-_STRENGTH = ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#n")
-_CONTROL = (
-    "measure",
-    "#ρ of dealt\nscores",
-    "#ρ of other\nprompts' measure",
-    "#own ρ less\nthat of others",
-    "#lost above kept,\nbetween prompts",
-)
-_CONTRAST = ("budget", "measure", "#its ρ less\nthat of 1 − S", "#n", "#its area less\nthat of 1 − S", "#n")
-_CIRCULAR = ("budget", "measure", "#ρ", "#n", "#lost above\nkept", "#n")
-_CURVE = ("budget", "#perturbed", "#answers", "#prompts", "#lost", "#score lost,\nof 100")
-_ACROSS = ("measure", "#ρ over the budgets\nof one method", "#n")
+_FEW_METHODS = 5
+_EQUAL = 1e-9
+"""Means that differ by less were added in another order."""
+_LINK = ("#ρ", "#ρ, less\nnames", "#n", "#lost above\nkept", "#points,\nless names", "#n")
 
 
 def tables(found: Linked) -> list[Table | str]:
-    """All of them, the settings together first; where nothing is to be told, the reason instead."""
+    """What is answered, the measures together, and the first of them at each budget; or why nothing is to be told."""
+    telling = [one for one in found.settings if one.decides]
     said: list[Table | str] = [_answered(found)]
     said += [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in found.too_few]
-    telling = [one for one in found.settings if one.decides]
-    if len(telling) > 1:
-        said.append(_overall("all budgets, one at a time: each prompt's mean over them", found.overall[0].strengths))
     if telling:
-        said += [_overall(f"{one.dataset}, all budgets", one.strengths) for one in found.overall[1:]]
-    said += [part for one in found.settings for part in _of_setting(one)]
-    return [
-        *said,
-        *([_contrasts(found, telling), _circular(telling), _curves(telling)] if telling else []),
-        *_across(found),
-    ]
+        said += [measures(_together(found), found.overall[0]), *_beside(found.overall[0]), *_few_methods(telling)]
+    said += [_budgets(telling)] if len(telling) > 1 else [_about(one) for one in telling or found.settings]
+    return [*said, *_silent(found.settings)]
 
 
 def _answered(found: Linked) -> str:
-    """'the full cache answers 12 of 16 prompts of needle (score > 0), …; lost: below 0.5 of its score'."""
-    told = ", ".join(f"{part.answered} of {counted(part.samples, 'prompt')} of {part.dataset}" for part in found.parts)
-    rule = found.rule
-    return f"the full cache answers {told} (score > {rule.right:g}); lost: below {rule.lost:g} of its score"
+    """'the full cache answers 12 of 16 prompts of needle (score > 0, median 1), …; lost: below 0.5 of its score'."""
+    told = ", ".join(
+        f"{part.answered} of {counted(part.samples, 'prompt')} of {part.dataset}"
+        + (f" (score > {found.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
+        for part in found.parts
+    )
+    return f"the full cache answers {told}; lost: below {found.rule.lost:g} of its score"
 
 
-def _of_setting(one: Setting) -> list[Table | str]:
-    held = " to ".join(dict.fromkeys(map(numbers.held, one.held_ends)))
-    lost, silence = f"{int(one.lost.sum())} of {one.lost.size} lost", one.silence()
-    about = f"b={one.name}: {len(one.configs)} methods, held / full {held}; {lost}{f' ({silence})' if silence else ''}"
-    if not one.decides:
-        return [about]
-    evidence = numbers.percent(one.evidence)
-    return [
-        Table(about, _STRENGTH, [_strength(one.strength(name), _p(one.control(name))) for name in MEASURES]),
-        f"b={one.name}: θ̂ is of the {evidence} of (prompt, head) with σ > 0.5 in all methods",
-        Table(f"b={one.name}: what else could make it", _CONTROL, [_control(one.control(name)) for name in MEASURES]),
+def _together(found: Linked) -> str:
+    """The title of the measures' table."""
+    if len(found.settings) == 1:
+        return f"b={found.settings[0].name}"
+    return "all budgets, one at a time: each prompt's mean over them"
+
+
+def measures(title: str, every: Overall) -> Table:
+    """A row per measure that is not circular: ranks, areas, and what of them is more than the methods' names."""
+    names = [one.measure for one in every.strengths if one.measure in MEASURES]
+    rows = [
+        [NAMES[name], *_linked(every.strength(name), every.named(name).rho, every.named(name).auc)] for name in names
     ]
+    return Table(title, ("measure", *_LINK), rows)
 
 
-def _overall(title: str, strengths: Iterable[Strength]) -> Table:
-    rows = [_strength(one) for one in strengths if one.measure in MEASURES]
-    return Table(title, [name for name in _STRENGTH if name != "#p"], rows)
+def _linked(one: Strength, rho: Names, auc: Names) -> list[str]:
+    return [
+        estimate(one.rho), _starred(estimate(rho.beyond), rho), str(one.rho.prompts),
+        numbers.percent(one.auc.value, one.auc.interval, "\n"), _starred(points(auc.beyond, "\n"), auc),
+        str(one.auc.prompts),
+    ]  # fmt: skip
 
 
-def _strength(one: Strength, *p: str) -> list[str]:
-    ranks = [estimate(one.rho), estimate(one.tau), *p, str(one.rho.prompts)]
-    return [NAMES[one.measure], *ranks, estimate(one.auc), str(one.auc.prompts)]
+def _starred(told: str, names: Names) -> str:
+    """With a star behind the value where it stands."""
+    value, apart, interval = told.partition("\n")
+    return f"{value}{'*' * names.stands}{apart}{interval}"
 
 
-def _p(control: Control) -> str:
-    """'0.012', a star behind it where it stands beside all others."""
-    p = control.rho.p
-    return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * control.stands
+def _beside(every: Overall) -> list[str]:
+    """Which measure has the lowest ρ, with all that tie with it, and how the first stands against 1 − S."""
+    known = [one for one in every.strengths if one.measure in MEASURES and one.rho.prompts]
+    if not known:
+        return []
+    least = min(one.rho.value for one in known)
+    lowest = [one for one in known if one.rho.value - least < _EQUAL]
+    named = " and ".join(
+        filter(None, (", ".join(NAMES[one.measure] for one in lowest[:-1]), NAMES[lowest[-1].measure]))
+    )
+    contrast = every.contrast(HEADLINE, AGAINST).rho
+    told = f"lowest ρ, by looking: {named}{' alike' * (len(lowest) > 1)}, {estimate(lowest[0].rho, ' ')}"
+    against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[AGAINST]}: {estimate(contrast, ' ')}"
+    return [told, *([against] if contrast.prompts else [])]
 
 
-def _control(one: Control) -> list[str]:
-    dealt = "–" if isnan(one.rho.low) else f"{numbers.decimal(one.rho.low)} … {numbers.decimal(one.rho.high)}"
-    return [NAMES[one.measure], dealt, *map(estimate, (one.by_name, one.beyond, one.between))]
+def _few_methods(settings: Sequence[Setting]) -> list[str]:
+    """That few methods have few orders, in which measures easily agree."""
+    fewest = min(len(one.configs) for one in settings)
+    if fewest >= _FEW_METHODS:
+        return []
+    return [f"{fewest} methods have {factorial(fewest)} orders only: measures that agree in them cannot be told apart"]
+
+
+def _budgets(settings: Sequence[Setting]) -> Table:
+    rows = [
+        [f"{folded(f'b={one.name}')}\nheld {' to '.join(_held(one))}\nlost {int(one.lost.sum())} of {one.lost.size}",
+         *_linked(one.strength(HEADLINE), one.named(HEADLINE).rho, one.named(HEADLINE).auc)]
+        for one in settings
+    ]  # fmt: skip
+    return Table(f"{NAMES[HEADLINE]}, by budget", ("budget", *_LINK), rows)
+
+
+def _about(one: Setting) -> str:
+    """'b=0.4: 3 methods, held / full 1.20; 37 of 48 lost'."""
+    held, lost = " to ".join(_held(one)), f"{int(one.lost.sum())} of {one.lost.size} lost"
+    return f"b={one.name}: {len(one.configs)} methods, held / full {held}; {lost}"
+
+
+def _held(one: Setting) -> Iterable[str]:
+    return dict.fromkeys(map(numbers.held, one.held_ends))
+
+
+def _silent(settings: Sequence[Setting]) -> list[str]:
+    """Why some settings tell less than others, each reason with its settings."""
+    reasons: dict[str, list[str]] = {}
+    for one in settings:
+        if silence := one.silence():
+            reasons.setdefault(silence, []).append(f"b={one.name}")
+    return [f"{', '.join(names)}: {silence}" for silence, names in reasons.items()]
 
 
 def estimate(one: Estimate, apart: str = "\n") -> str:
-    """The value with its interval on a line of its own."""
+    """The value with its interval, on a line of its own."""
     return numbers.decimal(one.value, one.interval, apart=apart)
 
 
-def _contrasts(found: Linked, settings: Sequence[Setting]) -> Table:
-    """Each measure against 1 − S, per setting and in all."""
-    named = [(f"b={one.name}", one.contrasts) for one in settings]
-    every = [("all", found.overall[0].contrasts)] if len(named) > 1 else []
-    rows = [row for name, contrasts in [*named, *every] for row in _under(name, map(_contrast, _against(contrasts)))]
-    return Table(f"measures on the same prompts, each against {MEASURES[AGAINST]}", _CONTRAST, rows)
-
-
-def _against(contrasts: Sequence[Contrast]) -> list[Contrast]:
-    return [one for one in contrasts if one.second == AGAINST]
-
-
-def _contrast(one: Contrast) -> list[str]:
-    return [NAMES[one.first], estimate(one.rho), str(one.rho.prompts), estimate(one.auc), str(one.auc.prompts)]
-
-
-def _circular(settings: Sequence[Setting]) -> Table:
-    rows = [
-        row
-        for one in settings
-        for row in _under(f"b={one.name}", (_circular_row(one.strength(name)) for name in CIRCULAR))
-    ]
-    return Table("circular: on the answer's first token these nearly are the score", _CIRCULAR, rows)
-
-
-def _circular_row(one: Strength) -> list[str]:
-    return [NAMES[one.measure], estimate(one.rho), str(one.rho.prompts), estimate(one.auc), str(one.auc.prompts)]
-
-
-def _curves(settings: Sequence[Setting]) -> Table:
-    rows = [row for one in settings for row in _under(f"b={one.name}", map(_bin, one.curves[HEADLINE]))]
-    return Table(f"how often an answer is lost, by {NAMES[HEADLINE]} over the outputs' norm", _CURVE, rows)
-
-
-def _bin(one: Bin) -> list[str]:
-    ends, told = f"{one.low:.3g} to {one.high:.3g}", one.drop_interval
-    points = told and Interval(100 * told.low, 100 * told.high, told.kind)
-    lost = numbers.percent(one.lost, one.lost_interval)
-    return [ends, str(one.answers), str(one.prompts), lost, numbers.decimal(100 * one.drop, points)]
-
-
-def _across(found: Linked) -> list[Table]:
-    if not any(one.rho.prompts for one in found.across):
-        return []
-    names = {EVICTED: "the budget itself", **NAMES}
-    rows = [[names[one.measure], estimate(one.rho, " "), str(one.rho.prompts)] for one in found.across]
-    return [Table("across budgets, for many reasons: no evidence of a link", _ACROSS, rows)]
-
-
-def _under(name: str, rows: Iterable[list[str]]) -> list[list[str]]:
-    """Rows with a name before the first of them."""
-    return [[folded(name) if place == 0 else "", *row] for place, row in enumerate(rows)]
+def points(one: Estimate, apart: str = " ") -> str:
+    """The same of a difference of shares, in points of 100."""
+    ends = one.interval and Interval(100 * one.interval.low, 100 * one.interval.high, one.interval.kind)
+    return numbers.decimal(100 * one.value, ends, digits=0, apart=apart)

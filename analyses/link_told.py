@@ -1,51 +1,53 @@
-"""What to conclude of a link, in one sentence, and what its tables' columns mean."""
+"""What to conclude of a link, in a few sentences, and what its tables' columns mean."""
 
 from __future__ import annotations
 
 from math import isnan
 
-from perturbkv.analyses import numbers
+from perturbkv.analyses import first_token, numbers
+from perturbkv.analyses.by_name import Names
 from perturbkv.analyses.estimates import Estimate
 from perturbkv.analyses.intervals import LEAST
-from perturbkv.analyses.link_found import Linked
-from perturbkv.analyses.link_prompts import MEASURES, NAMES
-from perturbkv.analyses.link_tables import AGAINST, HEADLINE, estimate
+from perturbkv.analyses.link_found import Linked, Overall
+from perturbkv.analyses.link_prompts import NAMES
+from perturbkv.analyses.link_tables import AGAINST, HEADLINE, estimate, points
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.sentences import decided, ends, sentence, tally
+from perturbkv.analyses.sentences import decided, sentence
 
-_TELLS = {
-    -1: ("the methods of a prompt that perturb its first step more score less", "less"),
-    1: ("the methods of a prompt that perturb its first step more score more", "more"),
-    0: ("whether the methods of a prompt that perturb its first step more score less is undecided", "undecided"),
-}
+_WHO = "the methods of a prompt that perturb its first step more"
+_TELLS = {-1: f"{_WHO} score less", 1: f"{_WHO} score more"}
+_UNDECIDED = f"whether {_WHO} score less is undecided"
 
 
 def conclusion(found: Linked) -> str:
-    """Of the measure that was chosen beforehand; beside it the strongest of all."""
+    """Of the measure that was chosen beforehand: ranks, lost answers, each beside what methods' names alone tell."""
     samples, answered = (sum(getattr(part, name) for part in found.parts) for name in ("samples", "answered"))
     if not answered:
         return (
             f"The full cache answers none of {counted(samples, 'prompt')} (score > {found.rule.right:g}): there is "
             "nothing that eviction can lose."
         )
-    return sentence("; ".join(filter(None, (_ranks(found), _areas(found), _beats(found), _strongest(found)))))
+    every = found.overall[0]
+    return "\n".join(map(sentence, filter(None, (_ranks(found, every), _areas(found, every), _beats(every)))))
 
 
-def _ranks(found: Linked) -> str:
-    """In how many settings ρ is below 0, and between which ends it lies."""
-    each = [(f"b={one.name}", one.strength(HEADLINE).rho) for one in found.settings]
-    known = [(name, rho) for name, rho in each if not isnan(rho.value)]
-    if not known:
+def _ranks(found: Linked, every: Overall) -> str:
+    """On which side of 0 ρ lies, and how much of it is more than the names."""
+    rho = every.strength(HEADLINE).rho
+    if isnan(rho.value):
         reasons = dict.fromkeys(filter(None, (one.no_ranks() for one in found.settings)))
         why = " or ".join(reasons) or f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
         return f"whether methods that perturb more score less cannot be said: {why}"
-    told = ends([(name, rho.value, estimate(rho, " ")) for name, rho in known])
-    verdicts = [decided(rho.interval, 0) for _, rho in known]
-    return f"{tally(verdicts, _TELLS, 'budget')}: ρ = {told} ({_few(min((rho for _, rho in known), key=_prompts))})"
+    verdict = _TELLS.get(decided(rho.interval, 0) or 0, _UNDECIDED)
+    names = every.named(HEADLINE).rho
+    more = _more(names, estimate(names.beyond, " "), -1)
+    return f"{verdict}: ρ = {estimate(rho, ' ')} ({_over(found)}{_few(rho)}); {more}"
 
 
-def _prompts(one: Estimate) -> int:
-    return one.prompts
+def _over(found: Linked) -> str:
+    """'3 budgets, one at a time, ' where there are several."""
+    count = sum(one.strength(HEADLINE).rho.prompts > 0 for one in found.settings)
+    return f"{count} budgets, one at a time, " if count > 1 else ""
 
 
 def _few(one: Estimate) -> str:
@@ -54,50 +56,66 @@ def _few(one: Estimate) -> str:
     return f"n = {counted(one.prompts, 'deciding prompt')}{few}"
 
 
-def _areas(found: Linked) -> str:
-    """How often a lost answer is the more perturbed one."""
-    area = found.overall[0].strength(HEADLINE).auc
+def _more(names: Names, beyond: str, side: int) -> str:
+    """Whether the prompts' own perturbation tells more than the methods' names do; `beyond` is how much, in words."""
+    if isnan(names.beyond.value):
+        return "how much of it the methods' names alone tell cannot be said: no data set has two such prompts"
+    verdict = decided(names.beyond.interval, 0)
+    if verdict is None:
+        return f"less what the methods' names alone tell: {beyond}, of too few prompts to say whether that is more"
+    if verdict == side:
+        return f"that is more than the methods' names tell (less these: {beyond})"
+    if verdict:
+        return f"beyond what the methods' names tell it goes the other way (less these: {beyond})"
+    return f"what is shown is no more than the methods' names tell (less these: {beyond})"
+
+
+def _areas(found: Linked, every: Overall) -> str:
+    """How often a lost answer is the more perturbed one, and how much of that is more than the names."""
+    area, names = every.strength(HEADLINE).auc, every.named(HEADLINE).auc
     if isnan(area.value):
         return " or ".join(dict.fromkeys(one.no_areas() for one in found.settings))
     share = numbers.percent(area.value, area.interval)
-    return f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_few(area)})"
+    told = f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_few(area)})"
+    return f"{told}; {_more(names, f'{points(names.beyond)} points', 1)}"
 
 
-def _beats(found: Linked) -> str:
-    """Whether the measure tells more than the attention that was given up, as it knows values."""
-    (one,) = [each for each in found.overall[0].contrasts if (each.first, each.second) == (HEADLINE, AGAINST)]
-    if isnan(one.rho.value):
-        return ""
-    who, other = NAMES[HEADLINE], f"the attention given up ({NAMES[AGAINST]})"
+def _beats(every: Overall) -> str:
+    """Where it is decided, that the measure tells more, or less, than the attention given up: it knows values.
+
+    Only of a link that is more than the methods' names: between names alone, a lower ρ tells nothing of values.
+    """
+    one = every.contrast(HEADLINE, AGAINST)
     verdict = decided(one.rho.interval, 0)
-    told = f"ρ differs by {estimate(one.rho, ' ')}, {_few(one.rho)}"
-    if verdict:
-        return f"{who} tells {'more' if verdict < 0 else 'less'} than {other}: {told}"
-    return f"that {who} tells more or less than {other} is not shown: {told}"
-
-
-def _strongest(found: Linked) -> str:
-    """The measure of the lowest ρ, found by looking."""
-    known = [one for one in found.overall[0].strengths if one.measure in MEASURES and not isnan(one.rho.value)]
-    if not known:
+    if not verdict or decided(every.named(HEADLINE).rho.beyond.interval, 0) != -1:
         return ""
-    best = min(known, key=lambda one: one.rho.value)
-    return f"of {len(known)} measures {NAMES[best.measure]} has the lowest ρ, {estimate(best.rho, ' ')}, by looking"
+    told = f"ρ differs by {estimate(one.rho, ' ')}, {_few(one.rho)}"
+    more = "more" if verdict < 0 else "less"
+    return f"{NAMES[HEADLINE]} tells {more} than the attention given up ({NAMES[AGAINST]}): {told}"
 
 
 def notes(found: Linked) -> str:
     """What rows and columns mean; where no prompt tells anything there are none."""
-    about = f"{numbers.about_intervals(found.identity.samples)} {numbers.ABOUT_HELD}"
-    return f"{_ABOUT} {about}" if any(one.decides for one in found.settings) else about
+    alike = first_token.about(sum(part.alike for part in found.parts), sum(part.answered for part in found.parts))
+    said = [f"{numbers.about_intervals(found.identity.samples)} {numbers.ABOUT_HELD}", alike]
+    if any(one.decides for one in found.settings):
+        said = [_ABOUT, _ABOUT_ALL if found.everything else _MORE, *said]
+    return "\n".join(filter(None, said))
 
 
 _ABOUT = (
-    "ρ, τ-b: between measure and score over the methods of one prompt, mean over the n prompts whose methods differ in "
-    "both; below 0 the more perturbed score less. Lost above kept: share of pairs of a lost and a kept answer of one "
-    "prompt in which the lost one is more perturbed, ties half; 0.5 without a link. p: share of deals of each "
-    "prompt's scores among its methods whose ρ is as far from 0; * where it stands beside all measures and budgets "
-    "(Benjamini–Hochberg, 5 %); dealt: the middle 95 % of them. Of other prompts: ρ of their measure with this "
-    "prompt's scores, which the methods' names make. Between prompts, hard and long prompts confound; across budgets, "
-    "everything does. Methods are those of this run, n counts prompts. L1, θ, θ̂ and drift are relative to the full "
-    "run's norms."
+    "ρ: Spearman's, between measure and score over the methods of one prompt, mean over the n prompts whose methods "
+    "differ in both; below 0 the more perturbed score less. Lost above kept: share of pairs of a lost and a kept "
+    "answer of one prompt in which the lost one is more perturbed, ties half; 50 % without a link. Less names: the "
+    "same less what other prompts of the data set show, whose measures know the methods' names and not this prompt. "
+    "*: less names is decided as a link, and its p stands beside all measures and budgets (Benjamini–Hochberg, 5 "
+    "%); p tests whether prompts' measures may be dealt out among the prompts: that they tell no more than names. "
+    "Methods are those of this run; intervals are over prompts. L1, θ, θ̂ and drift are relative to the full run's "
+    "norms."
+)
+_MORE = "Each budget's measures, what else could make a link, contrasts and curves: --all, in Python everything=True."
+_ABOUT_ALL = (
+    "τ-b: Kendall's. Of dealt scores: the middle 95 % where each prompt's scores are dealt out among its methods, "
+    "which any difference between methods leaves. Between prompts, hard and long prompts confound; across budgets, "
+    "everything does. A bin's intervals are of answers between its ends, over prompts, some of which hold more of them."
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbkv.analyses import intervals
+from perturbkv.analyses.budget_axis import Axis
 from perturbkv.analyses.intervals import DIFFERENCE, POSITIVE, RATIO, Scalar, share_of
 from perturbkv.analyses.reaching import Reached, reached, reached_by_half
 from perturbkv.analyses.reading import Floats, values
@@ -48,12 +49,12 @@ class Loss:
             return float(1 - each.mean()), intervals.of_mean(1 - each, share_of(0))
         return float(each.mean()), intervals.of_mean(each, POSITIVE)
 
-    def reached(self, budgets: Floats, baseline: Sequence[int], treatment: int) -> Reached:
-        """The budget at which the baseline's configurations, at these budgets, lose no more than the treatment."""
-        falling, level = self.each[:, list(baseline)], self.each[:, treatment]
+    def reached(self, baseline: Axis, treatment: Axis) -> list[Reached]:
+        """The budgets at which the baseline loses no more than the treatment does at each of its own."""
+        falling, levels = (self.each[:, list(one.places)] for one in (baseline, treatment))
         if self.name == "kl":
-            return reached_by_half(budgets, falling, level)
-        return reached(budgets, falling, level, DIFFERENCE if self.name == "score" else RATIO)
+            return reached_by_half(baseline.at, falling, treatment.at, levels)
+        return reached(baseline.at, falling, treatment.at, levels, DIFFERENCE if self.name == "score" else RATIO)
 
 
 def losses(trace: Trace, by: Sequence[str] | None, step: int, analysis: str) -> list[Loss]:

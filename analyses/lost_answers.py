@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import ratio
 from perturbkv.analyses.estimates import Estimate
-from perturbkv.analyses.intervals import share_of
+from perturbkv.analyses.intervals import LEAST, share_of
 from perturbkv.analyses.ranks import mean_ranks
 from perturbkv.analyses.reading import Floats
 from perturbkv.errors import ConfigError
@@ -61,16 +61,22 @@ def within(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
 
 
 def between(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
-    """The area over pairs of answers to different prompts, with the jackknife's interval over prompts."""
+    """The area over pairs of answers to different prompts, with the jackknife's interval over prompts.
+
+    It is as unsure as the scarcer side: the prompts with lost answers, or those with kept ones, are those that decide.
+    """
     wins, pairs = _between_pairs(measured, lost)
 
     def area(weights: Floats) -> Floats:
         top, bottom = (np.einsum("wi,ij,wj->w", weights, each, weights, optimize=True) for each in (wins, pairs))
         return np.asarray(ratio(top, bottom))
 
-    prompts = len(measured)
-    value = float(area(np.full((1, prompts), 1 / prompts))[0]) if prompts else float("nan")
-    return Estimate(value, intervals.scalar(area, prompts, AREA), prompts)
+    sides = [ratio(wins.sum(axis=axis), pairs.sum(axis=axis)) for axis in (0, 1)]
+    each = min((side[~np.isnan(side)] for side in sides), key=len)
+    value = float(ratio(wins.sum(), pairs.sum()))
+    if len(each) < LEAST:
+        return Estimate(value, intervals.of_mean(each, AREA), len(each))
+    return Estimate(value, intervals.scalar(area, len(measured), AREA, len(each)), len(each))
 
 
 def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, Floats]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isnan
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,21 @@ def about_floor(relative: float) -> str:
 ABOUT_DRIFT = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
 ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."
+HELD_AT_START = "#held / full\nat the start"
+"""A column's name where caches are compressed again later."""
+_ABOVE_FULL = (
+    "Above 1 nothing is saved: every query head keeps a set of its own; --granularity kv keeps one for all query heads "
+    "that share keys and values."
+)
+
+
+def about_held(shares: Iterable[float], limit: int | None = None) -> str:
+    """What a caption says of held / full, and why some of the shares exceed 1, if any does.
+
+    `limit`: entries above which caches were compressed again while they answered.
+    """
+    later = f" As the answers began; above {limit:,} entries caches were compressed again." if limit else ""
+    return ABOUT_HELD + later + (f" {_ABOVE_FULL}" if any(share > 1 for share in shares) else "")
 
 
 def verdicts(verdict: NDArray[np.int8]) -> str:

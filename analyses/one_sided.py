@@ -11,7 +11,8 @@ A safe budget stands on a bound, so each is chosen to cover where an interval ro
 - A mean of positive numbers without an upper end has no such bound. Here it is the larger of two: Student's, and that
   of a lognormal whose middle is the samples' median and whose spread is theirs above it, taken from its generalised
   pivot (Krishnamoorthy and Mathew, 2003). Of 8 to 40 samples of lognormal and gamma populations it covers in at least
-  95 % of simulated draws; no bound sees a prompt that carries the mean and was not drawn.
+  95 % of simulated draws; no bound sees a prompt that carries the mean and was not drawn. Where nine prompts in ten are
+  lognormal about e⁻⁴ and the tenth about e, which carries the mean, it covers in 74 % of draws of 8 and 90 % of 40.
 """
 
 from __future__ import annotations

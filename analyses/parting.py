@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.growth import step_intervals
-from perturbkv.analyses.intervals import POSITIVE, Band, Interval, Scalar
+from perturbkv.analyses.intervals import Band, Interval, Scalar
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.rouge import rouge_l
 from perturbkv.configs.eviction import EvictionConfig
@@ -64,15 +63,17 @@ class Free:
 class Forced:
     """What a cache makes of each next token of the full cache's answer; a sample without tokens is NaN.
 
+    KL is told by medians over samples: a single one can make a mean, and no interval sees it where it was not drawn.
+
     Attributes:
         kl: (sample,) mean over the answer's steps, nat.
-        kl_interval: of the mean over samples.
+        kl_interval: of the median over samples.
         last: (sample,) mean over the last third of the answer's own steps, nat.
-        last_interval: of the mean over samples.
+        last_interval: of the median over samples.
         top1: (sample,) share of steps at which both would take the same token.
         top1_interval: of the mean over samples.
-        curve: (span,) mean KL over the steps of each span and the samples that have one.
-        curve_interval: of `curve`.
+        curve: (span,) median KL over the samples that have steps there, each one's the mean over its steps.
+        curve_interval: of `curve`; NaN where these are too few for the first span's kind.
     """
 
     kl: Floats
@@ -84,6 +85,11 @@ class Forced:
     curve: Floats
     curve_interval: Band
 
+    @property
+    def medians(self) -> dict[str, float]:
+        """Median KL over samples, of all of an answer and of its last third."""
+        return {"kl": float(np.nanmedian(self.kl)), "last": float(np.nanmedian(self.last))}
+
 
 @dataclass(frozen=True)
 class Parting:
@@ -91,7 +97,8 @@ class Parting:
 
     Attributes:
         config: the configuration.
-        held: entries of its cache over those of the full one when the answers began; NaN where it is not known.
+        held: entries of its cache over those of the full one when the answers began; NaN where it is not known. A cache
+            that is compressed again while it answers holds less later.
         free: its own answers.
         forced: its reading of the full cache's answers; None where that was not measured.
     """
@@ -116,8 +123,8 @@ class Parting:
                 "rouge_l": free.rouge,
                 "mean_rouge_l": free.rouge.mean(),
                 "mean_rouge_l_interval": free.rouge_interval,
-                "forced": forced and {**vars(forced), "mean_kl": np.nanmean(forced.kl),
-                                      "mean_last": np.nanmean(forced.last), "mean_top1": np.nanmean(forced.top1)},
+                "forced": forced and {**vars(forced), "median_kl": forced.medians["kl"],
+                                      "median_last": forced.medians["last"], "mean_top1": np.nanmean(forced.top1)},
             }
         )  # fmt: skip
         return found
@@ -159,18 +166,33 @@ def _forced(rows: Sequence[Row], label: str, span: int) -> Forced:
     kl, top1 = (np.array([_mean(one[name]) for one in read]) for name in ("kl", "top1"))
     last = np.array([_mean(one["kl"][2 * len(one["kl"]) // 3 :]) for one in read])
     curves = spans([one["kl"] for one in read], span)
-    there = ~np.isnan(curves)
-    total = np.where(there, curves, 0.0)
     return Forced(
         kl=kl,
-        kl_interval=intervals.of_mean(kl, POSITIVE),
+        kl_interval=_of_median(kl),
         last=last,
-        last_interval=intervals.of_mean(last, POSITIVE),
+        last_interval=_of_median(last),
         top1=top1,
         top1_interval=intervals.of_mean(top1, _BETWEEN),
-        curve=total.sum(axis=0) / there.sum(axis=0),
-        curve_interval=step_intervals(total, np.ones_like(total), there, POSITIVE),
+        curve=np.nanmedian(curves, axis=0),
+        curve_interval=_of_medians(curves),
     )
+
+
+def _of_median(each: Floats) -> Scalar:
+    """Of the median over the samples (sample,) that are not NaN."""
+    band = intervals.of_medians(each[~np.isnan(each), None])
+    return None if band is None else band.at(0)
+
+
+def _of_medians(curves: Floats) -> Band:
+    """Of each span's median over the samples (sample, span) that have it; NaN where their kind is not the first's."""
+    found = [_of_median(one) for one in curves.T]
+    if not found or found[0] is None:
+        return None
+    kind = found[0].kind
+    alike = [one if one is not None and one.kind == kind else Interval(np.nan, np.nan) for one in found]
+    low, high = (np.array([getattr(one, end) for one in alike]) for end in ("low", "high"))
+    return Interval(low, high, kind)
 
 
 def _first_difference(full: Sequence[int], evicted: Sequence[int]) -> float:

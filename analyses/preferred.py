@@ -15,7 +15,7 @@ from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.naming import common, counted, folded, short
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import decided, ends, over, sentence, tally
+from perturbkv.analyses.sentences import decided, ends, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.judging.judgements import TIE, Judge, Judgement
@@ -84,7 +84,9 @@ class Preferences(Result):
         identity: which run this is.
         judge: who was asked.
         samples: names, in the file's order.
+        compress_every: entries above which a cache was compressed again; None: never.
         configs: in the run's order.
+        same: pairs of the same text, of which nobody was asked.
         first: share of the decided pairs whose first answer won: a judge who looks at the answers alone has 0.5.
         pairs: how many pairs were decided.
         judgements: with the judge's comments.
@@ -93,18 +95,23 @@ class Preferences(Result):
     identity: RunIdentity
     judge: Judge
     samples: tuple[str, ...]
+    compress_every: int | None
     configs: tuple[Preferred, ...]
+    same: int
     first: float
     pairs: int
     judgements: tuple[Judgement, ...]
 
     def conclusion(self) -> str:
         """Whose answers are preferred, and how often the evicted cache's lose."""
+        count = f"n = {counted(len(self.samples), 'sample')}"
+        if self.same == len(self.judgements):
+            return f"All answers from evicted caches are the full cache's: the judge was asked nothing ({count})."
         told = [(name, one.shares["loss"], numbers.percent(one.shares["loss"], one.intervals["loss"]))
                 for name, one in self._named()]  # fmt: skip
         verdicts = [decided(one.lost_interval, 0.5) or 0 for one in self.configs]
         said = tally(verdicts, _LOSES, "configuration")
-        return sentence(f"{said}: evicted caches' answers lose {ends(told, 'of')} ({over(len(self.samples))})")
+        return sentence(f"{said}: evicted caches' answers lose {ends(told, 'of')} ({count})")
 
     def tables(self) -> list[Table | str]:
         """Wins, ties and losses of every configuration."""
@@ -113,7 +120,8 @@ class Preferences(Result):
              *(numbers.percent(one.shares[outcome], one.intervals[outcome], apart="\n") for outcome in OUTCOMES)]
             for name, one in self._named()
         ]  # fmt: skip
-        columns = ("configuration", "#held /\nfull", "#wins", "#ties", "#losses")
+        held = numbers.HELD_AT_START if self.compress_every else "#held /\nfull"
+        columns = ("configuration", held, "#wins", "#ties", "#losses")
         return [*filter(None, [common(self.identity.configs)]), Table("", columns, rows)]
 
     def notes(self) -> str:
@@ -121,9 +129,10 @@ class Preferences(Result):
         samples = len(self.samples)
         return (
             f"n = {counted(samples, 'sample')}. {numbers.about_shares(samples)} Wins, ties, losses of the evicted "
-            "cache's answer against the full cache's; two answers of the same text are a tie, and nobody was asked. "
-            f"The answer shown first won {numbers.percent(self.first)} of {counted(self.pairs, 'decided pair')}, in "
-            f"an order drawn by seed {self.judge.seed}. {numbers.ABOUT_HELD}"
+            f"cache's answer against the full cache's; {counted(self.same, 'pair')} of the same text: ties, and nobody "
+            f"was asked. The answer shown first won {numbers.percent(self.first)} of "
+            f"{counted(self.pairs, 'decided pair')}, in an order drawn by seed {self.judge.seed}. "
+            f"{numbers.about_held([one.held for one in self.configs], self.compress_every)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,6 +142,7 @@ class Preferences(Result):
                 "judge": self.judge.record()["judge"],
                 "samples": self.samples,
                 "configs": [one.to_dict() for one in self.configs],
+                "same_text": self.same,
                 "first_won": self.first,
                 "decided_pairs": self.pairs,
             }
@@ -170,7 +180,12 @@ def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgem
         shares = [row["evicted"][config.label()].get("held_share", np.nan) for row in answers.rows]
         configs.append(_counted(config, float(np.mean(shares)), outcomes))
     first = float(np.mean(firsts)) if firsts else np.nan
-    return Preferences(of_answers(answers), judge, samples, tuple(configs), first, len(firsts), tuple(judgements))
+    texts = [(row["full"]["text"], one["text"]) for row in answers.rows for one in row["evicted"].values()]
+    same = sum(full == own for full, own in texts)
+    return Preferences(
+        of_answers(answers), judge, samples, answers.compress_every, tuple(configs), same, first, len(firsts),
+        tuple(judgements),
+    )  # fmt: skip
 
 
 def _counted(config: EvictionConfig, held: float, outcomes: tuple[str, ...]) -> Preferred:

@@ -16,6 +16,7 @@ from perturbkv.analyses.quality_layout import Layout
 from perturbkv.analyses.quality_layout import layout as lay_out
 from perturbkv.analyses.quality_tables import tables
 from perturbkv.analyses.quality_tasks import Task, left_out, shared, tasks
+from perturbkv.analyses.ranked_together import ranked_together
 from perturbkv.analyses.result import Result
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -38,6 +39,7 @@ class Quality(Result):
         identity: of all runs together.
         configs: the configurations that every trace holds.
         left_out: those that only some of them hold.
+        lacking: the data sets that lack one of these.
         tasks: the data sets, those of a kind together, with each sample's scores.
         sides: names of baseline and treatment.
         pairs: places of a baseline and a treatment that differ in selection alone; none where the traces hold no such.
@@ -48,6 +50,7 @@ class Quality(Result):
     identity: RunIdentity
     configs: tuple[EvictionConfig, ...]
     left_out: tuple[EvictionConfig, ...]
+    lacking: tuple[str, ...]
     tasks: tuple[Task, ...]
     sides: tuple[str, str]
     pairs: tuple[Sides, ...]
@@ -65,7 +68,7 @@ class Quality(Result):
 
     def notes(self) -> str:
         """What a score and its brackets are, and what was left out."""
-        return quality_told.notes(self.datasets, self.left_out)
+        return quality_told.notes(self.datasets, self.left_out, self.lacking)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers; scores in [0, 1]."""
@@ -118,7 +121,7 @@ class Quality(Result):
         return tuple(lay_out(self.configs, columns, self.average) for columns in [*summed, self.datasets])
 
     def _caption(self) -> str:
-        return f"{self.identity.lines()[0]}. {quality_told.about_scores(self.datasets)}"
+        return f"{self.identity.lines()[0]}. {quality_told.about_marks(self.datasets)}"
 
     def _told(self, one: Column) -> dict[str, Any]:
         """A column, not yet plain."""
@@ -167,18 +170,20 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     """
     held = _checked(traces)
     configs = shared(held)
-    found, budgets = tasks(held, configs), [config.budget for config in configs]
+    others = left_out(held, configs)
+    found, rivals = tasks(held, configs), ranked_together(configs)
     sides = _sides(held[0].run, configs, baseline, treatment)
     return Quality(
         identity=_identity(held, configs),
         configs=configs,
-        left_out=left_out(held, configs),
+        left_out=others,
+        lacking=tuple(one.run.dataset for one in held if not set(others) <= set(one.run.configs)),
         tasks=found,
         sides=(baseline, treatment),
         pairs=sides,
-        datasets=by_dataset(found, sides, budgets),
-        kinds=by_kind(found, sides, budgets),
-        average=column(AVERAGE, found, sides, budgets),
+        datasets=by_dataset(found, sides, rivals),
+        kinds=by_kind(found, sides, rivals),
+        average=column(AVERAGE, found, sides, rivals),
     )
 
 
@@ -232,6 +237,6 @@ def _rows(task: Task, configs: Sequence[EvictionConfig]) -> list[dict[str, Any]]
         rows.append({**whole, **about, "score": about["full"], "held": 1.0, "propagated": None, "kl": None})
         for number, config in enumerate(configs):
             moved = {name: float(getattr(task, name)[place, number]) for name in ("propagated", "kl")}
-            score, held = float(task.evicted[place, number]), float(task.held[number])
+            score, held = float(task.evicted[place, number]), float(task.held[place, number])
             rows.append({**columns_of(config), **about, "score": score, "held": held, **moved})
     return rows

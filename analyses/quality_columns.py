@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,13 +15,13 @@ from perturbkv.analyses.numbers import at
 from perturbkv.analyses.quality_tasks import Task
 
 _SCORE = share_of(0)
-_DIFFERENCE = Kind(3 / 8, limits=(-1, 1))
-"""A mean of differences of two scores in [0, 1]."""
 AVERAGE = "average"
 _EQUAL = 1e-12
 """Means of the same scores in another order differ by rounding."""
 Sides = tuple[int, int]
 """Places of baseline and treatment among the configurations."""
+Rivals = Mapping[str, Sequence[int]]
+"""Places of the configurations that may be held against each other, of `ranked_together`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Column:
         held: (config,) entries over the full cache's, mean over data sets; NaN where a trace does not tell.
         lost: (config,) each configuration against the full cache.
         gains: (pair,) the treatment against the baseline.
-        best: (config,) whether none of the same budget has a higher mean, and some a lower one.
+        best: (config,) whether none of its rivals has a higher mean, and some a lower one.
     """
 
     name: str
@@ -87,33 +87,39 @@ class Column:
         return self.tasks[0].kind
 
 
-def column(name: str, tasks: Sequence[Task], pairs: Sequence[Sides], budgets: Sequence[Any]) -> Column:
-    """The column of some data sets; `budgets` are those of the configurations."""
+def column(name: str, tasks: Sequence[Task], pairs: Sequence[Sides], rivals: Rivals) -> Column:
+    """The column of some data sets; of `rivals` the best are found."""
     found = tuple(tasks)
     full, evicted = [task.full for task in found], [task.evicted for task in found]
-    means = tuple(_mean([one[:, place] for one in evicted], _SCORE) for place in range(len(budgets)))
+    places = range(evicted[0].shape[1])
+    means = tuple(_mean([one[:, place] for one in evicted], _SCORE) for place in places)
     return Column(
         name=name,
         tasks=found,
         full=_mean(full, _SCORE),
         evicted=means,
-        held=np.asarray(np.mean([task.held for task in found], axis=0)),
-        lost=tuple(_contest([one[:, place] for one in evicted], full) for place in range(len(budgets))),
+        held=held_in(found),
+        lost=tuple(_contest([one[:, place] for one in evicted], full) for place in places),
         gains=tuple(
             _contest([one[:, second] for one in evicted], [one[:, first] for one in evicted]) for first, second in pairs
         ),
-        best=_best([one.value for one in means], budgets),
+        best=_best([one.value for one in means], rivals),
     )
 
 
-def by_dataset(tasks: Sequence[Task], pairs: Sequence[Sides], budgets: Sequence[Any]) -> tuple[Column, ...]:
+def held_in(tasks: Sequence[Task]) -> Floats:
+    """(config,) entries over the full cache's, mean over data sets of each one's mean over samples."""
+    return np.asarray(np.mean([task.held.mean(axis=0) for task in tasks], axis=0))
+
+
+def by_dataset(tasks: Sequence[Task], pairs: Sequence[Sides], rivals: Rivals) -> tuple[Column, ...]:
     """A column per data set."""
-    return tuple(column(task.name, [task], pairs, budgets) for task in tasks)
+    return tuple(column(task.name, [task], pairs, rivals) for task in tasks)
 
 
-def by_kind(tasks: Sequence[Task], pairs: Sequence[Sides], budgets: Sequence[Any]) -> tuple[Column, ...]:
+def by_kind(tasks: Sequence[Task], pairs: Sequence[Sides], rivals: Rivals) -> tuple[Column, ...]:
     """A column per kind of task: the mean over its data sets."""
-    return tuple(column(kind, list(some), pairs, budgets) for kind, some in groupby(tasks, key=lambda task: task.kind))
+    return tuple(column(kind, list(some), pairs, rivals) for kind, some in groupby(tasks, key=lambda task: task.kind))
 
 
 def of_first_step(task: Task, config: int) -> dict[str, Any]:
@@ -134,13 +140,14 @@ def _contest(first: Sequence[Floats], second: Sequence[Floats]) -> Contest:
     differences = [one - other for one, other in zip(first, second, strict=True)]
     signs = np.sign(np.concatenate(differences))
     wins, ties, losses = (int((signs == sign).sum()) for sign in (1, 0, -1))
-    return Contest(_mean(differences, _DIFFERENCE), wins, ties, losses)
+    return Contest(_mean(differences, intervals.DIFFERENCE), wins, ties, losses)
 
 
-def _best(means: Sequence[float], budgets: Sequence[Any]) -> tuple[bool, ...]:
-    """Whether each is the highest of its budget, where that has several that differ; equal ones all are."""
-    found = []
-    for mean, budget in zip(means, budgets, strict=True):
-        rivals = [other for other, own in zip(means, budgets, strict=True) if own == budget]
-        found.append(max(rivals) - min(rivals) > _EQUAL and mean >= max(rivals) - _EQUAL)
+def _best(means: Sequence[float], rivals: Rivals) -> tuple[bool, ...]:
+    """Whether each is the highest among its rivals, where these differ; equal ones all are."""
+    found = [False] * len(means)
+    for places in rivals.values():
+        some = [means[place] for place in places]
+        for place in places:
+            found[place] = max(some) - min(some) > _EQUAL and means[place] >= max(some) - _EQUAL
     return tuple(found)

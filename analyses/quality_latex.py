@@ -15,7 +15,7 @@ _SIGNS = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "−": "$-$", "–": "--", "…": r"\dots{}", "α": r"$\alpha$", "×": r"$\times$",
-    "·": r"$\cdot$", "‖": r"$\Vert$",
+    "·": r"$\cdot$", "‖": r"$\Vert$", "→": r"$\rightarrow$",
 }  # fmt: skip
 """What TeX would read otherwise, or has no letter for in every engine."""
 
@@ -33,7 +33,7 @@ def escaped(text: str) -> str:
 def _float(layout: Layout, caption: str) -> Iterator[str]:
     yield r"\begin{table*}"
     yield r"\centering"
-    yield rf"\caption{{{escaped(caption)} Bold: the highest mean of its budget.}}"
+    yield rf"\caption{{{escaped(caption)}}}"
     yield r"\resizebox{\textwidth}{!}{%"
     yield from _tabular(layout)
     yield "}"
@@ -49,7 +49,7 @@ def _tabular(layout: Layout) -> Iterator[str]:
     yield _row(["method", "$b$", "held / full", *map(escaped, layout.columns)])
     yield r"\midrule"
     for line in layout.lines:
-        if layout.starts_budget(line):
+        if layout.starts_rivals(line):
             yield r"\midrule"
         yield from _lines(line)
     yield r"\bottomrule"

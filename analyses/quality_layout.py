@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
-
 from perturbkv.analyses.naming import short
-from perturbkv.analyses.quality_columns import AVERAGE, Column, Mean
+from perturbkv.analyses.quality_columns import AVERAGE, Column, Mean, held_in
+from perturbkv.analyses.ranked_together import ranked_together
 from perturbkv.configs.eviction import EvictionConfig
 
 FULL = "full cache"
@@ -21,7 +20,7 @@ class Cell:
 
     Attributes:
         mean: in [0, 1].
-        best: whether no other of its budget has a higher one.
+        best: whether none of its rivals has a higher one.
     """
 
     mean: Mean
@@ -36,6 +35,7 @@ class Line:
         place: among the configurations; None of the full cache.
         method: what tells it from the others beside its budget.
         budget: as the user gave it; empty of the full cache.
+        rivals: what it may be held against: name of a group of `ranked_together`; empty of the full cache.
         held: entries over the full cache's, mean over the data sets shown; NaN where a trace does not tell.
         cells: one per column.
     """
@@ -43,6 +43,7 @@ class Line:
     place: int | None
     method: str
     budget: str
+    rivals: str
     held: float
     cells: tuple[Cell, ...]
 
@@ -54,17 +55,17 @@ class Layout:
     Attributes:
         columns: names, the average behind the others, where there are several.
         groups: kind and number of columns of those beside each other that share it; empty names stand for none.
-        lines: the full cache, then the configurations, the smallest budget first.
+        lines: the full cache, then the configurations, the smallest budget first, rivals together.
     """
 
     columns: tuple[str, ...]
     groups: tuple[tuple[str, int], ...]
     lines: tuple[Line, ...]
 
-    def starts_budget(self, line: Line) -> bool:
-        """Whether a line is the first of its budget."""
+    def starts_rivals(self, line: Line) -> bool:
+        """Whether a line is the first among its rivals."""
         before = self.lines[self.lines.index(line) - 1]
-        return line.place is not None and line.budget != before.budget
+        return line.place is not None and line.rivals != before.rivals
 
 
 def layout(configs: Sequence[EvictionConfig], columns: Sequence[Column], average: Column) -> Layout:
@@ -81,14 +82,16 @@ def layout(configs: Sequence[EvictionConfig], columns: Sequence[Column], average
 def lines(configs: Sequence[EvictionConfig], columns: Sequence[Column]) -> tuple[Line, ...]:
     """The full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
     names = [name or "evicted" for name in short(configs, "budget")]
-    held = np.mean(list({task.dataset: task.held for one in columns for task in one.tasks}.values()), axis=0)
-    full = Line(None, FULL, "", 1.0, tuple(Cell(one.full, best=False) for one in columns))
+    held = held_in(list({task.dataset: task for one in columns for task in one.tasks}.values()))
+    groups = ranked_together(configs)
+    full = Line(None, FULL, "", "", 1.0, tuple(Cell(one.full, best=False) for one in columns))
     evicted = [
         Line(
-            place, names[place], str(configs[place].budget), float(held[place]),
+            place, names[place], str(configs[place].budget), group, float(held[place]),
             tuple(Cell(one.evicted[place], one.best[place]) for one in columns),
         )
-        for place in sorted(range(len(configs)), key=lambda place: _size(configs[place]))
+        for group in sorted(groups, key=lambda group: _size(configs[groups[group][0]]))
+        for place in groups[group]
     ]  # fmt: skip
     return (full, *evicted)
 

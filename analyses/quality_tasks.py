@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from perturbkv.analyses.asked_once import check_once
+from perturbkv.analyses.first_token import only_alike
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.reading import Floats, at_step, held_shares, values
+from perturbkv.analyses.quality_terms import Terms, terms
+from perturbkv.analyses.reading import Floats, at_step, held_by_sample, values
 from perturbkv.analyses.scores import scores
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.kinds import KINDS, OTHERS, kind_of
@@ -19,7 +22,7 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "quality"
 _ALIKE = ("model", "revision", "random_weights", "scenario", "dtype", "head_scores")
-"""What runs share whose scores stand in one table: everything that scores depend on but data and configurations."""
+"""What runs share whose scores stand in one table; on which terms each was asked and graded, its `Terms` say."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,14 @@ class Task:
         kind: of task, one of `KINDS`.
         samples: names of the complete samples.
         failed: how many others there are.
+        terms: on which they were asked and graded.
         full: (sample,) scores of the full cache's answers, in [0, 1].
         evicted: (sample, config) of the configurations that all traces share.
-        held: (config,) entries that the cache holds over those of the full cache; NaN where the trace does not tell.
+        held: (sample, config) entries that the cache holds over those of the full one; NaN where the trace does not
+            tell.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
-        kl: (sample, config) KL(full ‖ evicted) of the first token, in nat.
+        kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
+        alike: how many samples' full answers have no token but one that all caches share, as `first_token` says.
     """
 
     name: str
@@ -44,11 +50,13 @@ class Task:
     kind: str
     samples: tuple[str, ...]
     failed: int
+    terms: Terms
     full: Floats
     evicted: Floats
     held: Floats
     propagated: Floats
     kl: Floats
+    alike: int
 
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
@@ -72,11 +80,13 @@ def _task(name: str, trace: Trace, places: list[int]) -> Task:
         kind=_kind(trace.run),
         samples=tuple(name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole),
         failed=len(trace.failures),
+        terms=terms(trace.run),
         full=graded.full,
         evicted=graded.evicted[:, places],
-        held=held_shares(trace, ANALYSIS)[places],
+        held=held_by_sample(trace, ANALYSIS)[:, places],
         propagated=np.asarray(moved / norms[:, None])[:, places],
         kl=values(trace, "logit_kl", ANALYSIS, 0)[:, places],
+        alike=int(only_alike(trace).sum()),
     )
 
 
@@ -95,8 +105,8 @@ def _kind(run: RunConfig) -> str:
 def shared(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     """The configurations that all traces hold, in the first one's order.
 
-    Raises TraceError, which names the trace, for none at all, a data set that is there twice, runs of other models or
-    scenarios, and where no configuration is shared.
+    Raises TraceError, which names the trace, for none at all, a data set or a prompt that is there twice, runs of other
+    models or scenarios, and where no configuration is shared.
     """
     if not traces:
         msg = f"{ANALYSIS} needs at least one trace, got none"
@@ -140,6 +150,7 @@ def _check_apart(traces: Sequence[Trace]) -> None:
             )
             raise TraceError(msg)
         seen[trace.run.dataset] = trace
+    check_once(traces, _called)
 
 
 def _called(trace: Trace) -> str:

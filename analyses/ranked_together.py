@@ -9,7 +9,7 @@ from perturbkv.configs.eviction import EvictionConfig
 
 LEAST_CONFIGS = 3
 """Ranks of fewer configurations are no ranks."""
-_APART = ("granularity", "protect_first", "protect_recent")
+APART = ("granularity", "protect_first", "protect_recent")
 """What is ranked apart beside budgets: a budget of query heads holds more of a cache than one of key/value heads."""
 
 
@@ -19,7 +19,7 @@ def ranked_together(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
     The name is the budget as the user gave it, and behind it the granularity and the protection where the run has
     several.
     """
-    telling = [name for name in _APART if len({getattr(config, name) for config in configs}) > 1]
+    telling = [name for name in APART if len({getattr(config, name) for config in configs}) > 1]
     found: dict[str, list[int]] = {}
     for place, config in enumerate(configs):
         words = [_word(name, getattr(config, name)) for name in telling]

@@ -1,8 +1,13 @@
 """At which budget does a baseline do as well as a treatment does at its own? By monotone interpolation over budgets.
 
-The number comes from the sample means: isotonic regression makes them fall with the budget, and between two budgets a
-line on the logarithm of the budget joins them (of what is positive also on its own logarithm: it falls by factors, and
-a straight line would lie above it). The smallest budget that reaches the treatment counts.
+The number comes from the sample means: isotonic regression makes both sides' fall with the budget, and between two
+budgets a line on the logarithm of the budget joins the baseline's (of what is positive also on its own logarithm: it
+falls by factors, and a straight line would lie above it). Where the baseline's curve is flat at the treatment's level,
+the budget nearest to the treatment's own counts: equal curves save nothing, nor does noise that is made to fall.
+
+Where a curve of scores begins and where it ends, it may be flat for another reason: nothing is right yet, or all is,
+whatever the budget. Of a treatment at one of these levels nothing is told but the smallest budget measured that does as
+well.
 
 Its interval is a test turned round: a budget belongs to it where the interval of `intervals` cannot tell the baseline
 there from the treatment, sample by sample. So it covers as often as that one does, and nothing is resampled, which with
@@ -31,6 +36,10 @@ _CANDIDATES = 401
 """Budgets that are tried, evenly on the logarithm."""
 _SMALLEST = 1e-12
 """Of what falls by factors: less is rounding."""
+_SAME = 1e-9
+"""Levels no further apart are one: a mean differs by rounding with the order in which its numbers lie."""
+_DIGITS = 12
+"""Of means, for the same reason, where it is asked whether they fall."""
 
 
 @dataclass(frozen=True)
@@ -39,66 +48,109 @@ class Reached:
 
     Attributes:
         value: that budget; infinite where the largest measured does not, 0 where the smallest does better already.
-        interval: its interval; an end is infinite, or 0, where the measured budgets do not show it. None: one sample.
+        interval: its interval; an end is infinite, or 0, where the measured budgets do not show it. None: one sample,
+            or `flat`.
+        flat: whether the treatment lies at the level at which the baseline's curve begins or ends: `value` is then the
+            smallest budget measured that does as well, and which one would is not known.
     """
 
     value: float
     interval: Scalar
+    flat: bool = False
 
     @property
     def told(self) -> bool:
-        """Whether it lies among the budgets measured, and its interval leaves some of them out."""
-        return 0 < self.value < np.inf and not self._anywhere
-
-    @property
-    def _anywhere(self) -> bool:
-        return self.interval is not None and self.interval.low == 0 and self.interval.high == np.inf
+        """Whether it is known and lies among the budgets measured."""
+        return 0 < self.value < np.inf and not self.flat
 
     @property
     def beyond(self) -> str:
-        """On which side of the budgets measured it lies: `above`, `below`; `both` where nothing tells; else empty."""
-        return "" if self.told else "both" if self._anywhere else "above" if self.value else "below"
+        """What is missing: `flat`; `both` ends; that it lies `above` or `below` the budgets measured; else empty."""
+        if self.flat:
+            return "flat"
+        if self.interval is not None and self.interval.low == 0 and self.interval.high == np.inf:
+            return "both"
+        return "" if self.told else "above" if self.value else "below"
 
 
-def reached(budgets: Floats, baseline: Floats, treatment: Floats, kind: Kind) -> Reached:
-    """Where the baseline's loss comes down to the treatment's.
+def reached(budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: Kind) -> list[Reached]:
+    """Where the baseline's loss comes down to the treatment's, for each of the treatment's budgets.
 
     Args:
-        budgets: (budget,) rising.
+        budgets: (budget,) the baseline's, rising.
         baseline: (sample, budget) what is lost at each, the less the better.
-        treatment: (sample,) what the treatment loses at its own budget.
-        kind: of the comparison: on a logarithm a ratio of means, else a mean of differences.
+        own: (own,) the treatment's budgets, rising.
+        treatment: (sample, own) what it loses there.
+        kind: of the comparison: on a logarithm a ratio of means, else a mean of differences of what lies in [0, 1].
     """
-    value = _crossing(budgets, baseline.mean(axis=0), treatment.mean(), kind.log)
+    falling, levels = _falling(baseline), _falling(treatment)
+    return [_reached(budgets, falling, float(at), level, kind) for at, level in zip(own, levels.T, strict=True)]
+
+
+def _reached(budgets: Floats, falling: Floats, own: float, level: Floats, kind: Kind) -> Reached:
+    curve, aim = falling.mean(axis=0), float(level.mean())
+    flat = None if kind.log else _flat(curve, aim)
+    if flat is not None:
+        return Reached(float(budgets[flat]), None, flat=True)
+    value = _crossing(budgets, curve, aim, own, kind.log)
     tried = np.geomspace(budgets[0], budgets[-1], _CANDIDATES)
-    band = intervals.band(_contrast(_weights(budgets, tried), baseline, treatment, kind.log), len(baseline), kind)
+    contrast = _contrast(_weights(budgets, tried), falling, level, kind.log)
+    band = intervals.band(contrast, len(falling), kind)
     if band is None:
         return Reached(value, None)
     equal = 1.0 if kind.log else 0.0
-    low, high = _ends(tried, band.high < equal, band.low > equal)
+    low, high = _ends(tried, band.high < equal - _SAME, band.low > equal + _SAME)
     return Reached(value, Interval(min(low, value), max(high, value), band.kind))
 
 
-def reached_by_half(budgets: Floats, baseline: Floats, treatment: Floats) -> Reached:
+def _flat(curve: Floats, aim: float) -> int | None:
+    """The first budget at the level where the curve begins or ends, or at that of no score at all; None elsewhere."""
+    same = np.abs(curve - aim) <= _SAME
+    if same[0] or same[-1] or aim >= 1 - _SAME:
+        return int(np.argmax(same))  # the smallest one also where every budget scores something
+    return None
+
+
+def reached_by_half(budgets: Floats, baseline: Floats, own: Floats, treatment: Floats) -> list[Reached]:
     """The same of something positive, as the median over samples of each one's own budget."""
-    own = np.array([_crossing(budgets, *one, log=True) for one in zip(baseline, treatment, strict=True)])
-    band = intervals.of_medians(own[:, None])
-    middle = float(np.sort(own)[(len(own) - 1) // 2])  # of an even number the lower one: no more than is saved
+    sides = [np.stack([_falling(one[None])[0] for one in side]) for side in (baseline, treatment)]
+    each = np.array(
+        [
+            [_crossing(budgets, curve, float(aim), float(at), log=True) for at, aim in zip(own, levels, strict=True)]
+            for curve, levels in zip(*sides, strict=True)
+        ]
+    )
+    middle = np.sort(each, axis=0)[(len(each) - 1) // 2]  # of an even number the lower one: no more than is saved
+    band = intervals.of_medians(each)
     if band is None:
-        return Reached(middle, None)
-    one = band.at(0)
-    return Reached(middle, Interval(min(one.low, budgets[-1]), max(one.high, budgets[0]), one.kind))
+        return [Reached(float(value), None) for value in middle]
+    ends = (band.at(place) for place in range(len(own)))
+    return [
+        Reached(float(value), Interval(min(one.low, budgets[-1]), max(one.high, budgets[0]), one.kind))
+        for value, one in zip(middle, ends, strict=True)
+    ]
 
 
-def _crossing(budgets: Floats, losses: Floats, level: float, log: bool) -> float:
-    """The smallest budget at which the falling curve through the losses (budget,) is down at the level."""
-    curve = _scaled(isotonic_regression(losses, increasing=False).x, log)
-    aim = _scaled(np.asarray(level), log)
+def _falling(losses: Floats) -> Floats:
+    """(sample, budget) losses whose mean falls: neighbouring budgets at which it rises have their common mean."""
+    means = losses.mean(axis=0)
+    shares = np.round(means / (means.max() or 1.0), _DIGITS)
+    starts = isotonic_regression(shares, increasing=False).blocks
+    sizes = np.diff(starts)
+    return np.asarray(np.repeat(np.add.reduceat(losses, starts[:-1], axis=1) / sizes, sizes, axis=1))
+
+
+def _crossing(budgets: Floats, curve: Floats, level: float, own: float, log: bool) -> float:
+    """The budget at which a falling curve (budget,) is at the level; where it is flat there, the nearest to `own`."""
+    curve, aim = _scaled(curve, log), _scaled(np.asarray(level), log)
+    same = budgets[np.abs(curve - aim) <= _SAME]
+    if len(same):
+        return float(np.clip(own, same[0], same[-1]))
     if curve[-1] > aim:
         return float("inf")
-    place = int(np.argmax(curve <= aim))
+    place = int(np.argmax(curve < aim))
     if place == 0:
-        return float(budgets[0]) if curve[0] == aim else 0.0
+        return 0.0
     share = (curve[place - 1] - aim) / (curve[place - 1] - curve[place])
     return float(budgets[place - 1] * (budgets[place] / budgets[place - 1]) ** share)
 

@@ -84,20 +84,25 @@ def _check_numbers(trace: Trace, name: str, held: Floats) -> None:
 
 
 def held_shares(trace: Trace, analysis: str) -> Floats:
-    """(config,) entries that the evicted cache holds over those of the full cache, mean over samples.
+    """(config,) `held_by_sample`, mean over samples."""
+    return np.asarray(held_by_sample(trace, analysis).mean(axis=0))
+
+
+def held_by_sample(trace: Trace, analysis: str) -> Floats:
+    """(sample, config) entries that the evicted cache holds over those of the full cache.
 
     In entries of the model's own cache: a kept set per query head can hold more than the whole grouped cache (METHOD:
     the protocol, 5). A trace that does not say it tells it where one of its configurations keeps a set per key/value
     head, which shows how many of these there are; NaN elsewhere.
     """
     if "held_share" in trace.arrays:
-        return np.asarray(values(trace, "held_share", analysis).mean(axis=0))
+        return values(trace, "held_share", analysis)
     kept, tokens = values(trace, "kept_count", analysis), values(trace, "prompt_tokens", analysis)
     grouped = np.array([config.granularity.name != "query" for config in trace.run.configs])
     heads = kept.shape[-1]
     sets = _sets_per_layer(trace, int(np.argmax(grouped))) if grouped.any() else np.nan
     stored = np.where(grouped, heads, sets)  # of a group one head stands for all
-    return np.asarray((kept.mean(axis=2).sum(axis=-1) / stored / tokens[:, None]).mean(axis=0))
+    return np.asarray(kept.mean(axis=2).sum(axis=-1) / stored / tokens[:, None])
 
 
 def _sets_per_layer(trace: Trace, config: int) -> int:

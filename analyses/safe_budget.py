@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perturbkv.analyses import naming, safe_budget_told
+from perturbkv.analyses import first_token, naming, safe_budget_told
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.budget_axis import axis
 from perturbkv.analyses.cache_sizes import CacheSize, cache_size, check_size
 from perturbkv.analyses.criteria import ANALYSIS, criteria
+from perturbkv.analyses.first_token import only_alike
 from perturbkv.analyses.fixed_sequence import FEW, NONE, SAFE, SafeBudget, verdict, worst
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.objects import columns_of
@@ -35,12 +36,14 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         size: caches of the length and batch asked for; None where none was.
         dtype: the run's number type, in which caches are counted.
         identity: of the run.
+        alike: samples whose answer all caches begin alike and the full one ends there; 0 where no score is limited.
     """
 
     members: tuple[SafeBudget, ...]
     size: CacheSize | None
     dtype: str
     identity: RunIdentity
+    alike: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -57,17 +60,19 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def notes(self) -> str:
         """What bounds are, how budgets are tested, what caches hold."""
-        return safe_budget_told.notes(self.members, self.identity.samples)
+        told = safe_budget_told.notes(self.members, self.size, self.identity.samples)
+        return "\n".join(filter(None, (told, first_token.about(self.alike, self.identity.samples))))
 
     def records(self) -> list[dict[str, Any]]:
         """A row per selection, criterion and budget, the largest budget first.
 
-        `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `tested` is 0 below the first failure,
-        and `holds` tells nothing there.
+        `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `above`, of KL, is the exact bound of
+        the share of prompts above the limit; `tested` is 0 below the first failure, and `holds` tells nothing there.
         """
         return [
             {"name": one.name, **columns_of(at.config), "criterion": told.criterion.name, "limit": told.criterion.limit,
-             "held": at.held, "mean": at.mean, "bound": at.bound, "tested": int(at.tested), "holds": int(at.holds)}
+             "held": at.held, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
+             "holds": int(at.holds)}
             for one in self.members for told in one.verdicts for at in told.budgets
         ]  # fmt: skip
 
@@ -114,7 +119,8 @@ def safe_budget(
 
     Args:
         trace: from `measure` or `read_trace`, all budgets entries or all shares. Only complete samples.
-        max_kl: mean KL(full ‖ evicted) of the next token, in nats, over the measured steps of each sample.
+        max_kl: mean KL(full ‖ evicted) of the next token, in nats, over the measured steps of each sample; its bound
+            assumes that KL is lognormal.
         max_drop: mean drop of the score of whole answers, in points of 100.
         min_top1: mean share of measured steps whose likeliest token is the full cache's.
         sides: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`), or several; by default all.
@@ -146,4 +152,5 @@ def safe_budget(
     )
     size = None if for_length is None else cache_size(held, for_length, for_batch)
     shown = [config for curve in curves for config in curve.configs]
-    return SafeBudgets(members, size, held.run.dtype, identity(held, shown))
+    alike = 0 if max_drop is None else int(only_alike(held).sum())
+    return SafeBudgets(members, size, held.run.dtype, identity(held, shown), alike)

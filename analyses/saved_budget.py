@@ -45,12 +45,12 @@ class Point(Level):
 
     @property
     def saving(self) -> float:
-        """1 − b / b*; negative where the baseline needs less; NaN where b* is not among the budgets measured."""
+        """1 − b / b*; negative where the baseline needs less; NaN where b* is not known among the budgets measured."""
         return 1 - self.at / self.reached.value if self.reached.told else float("nan")
 
     @property
     def interval(self) -> Scalar:
-        """Of the saving; −∞ or 1 at an end that the budgets measured do not show."""
+        """Of the saving; −∞ or 1 at an end that the budgets measured do not show; None where b* has none."""
         ends = self.reached.interval
         if ends is None:
             return None
@@ -74,6 +74,7 @@ class MeasuredSavings:
         baseline: the baseline's levels.
         points: the treatment's, and what each saves.
         rising: the baseline's neighbouring budgets between which it loses more instead of less: pooled.
+        treatment_rising: the treatment's, likewise.
     """
 
     measure: str
@@ -81,22 +82,36 @@ class MeasuredSavings:
     baseline: tuple[Level, ...]
     points: tuple[Point, ...]
     rising: tuple[tuple[float, float], ...]
+    treatment_rising: tuple[tuple[float, float], ...]
+
+    def reason(self, point: Point) -> str:
+        """Why a saving has no number, or no interval that says anything; empty where it has both."""
+        smallest, largest = (f"{level.at:.4g}" for level in (self.baseline[0], self.baseline[-1]))
+        at = f"{point.reached.value:.4g}"
+        best = f"the baseline does as well from {at} on, where it is at its best"
+        return {
+            "flat": f"the baseline does as well at {at}, the smallest budget measured" if at == smallest else best,
+            "both": "no budget measured can be told from it",
+            "above": f"the baseline does worse at {largest}, the largest budget measured",
+            "below": f"the baseline does better at {smallest}, the smallest budget measured",
+        }.get(point.reached.beyond, "")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""
-        return {**vars(self), "points": [point.to_dict() for point in self.points]}
+        return {**vars(self), "points": [{**point.to_dict(), "reason": self.reason(point)} for point in self.points]}
 
 
 def of_measure(loss: Loss, baseline: Axis, treatment: Axis) -> MeasuredSavings:
     """What the treatment saves by one measure."""
     levels, own = _levels(loss, baseline), _levels(loss, treatment)
-    reached = [loss.reached(baseline.at, baseline.places, place) for place in treatment.places]
+    reached = loss.reached(baseline, treatment)
     return MeasuredSavings(
         measure=loss.name,
         full=loss.full,
         baseline=tuple(levels),
         points=tuple(Point(**vars(level), reached=at) for level, at in zip(own, reached, strict=True)),
         rising=_rising(loss, levels),
+        treatment_rising=_rising(loss, own),
     )
 
 

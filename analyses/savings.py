@@ -14,7 +14,7 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.budget_axis import Axis, check_kind, compared
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.losses import Loss, losses
-from perturbkv.analyses.naming import SIDE
+from perturbkv.analyses.naming import SIDE, short
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.pairing import Sides, checked
 from perturbkv.analyses.reaching import LEAST_BUDGETS
@@ -39,6 +39,7 @@ class PairSavings(Result):
 
     Attributes:
         measures: one per measure.
+        setting: what tells the baseline from those of other pairs, such as `adakv`; empty where nothing does.
         along: what budgets are compared in: `budget`, as they were given, or `held`, the share of the full cache's
             entries that a cache holds, where the sides keep other sets.
         step: decode step of perturbation and KL.
@@ -46,17 +47,18 @@ class PairSavings(Result):
     """
 
     measures: tuple[MeasuredSavings, ...]
+    setting: str
     along: str
     step: int
     identity: RunIdentity
 
     def conclusion(self) -> str:
         """What is saved by each measure, with interval and n, or that it cannot be told."""
-        return savings_told.conclusion(self.measures, self.along, self.identity.samples)
+        return savings_told.conclusion(self.measures, self.setting, self.along, self.identity.samples)
 
     def tables(self) -> Sequence[Table | str]:
         """Of each measure a row per budget of the treatment."""
-        return [savings_told.table(one, self.along) for one in self.measures]
+        return [savings_told.table(one, self.setting, self.along) for one in self.measures]
 
     def notes(self) -> str:
         """How the budget is found, what intervals are, where curves do not fall."""
@@ -68,7 +70,12 @@ class PairSavings(Result):
 
     def _document(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(
-            {"along": self.along, "step": self.step, "measures": [one.to_dict() for one in self.measures]}
+            {
+                "along": self.along,
+                "setting": self.setting,
+                "step": self.step,
+                "measures": [one.to_dict() for one in self.measures],
+            }
         )
         return found
 
@@ -76,7 +83,8 @@ class PairSavings(Result):
         """A row per measure and budget of the treatment.
 
         `saving` is 1 − b / b*, b* the budget at which the baseline does as well; NaN where b* lies outside the budgets
-        measured, on the side that `beyond` names: `above`, `below`, or `both` where nothing tells.
+        measured, on the side that `beyond` names: `above` or `below`, and where it is `flat`: the baseline does as well
+        where its curve begins or ends. `both`: no budget measured can be told from it. `reason` says so in words.
         """
         return [row for one in self.measures for row in _rows(one, self.along)]
 
@@ -129,25 +137,30 @@ def savings(
     others = checked(trace, baseline, treatments)
     held = at_step(trace, ANALYSIS, step)
     found = losses(held, by, step, ANALYSIS)
+    pairs = [pair for treatment in others for pair in compared(held, baseline, treatment, ANALYSIS)]
+    settings = short([first.configs[0] for first, _ in pairs], "budget")
     members = tuple(
-        _of_pair(identity(trace, [*first.configs, *second.configs], step), found, first, second, step)
-        for treatment in others
-        for first, second in compared(held, baseline, treatment, ANALYSIS)
+        _of_pair(found, first, second, setting, step, identity(trace, [*first.configs, *second.configs], step))
+        for (first, second), setting in zip(pairs, settings, strict=True)
     )
     shown = dict.fromkeys(config for one in members for config in one.identity.configs)
     return Savings(members, identity(trace, list(shown), step))
 
 
-def _of_pair(told: RunIdentity, measured: Sequence[Loss], baseline: Axis, treatment: Axis, step: int) -> PairSavings:
+def _of_pair(
+    measured: Sequence[Loss], baseline: Axis, treatment: Axis, setting: str, step: int, told: RunIdentity
+) -> PairSavings:
     along = "budget" if _alike(baseline, treatment) else "held"
     first, second = (_checked(one, along) for one in (baseline, treatment))
-    return PairSavings(tuple(of_measure(loss, first, second) for loss in measured), along, step, told)
+    return PairSavings(tuple(of_measure(loss, first, second) for loss in measured), setting, along, step, told)
 
 
 def _alike(baseline: Axis, treatment: Axis) -> bool:
-    """Whether budgets of both say the same of a cache: the same sets are kept, counted alike."""
-    both = [baseline.configs[0], treatment.configs[0]]
-    return both[0].granularity == both[1].granularity and both[0].budget.unit == both[1].budget.unit
+    """Whether budgets of both say the same of a cache: as many sets are kept, of as large blocks, counted alike."""
+    first, second = (
+        (one.granularity.name, one.block, one.budget.unit) for one in (baseline.configs[0], treatment.configs[0])
+    )
+    return first == second
 
 
 def check_budgets(configs: Sequence[EvictionConfig]) -> None:
@@ -183,6 +196,7 @@ def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
             **{f"baseline_{name}": value for name, value in columns_of(one.baseline[0].config).items() if name in SIDE},
             "along": along,
             **_numbers(point),
+            "reason": one.reason(point),
         }
 
 

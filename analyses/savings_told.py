@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf, isnan
+from collections.abc import Iterator, Sequence
+from math import inf
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.losses import MEASURES
@@ -14,30 +14,37 @@ from perturbkv.display import Table
 
 _NAMES = {"score": "score", "propagated": "propagated L1", "kl": "KL"}
 _UNITS = {"budget": "budget", "held": "held / full"}
+_SIGNS = {inf: "> ", 0.0: "< "}
+_UNKNOWN = 2
+"""A verdict beside those of `decided`: what is saved cannot be told."""
 _HOW = (
-    "b*: the budget at which the baseline does as well. Its curve is made to fall (isotonic regression) and joined by "
-    "lines over log b; in brackets the budgets at which the sides cannot be told apart, sample by sample. Saved: "
-    "1 − b / b*. Beyond the budgets measured nothing is told but >, < and ….",
+    "b*: the budget at which the baseline does as well. Both curves are made to fall (isotonic regression), the "
+    "baseline's is joined by lines over log b; in brackets the budgets at which the sides cannot be told apart, sample "
+    "by sample. Saved: 1 − b / b*. Beyond the budgets measured nothing is told but >, < and ….",
     "KL: medians over samples, b* of each sample's own; one sample can make a mean of KL.",
     "Budgets are compared as held / full: the sides keep other sets, per query head or per group.",
+    "≤, not told: the baseline does as well at that budget, the smallest measured, or the one from which on it is at "
+    "its best; which one would do is not known.",
 )
 
 
-def conclusion(measures: Sequence[MeasuredSavings], along: str, samples: int) -> str:
+def conclusion(measures: Sequence[MeasuredSavings], setting: str, along: str, samples: int) -> str:
     """Of each measure whether budget is saved, at how many budgets, and how much at least and at most."""
-    return "\n".join(_concluded(one, along, samples) for one in measures)
+    where = f"with {setting}, " if setting else ""
+    return "\n".join(sentence(where + _concluded(one, along, samples)) for one in measures)
 
 
 def _concluded(one: MeasuredSavings, along: str, samples: int) -> str:
     baseline, treatment = sides(one.baseline[0].config, one.points[0].config)
-    verdicts = [decided(point.interval, 0) for point in one.points]
-    budgets = [f"{_UNITS[along]} {_at(point, along)}" for point in one.points]
-    each = [(name, _size(point, one), shown(point, one)) for name, point in zip(budgets, one.points, strict=True)]
-    told = "nothing is told" if all(isnan(size) for _, size, _ in each) else ends(each)
-    said = f"{tally(verdicts, _words(baseline, treatment), 'case')}: {told}"
-    if None in verdicts:
+    verdicts = [_UNKNOWN if point.reached.flat else decided(point.interval, 0) for point in one.points]
+    known = [point for point in one.points if point.reached.beyond not in ("flat", "both")]
+    places = [f"{_UNITS[along]} {_at(point, along)}" for point in known]
+    told = ends([(place, _size(point, one), shown(point, one)) for place, point in zip(places, known, strict=True)])
+    told += f" at {places[0]}" if len(known) == 1 < len(verdicts) else ""
+    said = tally(verdicts, _words(baseline, treatment), "case") + (f": {told}" if known else "")
+    if None in verdicts and known:
         said = f"{treatment} saves {told} of {baseline}'s budget"
-    return sentence(f"by {_NAMES[one.measure]} {said} ({over(samples)})")
+    return f"by {_NAMES[one.measure]} {said} ({over(samples)})"
 
 
 def _words(baseline: str, treatment: str) -> Words:
@@ -45,26 +52,27 @@ def _words(baseline: str, treatment: str) -> Words:
         1: (f"{treatment} saves budget over {baseline}", "saves"),
         -1: (f"{treatment} needs more budget than {baseline}", "needs more"),
         0: (f"whether {treatment} saves budget over {baseline} is undecided", "undecided"),
+        _UNKNOWN: (f"what {treatment} saves over {baseline} cannot be told", "not told"),
     }
 
 
 def shown(point: Point, one: MeasuredSavings) -> str:
-    """'26 % [9, 43]'; '> 50 % [35, …]' where the baseline's largest budget does not do; 'not told' where any might."""
-    if point.reached.beyond == "both":
+    """'26 % [9, 43]'; '> 50 % [35, …]' where the baseline's largest budget does not do; 'not told' of a flat curve."""
+    if point.reached.flat:
         return "not told"
-    sign = {"above": "> ", "below": "< "}.get(point.reached.beyond, "")
-    return f"{sign}{numbers.percent(_size(point, one))}{numbers.ends(point.interval, _hundredths, ' ')}"
+    size = numbers.percent(_size(point, one))
+    return _SIGNS.get(point.reached.value, "") + size + numbers.ends(point.interval, _hundredths, " ")
 
 
 def _size(point: Point, one: MeasuredSavings) -> float:
     """The saving, or where it is beyond what was measured, the end that it lies behind."""
-    if point.reached.beyond in ("", "both"):
+    if point.reached.told:
         return point.saving
-    end = one.baseline[-1 if point.reached.beyond == "above" else 0]
+    end = one.baseline[-1 if point.reached.value else 0]
     return 1 - point.at / end.at
 
 
-def table(one: MeasuredSavings, along: str) -> Table:
+def table(one: MeasuredSavings, setting: str, along: str) -> Table:
     """A row per budget of the treatment: both sides' numbers there, the baseline's budget for the same, the saving."""
     baseline, treatment = sides(one.baseline[0].config, one.points[0].config)
     there = {level.at: level for level in one.baseline}
@@ -81,7 +89,7 @@ def table(one: MeasuredSavings, along: str) -> Table:
         for point in one.points
     ]
     full = f"; full cache {100 * one.full:.1f}" if one.measure == "score" else ""
-    return Table(f"{MEASURES[one.measure]}{full}", columns, rows)
+    return Table(f"{f'{setting}: ' if setting else ''}{MEASURES[one.measure]}{full}", columns, rows)
 
 
 def _level(level: Level, one: MeasuredSavings) -> str:
@@ -91,16 +99,15 @@ def _level(level: Level, one: MeasuredSavings) -> str:
 
 
 def _reached(point: Point, one: MeasuredSavings, along: str) -> str:
-    """'0.27', or '> 0.8' where the largest budget measured does not do, with the interval."""
-    if point.reached.beyond == "both":
-        return "–"
+    """'0.27' with the interval; '> 0.8' where the largest budget measured does not do, '≤ 0.1' of a flat curve."""
     told, entries = point.reached, along == "budget" and isinstance(point.config.budget.value, int)
 
     def written(value: float) -> str:
         return f"{value:,.0f}" if entries else f"{value:.3g}"
 
-    ending = {"above": f"> {written(one.baseline[-1].at)}", "below": f"< {written(one.baseline[0].at)}"}
-    value = ending.get(told.beyond) or written(told.value)
+    sign = "≤ " if told.flat else _SIGNS.get(told.value, "")
+    beyond = {inf: one.baseline[-1].at, 0.0: one.baseline[0].at}
+    value = sign + written(beyond.get(told.value, told.value))
     return value + numbers.ends(told.interval, lambda end: written(end) if 0 < end < inf else "…", "\n")
 
 
@@ -125,13 +132,16 @@ def notes(measures: Sequence[MeasuredSavings], along: str, samples: int) -> str:
         _HOW[0],
         *([_HOW[1]] if "kl" in names else []),
         *([_HOW[2]] if along == "held" else []),
-        *(_pooled(one) for one in measures if one.rising),
-        numbers.ABOUT_HELD,
+        *([_HOW[3]] if any(point.reached.flat for one in measures for point in one.points) else []),
+        *(line for one in measures for line in _pooled(one)),
+        numbers.about_held(level.held for one in measures for level in (*one.baseline, *one.points)),
     ]
     return "\n".join(lines)
 
 
-def _pooled(one: MeasuredSavings) -> str:
-    baseline, _ = sides(one.baseline[0].config, one.points[0].config)
-    where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in one.rising)
-    return f"By {_NAMES[one.measure]} {baseline} does worse with more budget from {where}: pooled."
+def _pooled(one: MeasuredSavings) -> Iterator[str]:
+    names = sides(one.baseline[0].config, one.points[0].config)
+    for name, rising in zip(names, (one.rising, one.treatment_rising), strict=True):
+        where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in rising)
+        if rising:
+            yield f"By {_NAMES[one.measure]} {name} does worse with more budget from {where}: pooled."

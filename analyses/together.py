@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from perturbkv.analyses.asked_once import check_once
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-_SHARED = ("model", "revision", "scenario", "dtype", "cache", "chat_template")
-"""What such traces have in common."""
+_SHARED = ("model", "revision", "scenario", "dtype", "cache")
+"""What such traces have in common; those of one data set also whether their prompts went through a chat template."""
 
 
 def check_together(traces: Sequence[Trace], analysis: str) -> None:
@@ -17,10 +17,11 @@ def check_together(traces: Sequence[Trace], analysis: str) -> None:
     if not traces:
         msg = f"{analysis} needs at least one trace, got none"
         raise TraceError(msg)
-    for trace in traces:
+    for place, trace in enumerate(traces):
         _check_answers(trace, analysis)
-        _check_alike(traces[0], trace)
-    _check_once(traces)
+        for other in traces[:place]:
+            _check_alike(other, trace)
+    check_once(traces, _named)
 
 
 def _check_answers(trace: Trace, analysis: str) -> None:
@@ -33,7 +34,8 @@ def _check_answers(trace: Trace, analysis: str) -> None:
 
 
 def _check_alike(first: Trace, other: Trace) -> None:
-    wrong = [name for name in _SHARED if getattr(first.run, name) != getattr(other.run, name)]
+    shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
+    wrong = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
     if wrong:
         told = [f"{getattr(trace.run, wrong[0])} in {_named(trace)}" for trace in (first, other)]
         msg = f"expected traces of one {wrong[0].replace('_', ' ')}, got {' and '.join(told)}; give them singly"
@@ -45,21 +47,6 @@ def _check_alike(first: Trace, other: Trace) -> None:
             f"{_named(other)}; measure what is missing, or give the traces singly"
         )
         raise TraceError(msg)
-
-
-def _check_once(traces: Sequence[Trace]) -> None:
-    """A prompt that is there twice would count as two."""
-    seen: dict[tuple[str, str], str] = {}
-    for trace in traces:
-        data = json.dumps([trace.run.dataset, trace.run.dataset_options, trace.run.seed], sort_keys=True)
-        for sample in trace.sample_ids:
-            if (data, sample) in seen:
-                msg = (
-                    f"expected every prompt once, got sample '{sample}' of {trace.run.dataset} in "
-                    f"{seen[data, sample]} and in {_named(trace)}; leave one of the traces out"
-                )
-                raise TraceError(msg)
-        seen |= {(data, sample): _named(trace) for sample in trace.sample_ids}
 
 
 def _named(trace: Trace) -> str:

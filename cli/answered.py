@@ -79,12 +79,7 @@ def leave(name: str, result: Result, answers: WrittenAnswers, asked: AnswerOptio
     if asked.as_json:
         console.print_json(document)
         return
-    console.say(result.conclusion())
-    console.say("")
-    console.say(result.identity.lines()[0], bold=True)
-    for part in result.tables():
-        console.part(part)
-    console.say(result.notes())
+    console.result(result, result.identity.lines()[0])
     console.say(f"written to {asked.folder}")
 
 

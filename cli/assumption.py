@@ -7,10 +7,11 @@ from typing import Annotated
 from typer import Option
 
 from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import open_study
 
 
+@showing(budget=" ".join(FRACTIONS))
 @with_options
 def assumption(
     run: RunOptions,
@@ -19,7 +20,7 @@ def assumption(
 ) -> None:
     """Check Assumption 1 per head, in three readings of σ.
 
-    As the paper states it, as stage 1 holds it, and S (its figure 4). Without --budget at 0.025 to 0.4 of the prompt.
+    As the paper states it, as stage 1 holds it, and S (its figure 4).
     """
     wanted = run.with_budgets(FRACTIONS)
     study = open_study("assumption", wanted, look, lambda: wanted.configs([selection]), leave_out_unfit=not run.budget)

@@ -101,7 +101,7 @@ def _audited(eviction: str, asked: AuditOptions) -> AuditResult:
     settings, given = Settings(asked.steps, asked.situations, asked.loss), load(eviction, budget)
     datasets.check_name(asked.dataset)
     place = pick_device(asked.device)
-    files = open_model(asked.model, asked.seed)
+    files = open_model(asked.model, asked.seed, asked.revision or "")
     usual = 1 if isinstance(given, KeptFile) else 2
     prompts = encode_prompts(
         replace(asked, samples=asked.samples or usual), files.tokenizer, int(files.config.max_position_embeddings)
@@ -127,11 +127,6 @@ def _leave(result: AuditResult, folder: Path, asked: AuditOptions, look: FigureO
     if asked.as_json:
         console.print_json({"figures": figures, **document})
         return
-    console.say(result.conclusion())
-    console.say("")
-    console.say(result.title(), bold=True)
-    for part in result.tables():
-        console.part(part)
-    console.say(result.notes())
+    console.result(result, result.title())
     if figures:
         console.say(f"written to {folder}")

@@ -8,13 +8,14 @@ from typer import Option
 
 from perturbkv.cli.choices import parse_compare
 from perturbkv.cli.options import FRACTIONS, LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import open_study
 
 _SELECTIONS = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
 _STEMS = ["bound-tightness", "bound-tightness-heads"]
 
 
+@showing(budget=" ".join(FRACTIONS))
 @with_options
 def bound_tightness(
     run: RunOptions,
@@ -31,8 +32,7 @@ def bound_tightness(
 ) -> None:
     """Measure how tight the bounds are and whether they rank.
 
-    L/θ, L/θ̂, θ/θ̂, θ̂/θ̂_relax, violations, and whether lower bounds mean lower L. Without --budget at 0.025 to 0.4 of the
-    prompt.
+    L/θ, L/θ̂, θ/θ̂, θ̂/θ̂_relax, violations, and whether lower bounds mean lower L.
     """
     wanted, names = run.with_budgets(FRACTIONS), parse_compare(compare)
     sides = names if selection in names else [*names, selection]

@@ -7,24 +7,26 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from perturbkv.cli.choices import parse_names
 from perturbkv.cli.options import LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.eviction import EvictionConfig
 
 _BUDGETS = ("0.05", "0.1", "0.2", "0.4", "0.6", "0.8")
 
 
+@showing(budget=" ".join(_BUDGETS))
 @with_options
 def budget(
     run: RunOptions,
     look: LookOptions,
-    max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL at most, nat; its one-sided 95 % bound")] = None,
+    max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL at most, nat, by a lognormal's bound")] = None,
     max_drop: Annotated[float | None, Option(metavar="X", help="Mean drop of the score at most, points of 100")] = None,
     min_top1: Annotated[float | None, Option(metavar="X", help="Mean share of same next tokens at least: 0.99")] = None,
     selection: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="Or policy:selection", show_default="attention, two-stage"),
+        Option(metavar="NAMES", help="By commas, or policy:selection", show_default="attention, two-stage"),
     ] = None,
     for_length: Annotated[
         int | None, Option(metavar="N", help="Also the caches' bytes for prompts of so many entries")
@@ -33,7 +35,7 @@ def budget(
 ) -> None:
     """Find the smallest safe budget of each selection.
 
-    Exit code 1: one has none; 2: too few samples. Without --budget of 0.05 to 0.8.
+    Exit code 1: one has none; 2: too few samples.
     """
     from perturbkv.analyses.cache_sizes import check_size
     from perturbkv.analyses.criteria import criteria
@@ -41,15 +43,15 @@ def budget(
 
     criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
-    wanted = run.with_budgets(_BUDGETS)
+    wanted, sides = run.with_budgets(_BUDGETS), parse_names("--selection", selection)
     study = open_study(
-        "budget", wanted, look, lambda: _configs(wanted, selection or ["attention", "two-stage"]),
+        "budget", wanted, look, lambda: _configs(wanted, sides or ["attention", "two-stage"]),
         leave_out_unfit=not run.budget, generate=0 if max_drop is None else None,
     )  # fmt: skip
     if study is None:
         return
     result = analyse(
-        study.trace, max_kl=max_kl, max_drop=max_drop, min_top1=min_top1, sides=selection, for_length=for_length,
+        study.trace, max_kl=max_kl, max_drop=max_drop, min_top1=min_top1, sides=sides, for_length=for_length,
         for_batch=for_batch,
     )  # fmt: skip
     study.save(result.plot(study.width_mm), result.identity, "budget")

@@ -53,6 +53,13 @@ def parse_compare(text: str) -> list[str]:
     return list(apart("--compare", names))
 
 
+def parse_names(option: str, texts: Sequence[str] | None) -> list[str] | None:
+    """Names that were given one by one or with commas, None where none was. Raises ConfigError for one twice."""
+    if texts is None:
+        return None
+    return list(apart(option, [name.strip() for text in texts for name in split(text, ",") if name.strip()]))
+
+
 def parse_methods(text: str) -> list[str]:
     """`adakv:two-stage,snapkv` -> its names. Raises ConfigError for none, or one twice."""
     names = [name.strip() for name in split(text, ",") if name.strip()]

@@ -8,13 +8,16 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from perturbkv.display import Part, Table, show
 from perturbkv.pipeline.progress import Bar, bar
 from perturbkv.visible import in_json, line, plain
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.result import Result
 
 SCHEMA = 1
 """Of every JSON document of ours, as docs/json.md describes it; it rises when a key changes its meaning or goes."""
@@ -56,6 +59,16 @@ def part(found: Part) -> None:
 def say(text: str, bold: bool = False) -> None:
     """A line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
     out.print(plain(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None)
+
+
+def result(found: Result, title: str) -> None:
+    """Print what to conclude, then whose result it is, its tables and what they mean."""
+    say(found.conclusion())
+    say("")
+    say(title, bold=True)
+    for one in found.tables():
+        part(one)
+    say(found.notes())
 
 
 def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:

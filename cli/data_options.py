@@ -38,6 +38,9 @@ class DataOptions:
             autocompletion=completion.models,
         ),
     ] = DEFAULT
+    revision: Annotated[
+        str | None, _data(metavar="NAME", help="Branch, tag or commit of a hub's model", show_default="the newest")
+    ] = None
     dataset: Annotated[
         str,
         _data(

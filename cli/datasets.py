@@ -131,7 +131,7 @@ def _show(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
         msg = f"{option} must be at least {least}, got {got}"
         raise ConfigError(msg)
     registry.check_name(run.dataset)
-    tokenizer = open_model(run.model, run.seed).tokenizer
+    tokenizer = open_model(run.model, run.seed, run.revision or "").tokenizer
     encoded = encode_prompts(run, tokenizer)
     found = [prompts.describe(prompt, tokenizer.decode, tokens) for prompt in encoded[first:]]
     about = {

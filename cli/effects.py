@@ -88,14 +88,14 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
     "horizon": {"step": "it shows all of them"},
     "budget": {"step": "means are over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
-    "link": {"step": "it looks at the first alone, which is known before the answer"},
+    "link": {"step": "it looks at the first alone, which is known after one token of the answer"},
 }
 """Command -> options that it shares with others and has no use for, and why."""
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost", "by",
-    "max_kl", "max_drop", "min_top1", "for_length", "for_batch",
+    "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything",
 })  # fmt: skip
 """What can be asked of a finished trace; everything else says how one is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
@@ -106,8 +106,14 @@ _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
 """Command -> what it asks of a trace that it makes, and not of a finished one."""
 
 
+_CALLED_ALIKE: Mapping[str, frozenset[str]] = {"savings": frozenset({"by"})}
+"""Command -> its own options that are called as one of a policy's, and always have an effect."""
+
+
 def idle(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:
     """Why an option makes no difference to any of these configurations, in words; empty where it makes one."""
+    if name in _CALLED_ALIKE.get(command, ()):
+        return ""
     need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
     if name in UNUSED.get(command, {}):
         return _unused(command, name)

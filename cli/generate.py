@@ -85,7 +85,7 @@ def generate(
     if run.as_json:
         console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
     else:
-        _show(rows, planned.run.configs, path)
+        _show(rows, planned.run.configs, compress_every, path)
 
 
 def _answered(
@@ -103,10 +103,13 @@ def _answered(
     return rows
 
 
-def _show(rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], path: Path) -> None:
+def _show(
+    rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], compress_every: int | None, path: Path
+) -> None:
     for row in rows:
         answers.show(row, configs)
-    console.say(numbers.ABOUT_HELD)
+    held = [made.get("held_share", 0.0) for row in rows for made in row["evicted"].values()]
+    console.say(numbers.about_held(held, compress_every))
     console.say(f"written to {path}, every answer whole")
 
 

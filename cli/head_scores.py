@@ -19,6 +19,7 @@ _SHOWN = 10
 
 def head_scores(
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="As for the other commands")] = DEFAULT,
+    revision: Annotated[str, Option(metavar="NAME", help="Branch, tag or commit", show_default="the newest")] = "",
     samples: Annotated[int, Option(metavar="N", help="Needle prompts")] = 8,
     length: Annotated[list[int] | None, Option(metavar="N", help="Tokens of a prompt", show_default="1000")] = None,
     haystack: Annotated[str, Option(metavar="NAME", help="prose or noise")] = "prose",
@@ -36,7 +37,8 @@ def head_scores(
     scores are not those of the released files.
     """
     with claimed(output, overwrite) as beside:
-        layers, scores, right = _measure(model, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
+        asked = (model, revision, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
+        layers, scores, right = _measure(*asked)
         beside.write_text(_text(scores, layers))
     named = zip(layers, scores, strict=True)
     ranked = sorted(((score, layer, head) for layer, row in named for head, score in enumerate(row)), reverse=True)
@@ -54,7 +56,7 @@ def head_scores(
 
 
 def _measure(
-    model: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
+    model: str, revision: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
 ) -> tuple[tuple[int, ...], list[list[float]], int]:
     """The measured layers, a row of scores for each, and how many prompts were answered right."""
     from perturbkv.datasets import registry as datasets
@@ -65,7 +67,7 @@ def _measure(
     from perturbkv.pipeline.retrieval import head_scores as measured
 
     place = pick_device(device)
-    files = open_model(model, seed)
+    files = open_model(model, seed, revision)
     asked = dataclasses.replace(datasets.DatasetOptions(samples, seed, haystack=haystack), lengths=lengths)
     template = bool(files.tokenizer.chat_template)
     prompts = [

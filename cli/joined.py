@@ -56,6 +56,7 @@ def open_joined(
             reachable(path, run.wait)
         _check_free(name, folder, look, run, [summary.Source(str(path)) for path in paths], check)
     planned = _planned(runs, asked, leave_out_unfit, generate, metric)
+    _say_unshared(planned, name)
     if run.dry_run:
         dry_run.show_all(planned, run.as_json)
         return None
@@ -120,6 +121,18 @@ def _planned(
         files = found[0].files if found else None
         found.append(plan(one, configs, leave_out_unfit, generate, metric, files=files))
     return found
+
+
+def _say_unshared(planned: Sequence[Plan], name: str) -> None:
+    """Note the budgets that no table will show, and the data sets whose prompts are too short for them."""
+    held = [dict.fromkeys(str(config.budget) for config in one.run.configs) for one in planned]
+    for budget in dict.fromkeys(budget for budgets in held for budget in budgets):
+        lack = [one.run.dataset for one, budgets in zip(planned, held, strict=True) if budget not in budgets]
+        if lack:
+            console.note(
+                f"b={budget} stands in no table of {name}, as not all data sets have it: prompts of {', '.join(lack)} "
+                "are too short; give data sets of longer prompts a run of their own, or --budget, or lower --window"
+            )
 
 
 def _made(runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from typer import Option
 
 from perturbkv.cli.choices import DEFAULT_COMPARE, check_choice, named, parse_compare
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import Study, open_study
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
+@showing(budget=" ".join(FRACTIONS))
 @with_options
 def layers(
     run: RunOptions,
@@ -31,7 +32,7 @@ def layers(
 ) -> None:
     """Follow the residual stream's drift from layer to layer.
 
-    Baseline against treatment (paper, figures 3, 5, 6). Without --budget at 0.025 to 0.4 of the prompt.
+    Baseline against treatment (paper, figures 3, 5, 6).
     """
     from perturbkv.analyses.budgets import budget_curves
     from perturbkv.analyses.distances import DISTANCES

@@ -10,7 +10,7 @@ from typer import Option
 
 from perturbkv.cli.choices import METHODS, parse_methods
 from perturbkv.cli.options import LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
@@ -18,6 +18,7 @@ from perturbkv.errors import ConfigError
 _BUDGETS = ("0.1", "0.2", "0.4")
 
 
+@showing(budget=" ".join(_BUDGETS))
 @with_options
 def link(
     run: RunOptions,
@@ -34,10 +35,11 @@ def link(
     max_new_tokens: Annotated[
         int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
     ] = None,
+    everything: Annotated[bool, Option("--all", help="All tables: controls, contrasts, curves, …")] = False,
 ) -> None:
     """Tell whether perturbation tells a lost answer.
 
-    Its first step against its score, one budget at a time; by default 0.1 0.2 0.4.
+    Its first step against its score, one budget at a time.
     """
     from perturbkv.analyses.link import link as analyse
     from perturbkv.analyses.lost_answers import Rule
@@ -58,14 +60,14 @@ def link(
     if study is None:
         return
     study = dataclasses.replace(study, traces=(study.trace, *map(read_trace, given[1:])))
-    result = analyse(study.traces, only=names or (), right=right, lost=lost)
+    result = analyse(study.traces, only=names or (), right=right, lost=lost, everything=everything)
     study.save(result.plot(study.width_mm), result.identity, "link")
     study.show(result)
 
 
 def _looking(look: LookOptions, given: list[Path]) -> LookOptions:
-    """At the first trace; the others are part of what is asked of it."""
-    asked = {name: value for name, value in look.asked.items() if name != "traces"}
+    """At the first trace; the others are part of what is asked of it, and how much is shown is not."""
+    asked = {name: value for name, value in look.asked.items() if name not in ("traces", "everything")}
     more = list(map(str, given[1:]))
     return dataclasses.replace(look, trace=given[0] if given else None, asked={**asked, "trace": more})
 

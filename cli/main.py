@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -49,6 +51,8 @@ app = typer.Typer(
 )
 _UsageError: Any = typer.BadParameter.__base__
 """What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
+_EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
+"""What Click says where it finds more arguments than a command has."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
@@ -125,10 +129,21 @@ def _refuse(error: BaseException, said: str, code: int, asked: Asked) -> int:
 def _about_usage(said: str, error: Any) -> str:
     """What Click could not read, in one line that names the help, or whose option it is that no command has."""
     line, context = " ".join(said.split()).rstrip("."), error.ctx
+    if extra := _EXTRA.fullmatch(line):
+        line = _about_extra(extra[1], context.command)
     if belongs := _about_owner(getattr(error, "option_name", "")):
         return f"No such option: {error.option_name}; {belongs}"
     border = "" if line.endswith("?") else ";"
     return f"{line}{border} {context.command_path} --help lists what there is" if context else line
+
+
+def _about_extra(extra: str, command: Any) -> str:
+    """What stands where no argument is left, and where a trace would go instead."""
+    names = [str(one.name).upper() for one in command.params if one.param_type_name == "argument"]
+    most = f"no argument but {' and '.join(names)}" if names else "no argument"
+    too = " too" if names else ""
+    further = "; give further traces with --trace" if any("--trace" in one.opts for one in command.params) else ""
+    return f"expected {most}, got '{extra}'{too}{further}"
 
 
 def _about_owner(option: str) -> str:
@@ -155,3 +170,5 @@ def _quiet_libraries() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # which transformers imports where they are there
+        logging.getLogger(name).setLevel(logging.ERROR)

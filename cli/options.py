@@ -63,7 +63,7 @@ class RunOptions(DataOptions):
         list[str] | None,
         _evict(
             metavar="NAME",
-            help="Eviction system, such as adakv(floor=0.1); perturbkv policies lists them and their options",
+            help="Of perturbkv policies: adakv(floor=0.1)",
             show_default="snapkv",
             autocompletion=completion.policies,
         ),
@@ -85,7 +85,7 @@ class RunOptions(DataOptions):
     ] = None
     granularity: Annotated[
         list[str] | None,
-        _evict(metavar="NAME", help="Heads with a kept set each: query, kv, layer", show_default=_BY_PRESET),
+        _evict(metavar="NAME", help="Heads with a kept set: query, kv, layer", show_default=_BY_PRESET),
     ] = None
     protect_first: Annotated[
         str | None, _evict(metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")

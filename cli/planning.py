@@ -60,7 +60,7 @@ def plan(
     resources, device = options.resources, pick_device(options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
-    files = files or open_model(options.model, options.seed)
+    files = files or open_model(options.model, options.seed, options.revision or "")
     positions.check(configs, files.config, files.name)
     needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
     scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, compatibility.works())

@@ -11,7 +11,7 @@ from perturbkv.cli.choices import parse_methods
 from perturbkv.cli.joined import open_joined
 from perturbkv.cli.options import MetricOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import free_text
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.errors import ConfigError
 from perturbkv.storage.files import write_whole
 
@@ -25,6 +25,7 @@ _BUDGETS = ("0.1", "0.2", "0.4")
 _NAME = "quality"
 
 
+@showing(budget=" ".join(_BUDGETS))
 @with_options
 def quality(
     run: RunOptions,
@@ -44,8 +45,8 @@ def quality(
 ) -> None:
     """Score the answers from the full and the evicted caches.
 
-    --dataset takes several, separated by commas; each has a trace in a folder of its name. Without --budget at 0.1, 0.2
-    and 0.4 of the prompt. The tables are left as quality.tex, .md and .csv. --trace takes finished traces instead.
+    --dataset takes several, separated by commas; each has a trace in a folder of its name. The tables are left as
+    quality.tex, .md and .csv. --trace takes finished traces instead.
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"

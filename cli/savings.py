@@ -8,13 +8,14 @@ from typer import Option
 
 from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
 from perturbkv.cli.options import CompareOption, LookOptions, RunOptions
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import showing, with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.eviction import EvictionConfig
 
 _BUDGETS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8")
 
 
+@showing(budget=" ".join(_BUDGETS))
 @with_options
 def savings(
     run: RunOptions,
@@ -31,8 +32,7 @@ def savings(
 ) -> None:
     """Tell how much budget a selection saves.
 
-    At which budget does the baseline do as well (paper, figure 1)? Over five budgets or more, without --budget 0.05 to
-    0.8 of the prompt.
+    At which budget does the baseline do as well (paper, figure 1)? Over five budgets or more.
     """
     from perturbkv.analyses.losses import checked
     from perturbkv.analyses.savings import savings as analyse

@@ -6,11 +6,12 @@ a field `asked` the values of the command's own parameters.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -38,6 +39,29 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
+
+
+def showing(**defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Say in a command's help what its own defaults are of options that it shares with others."""
+
+    def shown(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        parameters = [_with_default(one, defaults) for one in signature.parameters.values()]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return shown
+
+
+def _with_default(parameter: inspect.Parameter, defaults: Mapping[str, str]) -> inspect.Parameter:
+    """The parameter with an option of its own, whose help shows this default."""
+    if parameter.name not in defaults:
+        return parameter
+    kind, option = get_args(parameter.annotation)
+    own = copy.copy(option)
+    own.show_default = defaults[parameter.name]
+    return parameter.replace(annotation=Annotated[kind, own])
 
 
 def typed(context: typer.Context) -> frozenset[str]:

@@ -63,14 +63,26 @@ def check_free(
         msg = f"{path} is of another trace, {said}; give another --output, or --overwrite to replace it"
         raise ConfigError(msg)
     old = before["analyses"].get(name, {}).get("asked")
-    for option in asked if old is not None else ():
-        if old.get(option) not in (asked[option], False):
-            said = f"--{option.replace('_', '-')}"
-            msg = (
-                f"{path} holds {name} with {said} {old.get(option)}, not {asked[option]}; give another --output, or "
-                "--overwrite to replace its numbers and figures"
-            )
-            raise ConfigError(msg)
+    other = [option for option in asked if old is not None and old.get(option) not in (asked[option], False)]
+    if old is not None and other:
+        had, wanted = (", ".join(_said(option, of.get(option)) for option in other) for of in (old, asked))
+        msg = (
+            f"{path} holds {name} {had}; this one is {wanted}; give another --output, or --overwrite to replace its "
+            "numbers and figures"
+        )
+        raise ConfigError(msg)
+
+
+def _said(option: str, value: Any) -> str:
+    """'with --max-kl 0.1', or 'without --max-kl'."""
+    name = f"--{option.replace('_', '-')}"
+    return (
+        f"without {name}"
+        if value is None or value is False
+        else f"with {name}"
+        if value is True
+        else f"with {name} {value}"
+    )
 
 
 def write(path: Path, told: Mapping[str, Any], name: str, numbers: dict[str, Any], overwrite: bool) -> None:

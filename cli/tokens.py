@@ -51,9 +51,4 @@ def tokens(
         about = {"analysis": ANALYSIS, "trace": finished.source, "trace_digest": finished.digest}
         console.print_json({**about, **found.to_dict()})
         return
-    console.say(found.conclusion())
-    console.say("")
-    console.say(found.identity.lines()[0], bold=True)
-    for part in found.tables():
-        console.part(part)
-    console.say(found.notes())
+    console.result(found, found.identity.lines()[0])

@@ -15,9 +15,9 @@ from perturbkv.analyses.budget_curve import BudgetCurve
 from perturbkv.analyses.budgets import BudgetCurves
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.naming import counted
-from perturbkv.figures import style
+from perturbkv.figures import legends, style
 
-_ROW_MM, _LONG = 66, 22
+_ROW_MM = 66
 
 
 def draw(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
@@ -33,8 +33,8 @@ def draw(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
         handles = [drawn for drawn in axes[0].get_lines() if drawn.get_gid()]  # by label "_my.py:Score" would be lost
-        longest = max(len(curve.name) for curve in result)
-        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2 if longest > _LONG else 4)
+        beside = legends.columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
+        figure.legend(handles=handles, loc="outside upper left", ncols=beside)
         said = style.about(result.identity.samples, medians=True)
         style.foot(figure, result.identity, f"drift and KL: medians over samples · {said}{_budgets(result)}")
     return figure

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.divergence import Divergence
-from perturbkv.analyses.intervals import LEAST, Band
+from perturbkv.analyses.intervals import LEAST, Band, median_level
 from perturbkv.analyses.naming import SIDE, apart, counted, short
 from perturbkv.analyses.parting import Parting
 from perturbkv.figures import style
@@ -23,6 +23,7 @@ _PANEL_MM, _AROUND_MM, _LEGEND_MM = 52, 22, 3.4
 _BANDS = 4
 """More bands than these hide one another: of more configurations the lines alone are drawn."""
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
+_WIDEST, _WIDTH = 2.6, 1.0
 
 
 def draw(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
@@ -39,7 +40,7 @@ def draw(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
         axes = list(figure.subplots(*((panels, 1) if narrow else (1, panels)), squeeze=False).flat)
         handles = [
             _config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
-            for one, name, look in zip(configs, _names(configs), _looks(configs), strict=True)
+            for one, name, look in zip(configs, _names(result, configs), _looks(configs), strict=True)
         ]
         _finish(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
@@ -47,14 +48,15 @@ def draw(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _names(configs: Sequence[Parting]) -> list[str]:
+def _names(result: Divergence, configs: Sequence[Parting]) -> list[str]:
     """What tells each from the others, and what its cache holds."""
     names = [name or "evicted" for name in short([one.config for one in configs])]
-    return [f"{name} (held {style.number(one.held)})" for name, one in zip(names, configs, strict=True)]
+    start = " at the start" if result.compress_every else ""
+    return [f"{name} (held {style.number(one.held)}{start})" for name, one in zip(names, configs, strict=True)]
 
 
-def _looks(configs: Sequence[Parting]) -> list[tuple[Any, Any]]:
-    """Colour and dash of each."""
+def _looks(configs: Sequence[Parting]) -> list[dict[str, Any]]:
+    """Colour, dash and width of each: what is drawn first is the widest, so that it is seen under its equals."""
     told = apart([one.config for one in configs])
     sides, others = (
         [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in told]
@@ -62,25 +64,28 @@ def _looks(configs: Sequence[Parting]) -> list[tuple[Any, Any]]:
     )
     colours = dict(zip(dict.fromkeys(sides), style.category_colours(len(set(sides))), strict=True))
     dashes = dict(zip(dict.fromkeys(others), cycle(_DASHES), strict=False))
-    return [(colours[side], dashes[other]) for side, other in zip(sides, others, strict=True)]
+    widths = np.linspace(_WIDEST if 1 < len(configs) <= _BANDS else _WIDTH, _WIDTH, len(configs))
+    return [
+        {"color": colours[side], "linestyle": dashes[other], "linewidth": float(width)}
+        for side, other, width in zip(sides, others, widths, strict=True)
+    ]
 
 
 def _config(
-    axes: Sequence[Axes], result: Divergence, one: Parting, name: str, look: tuple[Any, Any], *, bands: bool
+    axes: Sequence[Axes], result: Divergence, one: Parting, name: str, look: dict[str, Any], *, bands: bool
 ) -> Line2D:
-    colour, dash = look
     alike, band = one.free.alike_after(max(result.lengths))
     curves: list[tuple[Axes, Any, Any, Band, str]] = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
     if one.forced is not None:
         middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
         curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))
     for panel, places, values, ends, kind in curves:
-        panel.plot(places, values, linestyle=dash, color=colour, gid=f"{kind} {one.config.label()}",
-                   drawstyle="steps-post" if kind == "alike" else "default")  # fmt: skip
+        panel.plot(places, values, gid=f"{kind} {one.config.label()}",
+                   drawstyle="steps-post" if kind == "alike" else "default", **look)  # fmt: skip
         if ends is not None and bands:
-            panel.fill_between(places, ends.low, ends.high, color=colour, alpha=0.13, linewidth=0, gid=f"{kind} band",
-                               step="post" if kind == "alike" else None)  # fmt: skip
-    return Line2D([], [], color=colour, linestyle=dash, label=name)
+            panel.fill_between(places, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
+                               gid=f"{kind} band", step="post" if kind == "alike" else None)  # fmt: skip
+    return Line2D([], [], label=name, **look)
 
 
 def _finish(axes: Sequence[Axes], result: Divergence) -> None:
@@ -98,8 +103,10 @@ def _finish(axes: Sequence[Axes], result: Divergence) -> None:
 def _told(result: Divergence, configs: int) -> str:
     """n, what the bands are, and how many steps make a point."""
     samples = len(result.samples)
-    points = f" · KL: means over {result.span} tokens" if result.span > 1 and result.noise_floor.size else ""
+    means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
+    points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""
     if configs > _BANDS or samples < 2:
-        return f"n = {counted(samples, 'sample')}, means{points}"
-    kind = "95 % intervals" if samples >= LEAST else "ranges of single samples"
+        return f"n = {counted(samples, 'sample')}{points}"
+    level = f"{100 * median_level(samples):.0f} % intervals" if samples >= LEAST else ""
+    kind = level or "ranges of single samples"
     return f"bands: shares have exact 95 % intervals, KL {kind}, over n = {samples} samples{points}"

@@ -23,8 +23,8 @@ def draw(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
     """A dot per configuration with its interval, and the full cache's as a line with its own."""
     with style.use():
         configs = by_held(result.configs, lambda one: one.held)
-        figure, axes = _rows(_names([one.config for one in configs if one.config], [one.held for one in configs],
-                                    width_mm), width_mm)  # fmt: skip
+        named = [(one.config, one.held) for one in configs if one.config]
+        figure, axes = _rows(_names(named, result.compress_every, width_mm), width_mm)
         full = float(result.full.scores.mean())
         axes.axvline(full, color="0.35", linewidth=0.9, gid="full")
         if result.full.interval is not None:
@@ -43,7 +43,8 @@ def draw_pairs(result: Preferences, width_mm: float = style.WIDE_MM) -> Figure:
     """A bar per configuration: shares of samples won, tied and lost; the exact interval of the losses."""
     with style.use():
         configs = by_held(result.configs, lambda one: one.held)
-        figure, axes = _rows(_names([one.config for one in configs], [one.held for one in configs], width_mm), width_mm)
+        named = [(one.config, one.held) for one in configs]
+        figure, axes = _rows(_names(named, result.compress_every, width_mm), width_mm)
         for row, one in enumerate(configs):
             left = 0.0
             for outcome in reversed(OUTCOMES):
@@ -73,8 +74,11 @@ def _rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _names(configs: Sequence[EvictionConfig], held: Sequence[float], width_mm: float) -> list[str]:
-    """What tells each from the others, and what its cache holds."""
-    room = 24 if width_mm < style.WIDE_MM else 48
-    names = zip(short(configs), held, strict=True)
-    return [folded(f"{name or 'evicted'} (held {style.number(share)})", room) for name, share in names]
+def _names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | None, width_mm: float) -> list[str]:
+    """What tells each from the others, and what its cache holds; `limit`: above it caches were compressed again."""
+    room, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
+    names = short([config for config, _ in configs])
+    return [
+        folded(f"{name or 'evicted'} (held {style.number(share)}{start})", room)
+        for name, (_, share) in zip(names, configs, strict=True)
+    ]

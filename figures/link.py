@@ -58,15 +58,15 @@ def _told(result: Link) -> str:
     answered = sum(part.answered for part in result.parts)
     return (
         f"of the {counted(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
-        f"bars: 95 % intervals over prompts, ranges where they are fewer than {LEAST} · a lost answer: below "
-        f"{result.rule.lost:g} of the full cache's score"
+        f"bars: 95 % intervals over prompts, ranges where they are fewer than {LEAST} · names alone: prompts' measures "
+        f"dealt out among the prompts · a lost answer: below {result.rule.lost:g} of the full cache's score"
     )
 
 
 def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
     for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
         for name in NAMES:
-            rho, dealt = one.strength(name).rho, one.control(name).rho
+            rho, dealt = one.strength(name).rho, one.named(name).rho.exchanged
             _point(axes, _PLACES[name] + shift, rho.value, rho.interval, colour, f"rho {one.name} {name}")
             _band(axes, _PLACES[name] + shift, dealt.low, dealt.high)
     _frame(axes, 0, (-1.05, 1.05), "Spearman’s ρ with the score")
@@ -79,9 +79,9 @@ def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> N
 def _areas(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
     for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
         for name in NAMES:
-            area, dealt = one.strength(name).auc, one.control(name).auc
+            area, dealt = one.strength(name).auc, one.named(name).auc.exchanged
             _point(axes, _PLACES[name] + shift, area.value, area.interval, colour, f"auc {one.name} {name}")
-            _band(axes, _PLACES[name] + shift, dealt.low + 0.5, dealt.high + 0.5)
+            _band(axes, _PLACES[name] + shift, dealt.low, dealt.high)
     _frame(axes, 0.5, (-0.025, 1.025), "share of pairs (AUC)")
     axes.set_title("Lost above kept within a prompt", loc="left")
     if all(np.isnan(one.strength(name).auc.value) for one in settings for name in NAMES):
@@ -105,9 +105,9 @@ def _point(axes: Axes, place: float, value: float, interval: Any, colour: Any, g
 
 
 def _band(axes: Axes, place: float, low: float, high: float) -> None:
-    """What dealt scores show, behind the point."""
+    """What the methods' names alone show, behind the point."""
     if not np.isnan(low):
-        axes.plot([low, high], [place, place], color=_DEALT, linewidth=2.6, solid_capstyle="butt", zorder=0.5)
+        axes.plot([low, high], [place, place], color=_DEALT, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
 
 
 def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -> None:
@@ -123,9 +123,10 @@ def _curves(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], mea
     for colour, one in zip(colours, settings, strict=True):
         bins = one.curves[measure]
         if bins:
-            axes.plot([each.middle for each in bins], [each.lost for each in bins], color=colour, linewidth=0.9,
+            axes.plot([each.middle for each in bins], [each.lost for each in bins], color=colour, linestyle="",
                       marker="o", markersize=2.8, gid=f"curve {one.name} {measure}")  # fmt: skip
-        for each in bins:
+        for each in bins:  # from its least to its largest answer: between bins there is nothing
+            axes.plot([each.low, each.high], [each.lost, each.lost], color=colour, linewidth=1.1, gid="bin")
             axes.errorbar([each.middle], [each.lost], yerr=style.bars(each.lost, each.lost_interval), color=colour,
                           linewidth=0.7, alpha=0.6)  # fmt: skip
     unit = "" if measure == AGAINST else ", relative"
@@ -139,12 +140,12 @@ def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]
         Line2D([], [], color=colour, marker="o", markersize=3, label=_label(one))
         for colour, one in zip(colours, settings, strict=True)
     ]
-    return [*named, Line2D([], [], color=_DEALT, linewidth=2.6, label="scores dealt out anew: middle 95 %")]
+    return [*named, Line2D([], [], color=_DEALT, linewidth=4.2, label="what methods’ names alone tell: middle 95 %")]
 
 
 def _label(one: Setting) -> str:
-    """Budget, methods, what their caches hold, and the prompts that decide."""
+    """Budget, methods, what their caches hold, and the prompts that decide, or why none does."""
     held = " to ".join(dict.fromkeys(map(style.number, one.held_ends)))
     deciding = one.strength(HEADLINE)
-    n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)"
+    n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)" if one.decides else one.silence().split(";")[0]
     return f"b={one.name}: {len(one.configs)} methods, held / full {held}, {n}"

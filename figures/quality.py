@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import folded
@@ -17,20 +20,25 @@ from perturbkv.analyses.quality import Quality
 from perturbkv.analyses.quality_columns import Column, Mean
 from perturbkv.analyses.quality_layout import FULL, lines
 from perturbkv.analyses.quality_told import about_scores
-from perturbkv.figures import style
+from perturbkv.figures import legends, style
 from perturbkv.figures.labels import by_held
 
 _MOST = 6
 """Panels of data sets; of more of them, kinds are shown."""
 _WIDE, _NARROW = 3, 2
 _ROW_MM, _AROUND_MM, _LEGEND_MM = 46, 12, 4
-_LONG = 22
 _TITLE = {style.COLUMN_MM: 44, style.WIDE_MM: 100}
 """Letters of a line of titles, by width."""
 Curves = dict[str, list[tuple[int, float]]]
 """Method -> place and budget of each of its configurations."""
-_APART = 0.016
-"""What keeps methods of one budget apart, as a share of the axis."""
+_APART, _SPREAD = 2.0, 12.0
+"""Points between methods of one budget, and between the first and the last of many: drawn apart, where they are."""
+_MARGIN = 0.12
+"""Of the x axis beside its ends, so that what is drawn aside has room."""
+_ALIKE = 1.25
+"""Largest cache over the smallest of a panel whose caches are of one size."""
+_MARKS, _WHOLE = 6, 5
+"""Sizes of caches that are marked, each by itself; per cent above which they are marked as whole numbers."""
 
 
 def draw(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
@@ -39,9 +47,11 @@ def draw(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         shown, curves, narrow = panels(result), _curves(result), width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(shown))
         rows = -(-len(shown) // columns)
-        beside = (1 if max(map(len, curves)) > _LONG else 2) if narrow else 4
+        beside = legends.columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
-        figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm)
+        said = f"{about_scores(result.datasets)} {_bars(result)}"
+        foot_mm = style.long_foot_mm(result.identity, said, width_mm)
+        figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for place, panel in enumerate(axes[: len(shown)]):
             _panel(panel, shown[place], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
@@ -50,7 +60,7 @@ def draw(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
         figure.legend(handles=_legend(curves), loc="outside upper left", ncols=beside)
-        style.foot(figure, result.identity, f"{about_scores(result.datasets)} {_bars(result)}")
+        style.foot(figure, result.identity, said)
     return figure
 
 
@@ -71,25 +81,44 @@ def _curves(result: Quality) -> Curves:
 
 def _panel(axes: Axes, column: Column, curves: Curves, title: int) -> None:
     _full(axes, column.full)
-    apart = _APART * _decades(column, curves)
-    drawn = zip(curves.items(), _looks(len(curves)), strict=True)
-    for number, ((name, some), (colour, marker)) in enumerate(drawn):
-        shift = 10 ** (apart * (number - (len(curves) - 1) / 2))
-        shares = [_share(column, *one) for one in some]
+    places = np.arange(len(curves)) - (len(curves) - 1) / 2
+    apart = min(_APART, _SPREAD / max(1, len(curves) - 1))
+    drawn = zip(curves.items(), _looks(len(curves)), apart * places, strict=True)
+    for (name, some), (colour, marker), points in drawn:
         means = [column.evicted[place] for place, _ in some]
-        axes.errorbar(100 * shift * np.array(shares), np.array([100 * mean.value for mean in means]),
-                      yerr=_reach(means), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
-                      linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
+        made = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
+                             np.array([100 * mean.value for mean in means]),
+                             yerr=_reach(means), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
+                             linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
+        _aside(axes, made, points)
     axes.set_title(folded(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
-    style.log_axes(axes, x=True)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if column.full.value else None)
+    _ends(axes, [_share(column, *one) for some in curves.values() for one in some])
     axes.grid(visible=True, axis="y")
 
 
-def _decades(column: Column, curves: Curves) -> float:
-    """Powers of ten between the smallest and the largest cache; of one size 1."""
-    shares = [_share(column, *one) for some in curves.values() for one in some]
-    return float(np.log10(max(shares) / min(shares))) or 1.0
+def _aside(axes: Axes, made: ErrorbarContainer, points: float) -> None:
+    """Draw a curve beside its place: its numbers stay what they are."""
+    shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
+    for artist in made.get_children():
+        artist.set_transform(axes.transData + shift)
+
+
+def _ends(axes: Axes, shares: Sequence[float]) -> None:
+    """A logarithmic x axis, wide where caches are of one size; scores from 0, to 100 where there is nothing else."""
+    axes.margins(x=_MARGIN)
+    style.log_axes(axes, x=True)
+    _marks(axes, sorted({round(100 * share, 1) for share in shares}))
+    if max(shares) < _ALIKE * min(shares):
+        axes.set_xlim(100 * min(shares) / 2, 100 * max(shares) * 2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(0.0, low) if high > 1 else 0.0, high if high > 1 else 100.0)
+
+
+def _marks(axes: Axes, sizes: Sequence[float]) -> None:
+    """Mark the caches' own sizes on the x axis where they are few and lie apart."""
+    if len(sizes) <= _MARKS and all(after > _ALIKE * before for before, after in pairwise(sizes)):
+        axes.set_xticks(sizes, [f"{size:.{0 if size > _WHOLE else 1}f}" for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _share(column: Column, place: int, budget: float) -> float:

@@ -15,6 +15,7 @@ from perturbkv.analyses.naming import sides
 from perturbkv.analyses.saved_budget import Level, MeasuredSavings, Point
 from perturbkv.analyses.savings import PairSavings
 from perturbkv.figures import style
+from perturbkv.figures.placing import Label, place
 
 _ROW_MM = 66
 _PERCENT = 100
@@ -33,12 +34,15 @@ def draw(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure:
         narrow, count = width_mm < style.WIDE_MM, len(result.measures)
         figure = style.figure(width_mm, _ROW_MM * (count if narrow else 1) + 6)
         shape = (count, 1) if narrow else (1, count)
-        for axes, one in zip(figure.subplots(*shape, squeeze=False).flat, result.measures, strict=True):
+        panels = list(zip(figure.subplots(*shape, squeeze=False).flat, result.measures, strict=True))
+        for axes, one in panels:
             _panel(axes, one, result.along)
         figure.legend(handles=_legend(result.measures[0]), loc="outside upper left", ncols=1 if narrow else 3)
         kl = any(one.measure == "kl" for one in result.measures)
         said = style.about(result.identity.samples, medians=kl)
         style.foot(figure, result.identity, f"bars on arrows: intervals of b* · {said}")
+        for axes, one in panels:  # when all else has its place
+            place(axes, [_label(axes, point, one) for point in one.points if point.reached.told])
     return figure
 
 
@@ -52,7 +56,7 @@ def _panel(axes: Axes, one: MeasuredSavings, along: str) -> None:
     style.log_axes(axes, x=True, y=one.measure != "score")
     low, high = axes.get_xlim()
     for point in one.points:
-        if point.reached.beyond != "both":
+        if not point.reached.flat:
             _arrow(axes, point, one, (low, high))
     axes.set_xlim(low, high)
 
@@ -85,7 +89,7 @@ def _scaled(values: np.ndarray, measure: str) -> np.ndarray:
 def _arrow(axes: Axes, point: Point, one: MeasuredSavings, limits: tuple[float, float]) -> None:
     """From the treatment's budget to the baseline's for the same; to the panel's edge where that lies beyond it."""
     level = float(_scaled(np.array([point.level]), one.measure)[0])
-    end = point.reached.value if point.reached.told else limits[point.reached.beyond == "above"]
+    end = point.reached.value if point.reached.told else limits[point.reached.value > 0]
     colour, interval = _looks(1)["color"], point.reached.interval
     style_of = {"arrowstyle": "-|>", "color": colour, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 0, "mutation_scale": 6}
     drawn = axes.annotate("", (end, level), (point.at, level), arrowprops=style_of)
@@ -94,18 +98,16 @@ def _arrow(axes: Axes, point: Point, one: MeasuredSavings, limits: tuple[float, 
         ends = np.clip([interval.low, interval.high], *limits)
         axes.plot(ends, [level, level], color=colour, linewidth=2.4, alpha=0.3, solid_capstyle="butt", zorder=1,
                   gid=f"interval {one.measure}")  # fmt: skip
-    if point.reached.told:
-        _saved(axes, point, level)
 
 
-def _saved(axes: Axes, point: Point, level: float) -> None:
-    """The saving behind the arrow's head and its interval, where no curve runs."""
-    interval, forward = point.reached.interval, point.reached.value >= point.at
+def _label(axes: Axes, point: Point, one: MeasuredSavings) -> Label:
+    """The saving, beside the arrow's head and its interval."""
+    interval, limits = point.reached.interval, axes.get_xlim()
     ends = [point.reached.value] if interval is None else [point.reached.value, interval.low, interval.high]
-    known = [end for end in ends if 0 < end < np.inf]
-    place, said = max(known) if forward else min(known), f"{_PERCENT * point.saving:z.0f} %".replace("-", "−")
-    axes.annotate(said, (place, level), (3 if forward else -3, 0), textcoords="offset points", fontsize=6, va="center",
-                  ha="left" if forward else "right", color="0.2")  # fmt: skip
+    left, right = np.clip([min(ends), max(ends)], *limits)
+    said = f"{_PERCENT * point.saving:z.0f} %".replace("-", "−")
+    height = float(_scaled(np.array([point.level]), one.measure)[0])
+    return Label(said, float(left), float(right), height, forward=point.reached.value >= point.at)
 
 
 def _legend(one: MeasuredSavings) -> list[Line2D]:

@@ -30,6 +30,7 @@ _SCREEN_DPI = 100
 _FOOT_POINTS = 5.0
 _LINE_MM, _USUAL_LINES = 2.4, 5
 _TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
+_RANDOM, _STAMP_MM = "random weights", 4
 
 
 @contextmanager
@@ -178,12 +179,25 @@ def foot(drawn: Figure, identity: RunIdentity, said: str = "") -> None:
 
     `said` stands before it: n, what its intervals are, what a tie is.
     """
+    if identity.random_weights:
+        _stamp(drawn)
     lines = _foot(identity, said, drawn.get_figwidth() * _INCH_MM)
     lay_out_above(drawn, _foot_mm(lines))
     drawn.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
-    if identity.random_weights:
+
+
+def _stamp(drawn: Figure) -> None:
+    """Say at the top that the weights are random: above the legend that stands there, else in the figure's title."""
+    look = {"color": "#b00020", "fontweight": "bold"}
+    if not drawn.legends:
         said = drawn.get_suptitle()
-        drawn.suptitle(f"random weights · {said}" if said else "random weights", color="#b00020", fontweight="bold")
+        drawn.suptitle(f"{_RANDOM} · {said}" if said else _RANDOM, **look)
+        return
+    above = drawn.legends[0]
+    above.set_title(_RANDOM)
+    above.get_title().set(**look)
+    above.set_alignment("left")
+    drawn.set_figheight(drawn.get_figheight() + _STAMP_MM / _INCH_MM)
 
 
 def lay_out_above(drawn: Figure, foot_mm: float) -> None:

@@ -14,17 +14,24 @@ from perturbkv.models.loading import load_model as load_by_name
 
 
 def load_model(
-    model: Any, *, tokenizer: Any = None, dtype: Any = "auto", device: Any = "auto", seed: int = 0
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: Any = "auto",
+    device: Any = "auto",
+    seed: int = 0,
+    revision: str | None = None,
 ) -> Adapter:
     """A model to measure: by name, or one that is loaded already.
 
     Args:
-        model: an alias (`smollm2-135m-q4_1`), a hub id, a folder, a .gguf file, `random:<alias>`; or a transformers
-            model, on any device, which is used where it is and left as it was.
+        model: an alias (`smollm2-135m-q4_1`), a hub id, a hub's file (`owner/name:file.gguf`), a folder, a .gguf file,
+            `random:<alias>`; or a transformers model, on any device, which is used where it is and left as it was.
         tokenizer: of a loaded model.
         dtype: of a model that is loaded by name: auto, float32, bfloat16, float16.
         device: of a model that is loaded by name: auto, cpu, cuda, cuda:1, ….
         seed: of random weights.
+        revision: branch, tag or commit of a hub's model; None: the newest of its main branch.
 
     Raises ModelError, UnknownNameError or ConfigError, each with what was expected and what to do.
 
@@ -36,11 +43,11 @@ def load_model(
         if tokenizer is not None:
             msg = f"model '{model}' brings its own tokenizer; give a tokenizer with a loaded model alone"
             raise ConfigError(msg)
-        return load_by_name(str(model), str(dtype).removeprefix("torch."), str(device), seed)
+        return load_by_name(str(model), str(dtype).removeprefix("torch."), str(device), seed, revision=revision or "")
     if isinstance(model, Adapter):
         return model
-    if (dtype, device) != ("auto", "auto"):
-        msg = "a loaded model stays in its dtype and on its device; leave dtype and device out"
+    if (dtype, device, revision) != ("auto", "auto", None):
+        msg = "a loaded model stays what and where it is; leave dtype, device and revision out"
         raise ConfigError(msg)
     return given.adapted(model, tokenizer)
 

@@ -130,16 +130,16 @@ class RunConfig:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The run that `to_json` wrote. Raises ConfigError where the text is not one."""
+        expected = "expected a run configuration as JSON, got one"
         try:
-            document = dict(json.loads(text))
-            configs = _configs(document.pop("configs"))
-            _check_kinds(document)
-            document["save"] = tuple(document["save"])
-            document["head_scores"] = tuple(map(tuple, document.get("head_scores", ())))
-            return cls(configs=configs, **document)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            msg = f"expected a run configuration as JSON, got one that cannot be read: {error}"
-            raise ConfigError(msg) from None
+            return cls(**_fields(json.loads(text)))
+        except KeyError as error:
+            msg = f"{expected} without {error}"
+        except (TypeError, AttributeError, RecursionError):
+            msg = f"{expected} with an entry that no run has"
+        except ValueError as error:
+            msg = f"{expected} that cannot be read: {error}"
+        raise ConfigError(msg)
 
     def digest(self) -> str:
         """SHA-256 of `to_json`: equal exactly where the runs are."""
@@ -149,6 +149,17 @@ class RunConfig:
         """Names of the fields in which two runs differ."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return [name for name in mine if mine[name] != theirs[name]]
+
+
+def _fields(document: Any) -> dict[str, Any]:
+    """What a run's JSON holds, as the run has it. Raises KeyError, TypeError, ConfigError where it is another's."""
+    if not isinstance(document, dict):
+        msg = "expected a run configuration as JSON, got one that is no object"
+        raise ConfigError(msg)
+    found = {name: value for name, value in document.items() if name != "configs"}
+    _check_kinds(found)
+    found["save"], found["head_scores"] = tuple(found["save"]), tuple(map(tuple, found.get("head_scores", ())))
+    return {**found, "configs": _configs(document["configs"])}
 
 
 def _check_kinds(document: dict[str, Any]) -> None:

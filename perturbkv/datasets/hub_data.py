@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from perturbkv.datasets.registry import DATA_DIR_VARIABLE
 from perturbkv.errors import DatasetError
-from perturbkv.models import hub
+from perturbkv.models import hub_repository
+from perturbkv.models.hub import HubError
 
 
-def hub_file(dataset: str, local: str, repo: str, file: str, revision: str | None = None) -> str:
+def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "") -> str:
     """Path of a data set repository's file, from the hub or its cache on disk.
 
     `local` is the file that --data-dir would hold instead. Raises DatasetError, which names both.
     """
-    from huggingface_hub import hf_hub_download
-
     try:
-        return str(
-            hf_hub_download(
-                repo_id=repo, filename=file, revision=revision, repo_type="dataset", local_files_only=hub.local_only()
-            )
-        )
-    except Exception as error:  # the hub's client fails in many ways, all of which mean the same here
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        found = hub_repository.find(repo, revision, "dataset")
+        found.bring([file])
+    except HubError as error:
         msg = (
-            f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({reason}); bring it "
+            f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({error}); bring it "
             f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {local}, or with a reachable hub or a filled HF_HOME"
         )
         raise DatasetError(msg) from error
+    return str(found.folder / file)

@@ -41,7 +41,7 @@ def longbench_sample(row: Row, worded: Wording) -> Sample:
         raise row.refusal(msg)
     before, after = worded.around(row.text("input"))
     return row.sample(
-        id=row.placed_identity("_id"),
+        id=row.own_identity(),
         context=before + context,
         question=after,
         answers=row.texts("answers"),
@@ -104,7 +104,7 @@ def _plain(row: Row) -> Sample:
         msg = "the prompt is empty; give `context` or `input` some text"
         raise row.refusal(msg)
     return row.sample(
-        id=row.placed_identity("_id"),
+        id=row.own_identity(),
         context=context,
         question=f"\n\n{question}" if context and question else question,
         answers=row.texts("answers"),

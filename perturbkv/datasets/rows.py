@@ -61,6 +61,10 @@ class Row:
         named = self.fields.get(name) is not None and self.identity(name)
         return f"{self.place}-{named}" if named and self.fields[name] else str(self.place)
 
+    def own_identity(self) -> str:
+        """The field `id`; of a row without it what its place and LongBench's `_id` make."""
+        return self.placed_identity("_id") if self.fields.get("id") is None else self.identity("id")
+
     def sample(self, **fields: Any) -> Sample:
         """The sample of these fields."""
         try:

@@ -73,13 +73,13 @@ def judged(question: Question, said: Mapping[str, Any], judge: Judge) -> Judgeme
     """The judgement that a line makes of its question. Raises PluginError for what is none."""
     comment = said.get("comment")
     if not isinstance(comment, str | None):
-        raise refusal(question.id, "a `comment` that is text", comment)
+        raise refusal(question, "a `comment` that is text", comment)
     asked = (question.sample, question.label, question.content)
     if not judge.pairwise:
         return Judgement(*asked, score=_score(question, said, judge), comment=comment or "")
     winner = said.get("winner")
     if winner not in (*SIDES, TIE):
-        raise refusal(question.id, "a `winner` of a, b or tie", winner)
+        raise refusal(question, "a `winner` of a, b or tie", winner)
     outcome = TIE if winner == TIE else "loss" if winner == question.full_is else "win"
     return Judgement(*asked, outcome=outcome, full_is=question.full_is, comment=comment or "")
 
@@ -92,9 +92,9 @@ def tie(question: Question) -> Judgement:
 def _score(question: Question, said: Mapping[str, Any], judge: Judge) -> float:
     score = said.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float) or not _finite(score):
-        raise refusal(question.id, "a `score` that is a number", score)
+        raise refusal(question, "a `score` that is a number", score)
     if judge.scale is not None and not judge.scale[0] <= score <= judge.scale[1]:
-        raise refusal(question.id, f"a `score` from {judge.scale[0]:g} to {judge.scale[1]:g}", score)
+        raise refusal(question, f"a `score` from {judge.scale[0]:g} to {judge.scale[1]:g}", score)
     return float(score)
 
 
@@ -105,9 +105,9 @@ def _finite(score: float) -> bool:
         return False
 
 
-def refusal(name: str, wanted: str, got: object) -> PluginError:
+def refusal(question: Question, wanted: str, got: object) -> PluginError:
     """The error for what a judge said of a question."""
-    return PluginError(f"expected from the judge, for id '{line(name)[:40]}', {wanted}, got {line(repr(got))[:100]}")
+    return PluginError(f"expected from the judge, of {question.whose}, {wanted}, got {line(repr(got))[:100]}")
 
 
 class Kept:

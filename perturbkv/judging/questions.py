@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.storage.answers_file import WrittenAnswers
+from perturbkv.visible import line
 
 FULL = "full"
 SIDES = ("a", "b")
@@ -44,6 +45,12 @@ class Question:
     def is_tie(self) -> bool:
         """Whether it is a pair of the same text, which nobody has to be asked."""
         return bool(self.full_is) and self.fields["a"] == self.fields["b"]
+
+    @property
+    def whose(self) -> str:
+        """Which answer it is, for who asked; the judge never learns it."""
+        cache = "full cache" if self.label is None else line(self.label)
+        return f"sample '{line(self.sample)[:40]}' ({cache[:80]})"
 
     def line(self) -> str:
         """As the judge gets it: ASCII, whatever it reads its input as."""

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from perturbkv.configs import numbers
 from perturbkv.errors import ConfigError, PluginError
 from perturbkv.judging import command
-from perturbkv.judging.judgements import Judge, Judgement, Kept, judged, refusal, tie
+from perturbkv.judging.judgements import Judge, Judgement, Kept, judged, tie
 from perturbkv.judging.questions import Question, pairwise, singly
 from perturbkv.reading import parse_json
 from perturbkv.storage.answers_file import WrittenAnswers
@@ -77,13 +77,16 @@ def _ask(
             said = _parsed(answer)
             name = said.get("id")
             if not isinstance(name, str) or name not in left:
-                again = "given already" if isinstance(name, str) and name in todo else "unknown"
+                again = f"given already, of {todo[name].whose}" if isinstance(name, str) and name in todo else "unknown"
                 msg = f"expected from the judge an `id` it was given, each once, got {line(repr(name))[:60]} ({again})"
                 raise PluginError(msg)
             kept.keep(judged(left.pop(name), said, judge))
             progress(len(kept.found), len(questions))
     if left:
-        raise refusal(next(iter(left)), f"an answer as for all of {len(todo)} questions", f"{len(left)} without one")
+        first = next(iter(left.values())).whose
+        asked = f"an answer to each of {len(todo)} questions"
+        msg = f"expected from the judge {asked}, got none to {len(left)}, such as {first}"
+        raise PluginError(msg)
 
 
 def _parsed(answer: bytes) -> dict[str, object]:
@@ -92,6 +95,7 @@ def _parsed(answer: bytes) -> dict[str, object]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        msg = f"expected lines from the judge that are JSON objects, got {line(repr(answer[:60]))}"
+        said = answer.decode(errors="replace").strip()
+        msg = f"expected lines from the judge that are JSON objects, got '{line(said)[:60]}'"
         raise PluginError(msg)
     return found

@@ -19,6 +19,7 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.layer_types import sliding_window
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import ModelError
+from perturbkv.models import projection
 from perturbkv.models.families import FAMILIES, Family, check_family, check_layers
 from perturbkv.models.stored_weights import Stored
 
@@ -161,8 +162,8 @@ class Adapter:
         return cache.layers[self.layer_indices[layer]]
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
-        """`o_proj.weight` of a layer: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
-        return cast("Tensor", self.attentions[layer].o_proj.weight.detach())
+        """`o_proj.weight` of a layer as numbers: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
+        return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
         """Logits that are in every softmax of a layer's heads, of entries without a value; None in most families."""
@@ -175,7 +176,7 @@ class Adapter:
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError where a layer projects its heads by more than the matrix W_O that `output_projection` reads.
+    """Raise ModelError where a layer projects its heads by something else than a matrix W_O.
 
     And where it has a sink in its softmax that its family is not known for.
     """
@@ -183,14 +184,14 @@ def check_projections(model: Adapter) -> None:
         if hasattr(attention, "sinks") and not model.family.sinks:
             msg = f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
             raise ModelError(msg)
-        projection = attention.o_proj
-        if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
-            kind = f"{type(projection).__name__} of {getattr(projection.weight, 'dtype', 'no weight')}"
+        try:
+            projection.check(attention.o_proj, model.heads * model.d_head, model.dtype)
+        except projection.NoMatrixError as error:
             msg = (
-                f"expected o_proj of layer {layer} of model '{model.name}' to be a plain matrix of floating-point "
-                f"numbers, got {kind}; merge adapters or load it unquantised"
+                f"o_proj of layer {layer} of model '{model.name}', a {projection.kind(attention.o_proj)}, {error}; use "
+                "weights that are quantised alone (weight-only), or the model unquantised"
             )
-            raise ModelError(msg)
+            raise ModelError(msg) from error
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:

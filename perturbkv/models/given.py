@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
 from perturbkv.models.adapter import Adapter, check_projections
+from perturbkv.models.tensors import parts
 
 GIVEN = "given"
 """The revision of a model that came loaded, until its weights are told apart."""
@@ -20,7 +22,7 @@ GIVEN = "given"
 def adapted(model: Any, tokenizer: Any) -> Adapter:
     """The model as measurements need it.
 
-    Raises ModelError where it is none of ours, comes without a tokenizer, or projects its heads by more than a matrix.
+    Raises ModelError where it is none of ours, comes without a tokenizer, or projects its heads by no matrix.
     """
     if not hasattr(getattr(model, "config", None), "model_type"):
         msg = f"expected a model's name or a transformers model, got {type(model).__name__}"
@@ -33,7 +35,8 @@ def adapted(model: Any, tokenizer: Any) -> Adapter:
         msg = f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
         raise ModelError(msg)
     found = Adapter(model, tokenizer, name, GIVEN, stored=stored_weights.of_safetensors(None, model.config))
-    check_projections(found)
+    with evaluating(found):
+        check_projections(found)
     return found
 
 
@@ -41,9 +44,10 @@ def fingerprint(model: Adapter) -> str:
     """Tells one set of weights from another: all bytes of weights and buffers, the configuration, the logits' scale."""
     digest = hashlib.sha256(str(model.config.to_json_string()).encode())
     digest.update(repr([model.scale(layer) for layer in range(len(model.layers))]).encode())
-    for name, tensor in [*model.model.state_dict().items(), *model.model.named_buffers()]:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for whole, held in [*model.model.state_dict().items(), *model.model.named_buffers()]:
+        for name, tensor in parts(whole, held) if isinstance(held, Tensor) else ():
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return f"sha256:{digest.hexdigest()[:16]}"
 
 

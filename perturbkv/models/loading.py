@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from perturbkv import room
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.models import gguf_cache, gguf_header, revision, sanity, stored_weights, user_cache
+from perturbkv.models import from_hub, gguf_cache, gguf_header, quantisers, sanity, stored_weights, user_cache
+from perturbkv.models import revision as fingerprint
 from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.families import FAMILIES, check_family, check_layers
@@ -102,28 +103,32 @@ class ModelFiles:
 
 
 @quiet()
-def open_model(name: str, seed: int = 0) -> ModelFiles:
+def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
     """Find a model and read its configuration and tokenizer.
 
-    `name` is an alias, a hub id, a folder, a GGUF file, or `random:<alias>`, whose weights `seed` draws.
+    `name` is an alias, a hub id, a hub's GGUF file (`owner/name:file.gguf`), a folder, a GGUF file, or
+    `random:<alias>`, whose weights `seed` draws; `revision` is a branch, tag or commit of the hub's.
 
     Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
     """
     if name.startswith(_RANDOM):
-        revision = f"random weights, seed {seed}"
-        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), revision, Stored("random"), True)
-    source = resolve(name)
+        if revision:
+            msg = f"a revision pins a model of the hub, and the weights of '{name}' are drawn; leave out --revision"
+            raise ModelError(msg)
+        drawn = f"random weights, seed {seed}"
+        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), drawn, Stored("random"), True)
+    source = from_hub.opened(resolve(name, revision))
     if source.gguf_file is not None:
         return _open_gguf(source)
     config, tokenizer = _read(source)
     stored = stored_weights.of_safetensors(source, config)
-    return ModelFiles(name, source, config, tokenizer, _revision(source, config), stored)
+    return ModelFiles(name, source, config, tokenizer, _revision(source), stored)
 
 
 def _open_gguf(source: Source) -> ModelFiles:
     """A GGUF file, read from the user's cache, where it is converted now if it is not there yet."""
     tensors = gguf_header.read_header(source.path)
-    digest = revision.digest(source.path)
+    digest = fingerprint.digest(source.path)
     place, tokenizer = source, None
     if source.path.stat().st_size <= gguf_cache.LARGEST:
         try:
@@ -133,7 +138,7 @@ def _open_gguf(source: Source) -> ModelFiles:
             _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
     config, tokenizer = _read(place, tokenizer)
     return ModelFiles(
-        source.name, place, config, tokenizer, revision.of_digests([digest]), stored_weights.of_gguf(tensors)
+        source.name, place, config, tokenizer, fingerprint.of_digests([digest]), stored_weights.of_gguf(tensors)
     )
 
 
@@ -144,6 +149,7 @@ def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
     check_family(config, source.name)
     sanity.check(config, source.name)
     check_layers(config, source.name)
+    quantisers.check_installed(config, source.name)
     with explained(source, "the tokenizer (tokenizer.json)"):
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
@@ -164,10 +170,11 @@ def load_weights(
     if files.source is None:
         model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
+        from_hub.bring_weights(files.source)
         if not files.stored.quantised:
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
-        model = _read_weights(files.source, files.config, dtype)
-    model = _spread(model, files.name) if spread else _aligned(model.to(device))
+        model = _read_weights(files.source, files.config, dtype, _placed(files, device, spread))
+    model = _settled(model, files.name, device, spread)
     found = Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
     check_projections(found)
     return found
@@ -182,12 +189,21 @@ def check_room(files: ModelFiles, dtype: torch.dtype, device: torch.device, besi
         room.check(files.parameters() * dtype.itemsize + beside, device, what, "a smaller model or --dtype takes less")
 
 
-def _read_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
+def _placed(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
+    """Where quantised weights are put while they are read: their layout depends on it, so that none is moved later."""
+    quantised = getattr(files.config, "quantization_config", None) is not None
+    if spread and quantised:
+        return {"device_map": "auto"}
+    return {"device_map": {"": device}} if quantised and device.type != "cpu" else {}
+
+
+def _read_weights(source: Source, config: Any, dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
     model = whole_model(
         source,
         dtype=dtype,
         attn_implementation=FAMILIES[config.model_type].kernel,
         use_safetensors=True if source.gguf_file is None else None,
+        **placed,
     )
     if source.gguf_file is not None:
         gguf_cache.check_used(gguf_header.read_header(source.path), model, source.name)
@@ -195,12 +211,12 @@ def _read_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
 
 
 def load_model(
-    name: str, dtype: str = "auto", device: str = "auto", seed: int = 0, device_map: str = "none"
+    name: str, dtype: str = "auto", device: str = "auto", seed: int = 0, device_map: str = "none", revision: str = ""
 ) -> Adapter:
     """`open_model` and `load_weights` in one. Raises what they raise, and ConfigError for dtype and device."""
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
-    return load_weights(open_model(name, seed), precision, place, seed, device_map)
+    return load_weights(open_model(name, seed, revision), precision, place, seed, device_map)
 
 
 def _aligned(model: Any) -> Any:
@@ -210,14 +226,29 @@ def _aligned(model: Any) -> Any:
     same weights would give other numbers from another file.
     """
     for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
+        plain = type(parameter) is torch.nn.Parameter  # others hold their numbers in tensors inside
+        if plain and parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
             parameter.data = parameter.data.clone()
     return model
+
+
+def _settled(model: Any, name: str, device: torch.device, spread: bool) -> Any:
+    """The model where it computes. Raises ModelError where it does not fit there."""
+    if places := getattr(model, "hf_device_map", None):  # put there while it was read
+        _check_places(places, name)
+        return _aligned(model)
+    return _spread(model, name) if spread else _aligned(model.to(device))
 
 
 def _spread(model: Any, name: str) -> Any:
     """The model with its layers over all GPUs, each whole on one of them; on the CPU where there is none."""
     places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
+    _check_places(places, name)
+    return dispatch_model(model, places)
+
+
+def _check_places(places: Mapping[str, Any], name: str) -> None:
+    """Raise ModelError where a part of a model would not lie where it computes."""
     outside = {str(place) for place in places.values()} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
     if outside:
         msg = (
@@ -225,7 +256,6 @@ def _spread(model: Any, name: str) -> Any:
             "use a smaller --dtype, more GPUs, or --device cpu"
         )
         raise ModelError(msg)
-    return dispatch_model(model, places)
 
 
 def _random_config(name: str) -> Any:
@@ -242,9 +272,9 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: i
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
 
 
-def _revision(source: Source, config: Any) -> str:
+def _revision(source: Source) -> str:
     """The hub's commit, or a digest of the local files."""
-    if commit := getattr(config, "_commit_hash", None):
-        return str(commit)
+    if source.repository is not None:
+        return source.repository.commit
     with explained(source, "what tells it from others"):
-        return revision.of_folder(source.path, stored_weights.files(source.path))
+        return fingerprint.of_folder(source.path, stored_weights.files(source.path))

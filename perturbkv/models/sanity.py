@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from perturbkv.errors import ModelError
+from perturbkv.models import quantisers
 
 SIZES: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": (1, 1000),
@@ -26,8 +27,6 @@ SIZES: Mapping[str, tuple[int, int]] = {
 left to transformers."""
 _MUST_BE_THERE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size",
                   "max_position_embeddings")  # fmt: skip
-_BITSANDBYTES = {"load_in_4bit", "load_in_8bit"}
-"""What older configurations of bitsandbytes say instead of a method."""
 _POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings")
 """Of the rotations, wherever they stand."""
 
@@ -60,9 +59,7 @@ def _is_quantised(about: Any) -> bool:
     """Whether transformers knows how the weights are quantised: what it does not know it passes over."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    held = about if isinstance(about, dict) else about.to_dict() if hasattr(about, "to_dict") else {}
-    method = held.get("quant_method") or ("bitsandbytes" if _BITSANDBYTES & held.keys() else None)
-    return str(getattr(method, "value", method)) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
+    return quantisers.method(about) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
 
 
 def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:

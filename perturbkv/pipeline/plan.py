@@ -119,15 +119,16 @@ def plan(
     check_configurations(len(configs))
     positions.check(configs, files.config, files.name)
     sources.check(configs, files.config, files.name)
-    generate = prompts.generation_length if settings.generate is None else settings.generate
+    generate = _own_length(prompts) if settings.generate is None else settings.generate
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
+    graded = _grading(prompts, settings.scored) if generate else {}
     run = RunConfig(
         model=files.name,
         dataset=prompts.dataset,
         configs=fitting(configs, prompts, settings.scenario, settings.leave_out_unfit),
         revision=files.revision,
         random_weights=files.random_weights,
-        dataset_options={**prompts.options, **(_grading(prompts, settings.scored) if generate else {})},
+        dataset_options={**prompts.options, **graded},
         samples=len(prompts),
         seed=prompts.seed,
         steps=settings.steps,
@@ -149,6 +150,19 @@ def plan(
         resources = _with_room(resources, shape, run, prompts, placement, loaded)
     batches = _batches(shape, run, prompts, resources)
     return Plan(files, placement, prompts, run, resources, batches, settings.text, loaded)
+
+
+def _own_length(prompts: Prompts) -> int:
+    """Tokens of an answer at most, as the data say; told where some of a file's data sets say less."""
+    length, recorded = prompts.generation_length, prompts.options.get("wording", {})
+    own = {name: one["generation_length"] for name, one in recorded.items() if "generation_length" in one}
+    less = [f"{name}'s {tokens}" for name, tokens in own.items() if tokens < length]
+    if less:
+        _log.info(
+            "every answer to %s may have %d tokens, not %s: scores of these are not LongBench's; give each data set a "
+            "file of its own", prompts.dataset, length, ", ".join(less),
+        )  # fmt: skip
+    return length
 
 
 def _grading(prompts: Prompts, scored: bool) -> dict[str, list[str]]:

@@ -102,10 +102,12 @@ def _documents(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _run(path: Path, header: Mapping[str, Any]) -> RunConfig:
     limit = header.get("compress_every")
+    if not isinstance(header.get("run"), dict):
+        raise _KIND.refusal(path, "a first line without its run")
     try:
         run = RunConfig.from_json(json.dumps(header.get("run")))
     except ConfigError as error:
-        raise _KIND.refusal(path, f"a first line without its run ({error})") from None
+        raise _KIND.refusal(path, f"a first line whose run cannot be read ({error})") from None
     if not (limit is None or (isinstance(limit, int) and not isinstance(limit, bool))):
         raise _KIND.refusal(path, f"a first line whose compress_every is {str(limit)[:40]}")
     return run

@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from perturbkv.analyses.divergence import divergence
+from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.rouge import rouge_l
 from perturbkv.errors import ConfigError
 from perturbkv.storage.answers_file import read_answers
@@ -51,7 +52,7 @@ def test_shares_of_answers_alike_so_far_are_counted_token_by_token() -> None:
     assert first.free.alike_after(6)[0].tolist() == [1, 0.8, 0.8, 0.2, 0, 0, 0]
 
 
-def test_kl_is_averaged_over_an_answers_tokens_and_then_over_samples() -> None:
+def test_kl_is_averaged_over_an_answers_tokens_and_its_median_over_samples_told() -> None:
     found = divergence(written(*ROWS))
     first, second = (one.forced for one in found.configs)
     assert first is not None
@@ -62,7 +63,9 @@ def test_kl_is_averaged_over_an_answers_tokens_and_then_over_samples() -> None:
     assert first.top1.tolist() == [2 / 6, 0, 1, 0, 1]
     assert found.span == 1
     columns = [[0, 3, 0.5, 1, 0.25], [0, 3, 0.5, 2, 0.25], [2, 3, 3, 0.25], [1, 3, 4], [1, 3, 5], [2, 3, 6]]
-    np.testing.assert_allclose(first.curve, [np.mean(column) for column in columns])
+    np.testing.assert_allclose(first.curve, [np.median(column) for column in columns])
+    assert first.medians == {"kl": 1, "last": 1.5}
+    assert first.kl_interval == Interval(0.25, 3.5)  # five samples: the least and the largest hold it in 93.75 %
     assert first.curve_interval is not None
     assert np.isnan(first.curve_interval.low).tolist() == [False, False, True, True, True, True]  # of fewer than five
     assert found.lengths == (6, 6, 2, 6, 3)
@@ -89,9 +92,43 @@ def test_what_was_not_measured_is_said_and_nothing_is_made_up() -> None:
 def test_a_conclusion_says_both_questions_with_n() -> None:
     told = divergence(written(*ROWS)).conclusion()
     assert told.startswith("Half of the answers, or more, are the full cache's with 1 of 2 configurations; ")
-    assert "the mean KL is 0.22 nat with two-stage to 1.65 nat with attention (n = 5 samples)" in told
+    assert told.endswith(
+        "where every cache reads the full one's, the median KL of 5 answers is 0 nat [0, 1] with two-stage to 1 nat "
+        "[0.25, 3.5] with attention (n = 5 samples; held / full 0.50)."
+    )
     alone = divergence(written(*(row(name, FULL, [[1, 2]], configs=CONFIGS[:1]) for name in "ab"), configs=CONFIGS[:1]))
     assert alone.conclusion().startswith("The median answer first differs from the full cache's after 2 tokens (n = 2")
+
+
+def test_an_empty_answer_has_no_kl_and_one_that_carries_the_mean_does_not_carry_what_is_told() -> None:
+    values = [0.1, 0.2, 0.3, 0.4, 0.5, 900.0]
+    rows = [row(f"s{place}", [1], [[1], [1]], [[value], [value]]) for place, value in enumerate(values)]
+    rows += [row(f"e{place}", [], [[], []], [[], []]) for place in range(3)]
+    found = divergence(written(*rows))
+    forced = found.configs[0].forced
+    assert forced is not None
+    assert forced.medians["kl"] == pytest.approx(0.35)
+    assert "the median KL of 6 answers is 0.35 nat" in found.conclusion()
+    assert "the 6 answers with any" in found.notes()
+    assert "(n = 9 samples; held / full 0.50)" in found.conclusion()
+
+
+def test_caches_that_are_compressed_again_hold_so_much_at_the_start_alone() -> None:
+    found = divergence(written(*ROWS, compress_every=1100))
+    assert "at the start" in repr(found)
+    assert "held / full 0.50 at the start" in found.conclusion()
+    assert "As the answers began; above 1,100 entries caches were compressed again." in found.notes()
+    assert "(held 0.50 at the start)" in "".join(text.get_text() for text in found.plot().legends[0].get_texts())
+    assert "at the start" not in repr(divergence(written(*ROWS)))
+
+
+def test_a_cache_above_the_full_one_is_explained() -> None:
+    rows = [dict(one) for one in ROWS]
+    for one in rows:
+        one["evicted"] = {label: {**made, "held_share": 1.2} for label, made in one["evicted"].items()}
+    said = "Above 1 nothing is saved: every query head keeps a set of its own; --granularity kv"
+    assert said in divergence(written(*rows)).notes()
+    assert said not in divergence(written(*ROWS)).notes()
 
 
 def lcs(first: list[str], second: list[str]) -> int:
@@ -143,7 +180,10 @@ LABEL = CONFIGS[0].label()
         ([], "an empty one"),
         (["{"], "a line 1 that is no JSON object"),
         ([header(), "{", ROWS[0]], "a line 2 that is no JSON object"),
-        ([{"run": 3}, ROWS[0]], "a first line without its run"),
+        ([{"run": 3}, ROWS[0]], "a first line without its run; "),
+        ([{"prompt": "x"}], "a first line without its run; "),
+        ([{"run": {}}], "a first line whose run cannot be read .*got one without "),
+        ([{"run": {**header()["run"], "configs": 3}}], "got one with an entry that no run has"),
         ([header(compress_every="x"), ROWS[0]], "a first line whose compress_every is x"),
         ([header()], "one without answers"),
         ([header(), ROWS[0], ROWS[0]], "one that answers a sample twice"),

@@ -11,7 +11,7 @@ from scipy import stats
 
 from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import half_share, plain
-from perturbkv.analyses.intervals import CORRELATION, POSITIVE, RATIO, Interval, Kind, share_of
+from perturbkv.analyses.intervals import CORRELATION, DIFFERENCE, POSITIVE, RATIO, Interval, Kind, share_of
 
 DRAW = np.random.default_rng(0)
 POPULATION = 40
@@ -174,6 +174,51 @@ def test_a_ratio_of_skewed_sums_is_covered_and_a_percentile_bootstrap_would_not(
 
     assert coverage(truth, ours) >= 0.92
     assert coverage(truth, percentile, 600) < 0.92
+
+
+def lost(source: np.random.Generator, share: float, samples: int) -> np.ndarray:
+    """Drops of a score, 0 but in a share of the samples."""
+    return np.where(source.random(samples) < share, source.beta(1, 3, samples), 0.0)
+
+
+@pytest.mark.parametrize("samples", [8, 12, 20, 40, 100])
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.1, 0.05, 0.02])
+def test_rare_losses_are_covered_in_at_least_92_percent_of_draws(share: float, samples: int) -> None:
+    source, draws, held = np.random.default_rng(1), 800, 0
+    for _ in range(draws):
+        found = intervals.of_mean(lost(source, share, samples), DIFFERENCE)
+        assert found is not None
+        held += found.low <= share / 4 <= found.high
+    assert held / draws >= 0.92 - 2 * math.sqrt(0.92 * 0.08 / draws)
+
+
+def test_without_the_share_that_was_not_seen_rare_losses_would_be_missed() -> None:
+    source, held = np.random.default_rng(1), 0
+    for _ in range(800):
+        found = intervals.of_mean(lost(source, 0.1, 20), Kind(3 / 8, limits=(-1, 1)))
+        assert found is not None
+        held += found.low <= 0.025 <= found.high
+    assert held / 800 < 0.9
+
+
+def test_an_end_of_rare_differences_lies_further_out_by_what_n_alike_samples_leave_room_for() -> None:
+    unseen = 1 - 0.025 ** (1 / 12)
+
+    def ends(each: list[float]) -> tuple[float, float, float, float]:
+        values = np.array(each)
+        reach = stats.t.ppf(0.975, 3 / 8 * 12) * values.std(ddof=1) / math.sqrt(12)
+        found = intervals.of_mean(values, DIFFERENCE)
+        assert found is not None
+        return values.mean() - reach, values.mean() + reach, found.low, found.high
+
+    low, high, ours_low, ours_high = ends([0.0] * 8 + [0.1, 0.2, 0.4, -0.1])  # undecided: both ends
+    assert ours_low == pytest.approx(low - unseen * (0.05 + 0.1))
+    assert ours_high == pytest.approx(high + unseen * (0.4 - 0.05))
+    low, high, ours_low, ours_high = ends([0.0] * 6 + [0.3, 0.35, 0.3, 0.4, 0.35, 0.3])  # decided, and stays so
+    assert low > 0
+    assert (ours_low, ours_high) == (pytest.approx(low), pytest.approx(high + unseen * (0.4 - 1 / 6)))
+    low, high, ours_low, ours_high = ends([0.0] * 5 + [0.1, 0.2, 0.4, -0.1, 0.3, 0.2, 0.1])  # fewer ties than half
+    assert (ours_low, ours_high) == (pytest.approx(low), pytest.approx(high))
 
 
 def test_half_of_a_sum_lies_in_the_fewest_parts_that_reach_it() -> None:

@@ -14,7 +14,11 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
+from perturbkv.analyses import intervals
+from perturbkv.analyses.intervals import Kind
+from perturbkv.analyses.judged import bounded
 from perturbkv.errors import ConfigError, PluginError
+from perturbkv.judging.judgements import Judge
 from perturbkv.judging.questions import pairwise, singly
 from tests.support.answers import CONFIGS, row, written
 from tests.support.judges import planted_judge
@@ -53,6 +57,62 @@ def test_scores_come_to_means_and_drops_whatever_their_order() -> None:
     assert found.records()[0]["comment"] == "8 long"
     assert len(found.records()) == 15
     assert "Scores given: 2 to 11" in found.notes()
+
+
+def test_scores_that_are_all_alike_have_no_interval_without_a_scale_and_one_with_it() -> None:
+    bare, told = asked("ten"), asked("ten", scale=(1, 10))
+    unseen = 1 - 0.025 ** (1 / 5)
+    for cache in (bare.full, *bare.configs):
+        assert (cache.interval, cache.drop_interval) == (None, None)
+    assert told.full.interval == intervals.Interval(pytest.approx(10 - 9 * unseen), 10.0)
+    assert told.configs[0].drop_interval == intervals.Interval(pytest.approx(-9 * unseen), pytest.approx(9 * unseen))
+    assert repr(bare).count("all alike") == 5  # mean scores of three caches, drops of two
+    assert "give --scale to bound what was not seen" in bare.notes()
+    assert "[10.00, 10.00]" not in repr(bare)
+    assert "all alike" not in repr(told).lower()
+    assert bare.to_dict()["full"]["mean_interval"] is None
+    assert bare.conclusion() == (
+        "Whether the judge scores answers from evicted caches lower is undecided in both configurations: full cache "
+        "10.0, drop 0.00 (n = 5 samples)."
+    )
+
+
+def test_the_interval_of_a_judge_without_a_scale_covers_where_there_is_one() -> None:
+    source, draws, told, held = np.random.default_rng(0), 400, 0, 0
+    judge = Judge(("true",))
+    for _ in range(draws):
+        given = np.where(source.random((3, 8)) < 0.95, 10.0, 3.0)
+        limits = (given.min(), given.max())
+        found = bounded(given[0], Kind(3 / 8, limits=limits), judge)
+        if found is not None:
+            told, held = told + 1, held + (found.low - 1e-9 <= 0.95 * 10 + 0.05 * 3 <= found.high + 1e-9)
+    assert told > 50
+    assert held / told >= 0.92
+
+
+def test_a_compressed_cache_is_said_to_hold_so_much_at_the_start() -> None:
+    again = written(*ANSWERS.rows, compress_every=300)
+    single = pk.judge(again, planted_judge("length"), progress=False)
+    pairs = pk.judge(again, planted_judge("longer"), pairwise=True, progress=False)
+    for found in (single, pairs):
+        assert "held / full" in repr(found)
+        assert "at the start" in repr(found)
+        assert "As the answers began; above 300 entries caches were compressed again." in found.notes()
+        assert all("at the start" in name.get_text() for name in found.plot().axes[0].get_yticklabels())
+    assert "at the start" not in repr(asked("length"))
+
+
+def test_where_all_answers_are_the_same_nobody_is_asked_and_that_is_said() -> None:
+    alike = written(*(row(name, [1, 2], [[1, 2], [1, 2]]) for name in "abc"))
+    found = pk.judge(alike, planted_judge("first"), pairwise=True, progress=False)
+    assert found.conclusion() == (
+        "All answers from evicted caches are the full cache's: the judge was asked nothing (n = 3 samples)."
+    )
+    assert "6 pairs of the same text" in found.notes()
+    few = written(*(row(name, [1, 2], [[1, 2], [3]]) for name in "abc"))
+    said = pk.judge(few, planted_judge("first"), pairwise=True, progress=False).conclusion()
+    assert "ranges" not in said  # exact intervals
+    assert said.endswith("(n = 3 samples).")
 
 
 def test_pairs_are_won_tied_and_lost_with_exact_intervals() -> None:
@@ -133,12 +193,12 @@ def test_answers_that_came_are_kept_and_the_same_call_goes_on(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "more", "told"),
     [
-        ("few", {}, "an answer as for all of 15 questions, got '1 without one'"),
-        ("twice", {}, "each once, got '[0-9a-f]+' .given already."),
+        ("few", {}, r"an answer to each of 15 questions, got none to 1, such as sample 'a' \(full cache\)"),
+        ("twice", {}, "each once, got '[0-9a-f]+' .given already, of sample 'a' .full cache.."),
         ("unknown", {}, 'each once, got "nobody\'s" .unknown.'),
-        ("prose", {}, "lines from the judge that are JSON objects, got b'I think it is good"),
+        ("prose", {}, "lines from the judge that are JSON objects, got 'I think it is good.'"),
         ("silent", {"time_limit": 5}, "said nothing for 5 seconds; raise --time-limit"),
-        ("unnumbered", {}, "a `score` that is a number, got 'good'"),
+        ("unnumbered", {}, r"of sample 'a' \(full cache\), a `score` that is a number, got 'good'"),
         ("unfinite", {}, "lines from the judge that are JSON objects"),
         ("huge", {}, "a `score` that is a number, got 1000"),
         ("length", {"scale": (0, 5)}, "a `score` from 0 to 5, got"),

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
+from perturbkv.analyses.calibration import curve
 from perturbkv.analyses.link import Link, link
 from perturbkv.analyses.link_prompts import NAMES
 from tests.support.linked import answered, methods
@@ -103,16 +104,32 @@ def test_an_answer_at_the_very_share_is_kept_whatever_rounding_says() -> None:
     assert not one.lost.any()
 
 
-def test_between_prompts_no_pair_is_of_one_prompt(found: Link) -> None:
-    wins, pairs = 0.0, 0
-    for i, j in itertools.permutations(HELD, 2):
-        for a, b in itertools.product(range(CONFIGS), repeat=2):
-            if LOST[i, a] and not LOST[j, b]:
-                wins, pairs = wins + 0.5 + 0.5 * np.sign(MOVED[i, a] - MOVED[j, b]), pairs + 1
-    between = found.settings[0].control("propagated").between
-    assert between.value == pytest.approx(wins / pairs)
+@pytest.mark.parametrize(("share", "decide"), [(0.5, 8), (0.25, 5)])
+def test_between_prompts_no_pair_is_of_one_prompt_and_the_scarcer_side_decides(share: float, decide: int) -> None:
+    (setting,) = link(answered(methods(CONFIGS), SCORES, FULL, {"propagated": MOVED}), lost=share).settings
+    between, lost = setting.control("propagated").between, SCORES < share * FULL[:, None]
+    value, count = area_between(HELD, lost), len(HELD)
+    assert between.value == pytest.approx(value)
+    left_out = np.array([area_between([one for one in HELD if one != left], lost) for left in HELD])
+    error = math.sqrt((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum())
+    scarcer = min(sum(lost[place].any() for place in HELD), sum(not lost[place].all() for place in HELD))
+    assert between.prompts == scarcer == decide
+    reach = stats.t.ppf(0.975, 3 / 8 * scarcer) * error
     assert between.interval is not None
-    assert between.interval.low < between.value < between.interval.high
+    assert (between.interval.low, between.interval.high) == pytest.approx(
+        (max(0, value - reach), min(1, value + reach))
+    )
+
+
+def area_between(prompts: list[int], lost: np.ndarray[Any, Any]) -> float:
+    """The share of pairs of a lost and a kept answer of different prompts in which the lost one is more perturbed."""
+    wins = [
+        0.5 + 0.5 * np.sign(MOVED[i, a] - MOVED[j, b])
+        for i, j in itertools.permutations(prompts, 2)
+        for a, b in itertools.product(range(CONFIGS), repeat=2)
+        if lost[i, a] and not lost[j, b]
+    ]
+    return float(np.mean(wins))
 
 
 def test_theta_hat_is_of_the_heads_with_evidence_under_every_method() -> None:
@@ -163,6 +180,21 @@ def test_bins_hold_equally_many_answers_and_their_upper_end() -> None:
     ]  # fmt: skip
 
 
+def test_a_bin_in_which_few_prompts_hold_most_answers_is_as_unsure_as_their_effective_number() -> None:
+    """Of forty prompts of a bin twelve hold four answers each: (Σ c)² / Σ c² = 27.6 prompts of equally many."""
+    counts, hits = np.repeat([4, 2, 1], [12, 4, 24]), np.arange(40) % 2
+    moved = np.where(np.arange(4) < counts[:, None], 1.0, 2.0)
+    (first, _) = curve(moved, np.repeat(hits[:, None], 4, axis=1) == 1, np.zeros((40, 4)), bins=2)
+    assert (first.answers, first.prompts) == (80, 40)
+    share = (counts * hits).sum() / counts.sum()
+    left = [np.delete(counts * hits, one).sum() / np.delete(counts, one).sum() for one in range(40)]
+    error = math.sqrt(39 / 40 * ((np.array(left) - np.mean(left)) ** 2).sum())
+    reach = stats.t.ppf(0.975, 3 / 8 * counts.sum() ** 2 / (counts**2).sum()) * error
+    assert first.lost_interval is not None
+    assert 0 < share - reach < share + reach < 1
+    assert (first.lost_interval.low, first.lost_interval.high) == pytest.approx((share - reach, share + reach))
+
+
 def test_a_bin_whose_answers_are_all_of_a_few_prompts_is_as_unsure_as_these() -> None:
     """Thirty prompts of four alike answers each say no more of a share than thirty answers do."""
     each = np.arange(30) % 2
@@ -198,19 +230,6 @@ def test_many_deals_are_drawn_and_agree_with_all_of_them() -> None:
     assert (drawn.exact, drawn.deals) == (False, 4096)
     assert drawn.high == pytest.approx(exact.high / math.sqrt(2), abs=0.12)  # twice the prompts
     assert drawn.p >= 1 / 4096
-
-
-def test_a_methods_name_tells_what_other_prompts_perturbation_tells(found: Link) -> None:
-    others = [
-        stats.spearmanr(MOVED[other], SCORES[place]).statistic
-        for place, other in itertools.permutations(HELD, 2)
-        if len(set(SCORES[place])) > 1
-    ]
-    own = correlations(stats.spearmanr, MOVED)
-    control = found.settings[0].control("propagated")
-    assert control.by_name.value == pytest.approx(np.mean(others))
-    assert control.beyond.value == pytest.approx(np.mean(own) - np.mean(others))
-    assert control.by_name.prompts == len(own)
 
 
 def test_measures_are_held_against_each_other_on_the_same_prompts(found: Link) -> None:
@@ -265,14 +284,22 @@ def test_traces_are_pooled_prompt_by_prompt_and_their_data_sets_told_apart() -> 
     turned = [configs[place] for place in (2, 0, 1)]  # the other trace measured them in another order
     second = answered(turned, scores[3:][:, [2, 0, 1]], FULL[6:], {"propagated": moved[3:][:, [2, 0, 1]]}, dataset="b")
     whole, both = link(answered(configs, scores, FULL[3:], {"propagated": moved})), link([first, second])
-    assert both.overall[0] == whole.overall[0]
-    assert both.settings[0].control("propagated").by_name == whole.settings[0].control("propagated").by_name
+    assert (both.overall[0].strengths, both.overall[0].contrasts) == (
+        whole.overall[0].strengths,
+        whole.overall[0].contrasts,
+    )
+    assert both.settings[0].control("propagated") == whole.settings[0].control("propagated")
     assert [one.dataset for one in both.overall] == ["", "a", "b"]
-    alone = link(second).overall[0].strength("propagated").rho
-    assert both.overall[2].strength("propagated").rho == alone
+    alone = link(second).overall[0]
+    assert both.overall[2].strength("propagated").rho == alone.strength("propagated").rho
+    assert both.overall[2].named("propagated").rho.beyond == alone.named("propagated").rho.beyond
+    apart = [link(one).settings[0].named("propagated").rho.others for one in (first, second)]
+    pooled = sum(one.value * one.prompts for one in apart) / sum(one.prompts for one in apart)
+    assert both.settings[0].named("propagated").rho.others.value == pytest.approx(pooled)  # others of its own data set
     assert (both.identity.dataset, both.identity.samples) == ("a, b", 6)
     assert [row["dataset"] for row in both.records()] == ["a"] * 9 + ["b"] * 9
-    assert "3 of 3 prompts of a, 3 of 3 prompts of b" in repr(both)
+    assert f"3 of 3 prompts of a (score > 0; median {np.median(FULL[3:6]):g})" in " ".join(repr(both).split())
+    assert [part.median_full for part in both.parts] == [np.median(FULL[3:6]), np.median(FULL[6:])]
 
 
 def test_only_the_methods_asked_for_are_ranked() -> None:

@@ -16,7 +16,7 @@ from perturbkv.errors import ConfigError, PerturbkvError, TraceError
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import Trace
 from tests.support.linked import answered, methods
-from tests.support.traces import sample_trace, trace
+from tests.support.traces import sample_trace, text, trace
 
 MOVED = np.random.default_rng(0).lognormal(size=(6, 3))
 MIXED = np.array([[1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 0]], dtype=float)
@@ -31,14 +31,14 @@ def made(scores: Any = MIXED, full: Any = (1,) * 6, **more: Any) -> Trace:
     [
         (MIXED, np.zeros(6), "The full cache answers none of 6 prompts (score > 0): there is nothing that eviction can",
          "the full cache answers no prompt", False),
-        (np.ones((6, 3)), np.ones(6), "no two methods of a prompt score differently; no answer is lost",
+        (np.ones((6, 3)), np.ones(6), "no two methods of a prompt score differently. No answer is lost.",
          "no answer is lost; no two methods of a prompt score differently", False),
-        (np.zeros((6, 3)), np.ones(6), "no two methods of a prompt score differently; every answer is lost",
+        (np.zeros((6, 3)), np.ones(6), "no two methods of a prompt score differently. Every answer is lost.",
          "every answer is lost; no two methods of a prompt score differently", False),
-        (0.6 + MIXED / 4, np.ones(6), "no answer is lost", "no answer is lost", True),
-        (MIXED / 4, np.ones(6), "every answer is lost", "every answer is lost", True),
+        (0.6 + MIXED / 4, np.ones(6), "No answer is lost.", "no answer is lost", True),
+        (MIXED / 4, np.ones(6), "Every answer is lost.", "every answer is lost", True),
         (np.repeat([[1, 0], [1, 0], [0, 1]], 3, axis=1).reshape(6, 3), np.ones(6),
-         "no prompt has lost and kept answers",
+         "No prompt has lost and kept answers.",
          "no prompt has lost and kept answers; no two methods of a prompt score differently", False),
     ],
     ids=["none answered", "all right", "all lost", "all kept, graded", "all lost, graded", "alike within prompts"],
@@ -66,10 +66,57 @@ def test_methods_that_perturb_alike_have_no_ranks_whatever_they_score() -> None:
 
 def test_fewer_than_five_prompts_have_ranges_and_are_called_too_few() -> None:
     result = link(answered(methods(3), MIXED[:3], np.ones(3), {"propagated": MOVED[:3]}))
-    assert "too few for an interval" in result.conclusion()
+    said = " ".join(result.conclusion().split())
+    assert "too few for an interval" in said
+    assert "less what the methods' names alone tell: " in said
+    assert "of too few prompts to say whether that is more" in said
     interval = result.settings[0].strength("propagated").rho.interval
     assert interval is not None
     assert interval.kind == "range"
+
+
+def test_a_single_prompt_of_its_data_set_has_no_others_to_hold_the_names_against() -> None:
+    parts = [answered(methods(3), MIXED[[place]], [1], {"propagated": MOVED[[place]]}, dataset=name)
+             for place, name in enumerate("ab")]  # fmt: skip
+    result = link(parts)
+    assert result.overall[0].strength("propagated").rho.prompts == 2
+    assert result.overall[0].named("propagated").rho.beyond.prompts == 0
+    assert "cannot be said: no data set has two such prompts" in " ".join(result.conclusion().split())
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_measures_that_tie_for_the_lowest_are_named_together_and_few_methods_are_told() -> None:
+    told = " ".join(repr(link(made())).split())
+    assert "lowest ρ, by looking: isolated L1, propagated L1, θ, θ̂ and 1 − S alike, 0.14 [" in told
+    assert "3 methods have 6 orders only: measures that agree in them cannot be told apart" in told
+    draw = np.random.default_rng(1)
+    moved = draw.lognormal(size=(6, 5))
+    scores = 1 / (1 + moved.argsort(axis=1).argsort(axis=1))
+    alone = {"isolated": moved, **dict.fromkeys(("propagated", "theta", "lost"), draw.lognormal(size=(6, 5)))}
+    told = " ".join(repr(link(answered(methods(5), scores, np.ones(6), alone))).split())
+    assert "lowest ρ, by looking: isolated L1, −1.00" in told
+    assert "orders only" not in told
+
+
+def test_a_screen_leads_with_what_one_reads_and_shows_the_rest_where_it_is_asked_for() -> None:
+    trace = answered([*methods(3), *methods(3, 128)], np.tile(MIXED, (1, 2)), np.ones(6),
+                     {"propagated": np.tile(MOVED, (1, 2))})  # fmt: skip
+    short, whole = link(trace), link(trace, everything=True)
+    assert [part.title.partition(",")[0] for part in short.tables() if isinstance(part, Table)] == [
+        "all budgets", "propagated L1"
+    ]  # fmt: skip
+    assert len(repr(short).splitlines()) < 65 < len(repr(whole).splitlines())
+    assert whole.tables()[: len(short.tables())] == short.tables()
+    titles = " ".join(part.title for part in whole.tables() if isinstance(part, Table))
+    for said in (
+        "what else could make it",
+        "each against 1 − S",
+        "circular: of the answer's second token",
+        "how often",
+    ):
+        assert said in titles
+    assert short.to_dict() == whole.to_dict()
+    assert ("--all" in short.notes(), "--all" in whole.notes()) == (True, False)
 
 
 def test_a_budget_of_two_methods_is_named_and_not_ranked() -> None:
@@ -79,6 +126,33 @@ def test_a_budget_of_two_methods_is_named_and_not_ranked() -> None:
     )
     assert ([one.name for one in result.settings], result.too_few) == (["64"], ("128",))
     assert "b=128: fewer than 3 methods, no ranks" in repr(result)
+
+
+FILE = {"file_sha256": "0f"}
+
+
+def copied(name: str, **more: Any) -> Trace:
+    """The trace of `made` of a.jsonl, as if the file had another name."""
+    trace = made(dataset="a.jsonl", **more)
+    return dataclasses.replace(trace, run=dataclasses.replace(trace.run, dataset=name))
+
+
+def with_text(trace: Trace, said: str) -> Trace:
+    """The trace as if it had stored its prompts' text."""
+    rows = [text(f"{said} {place}") for place in range(len(trace.sample_ids))]
+    stored: dict[str, Any] = {
+        "prompt_count": np.array([len(one["prompt_token"]) for one in rows]),
+        "prompt_offset": np.cumsum([0, *(len(one["prompt_token"]) for one in rows)])[:-1],
+        "prompt_token": np.concatenate([one["prompt_token"] + len(said) + place for place, one in enumerate(rows)]),
+    }
+    return dataclasses.replace(trace, arrays={**trace.arrays, **stored})
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_data_sets_with_and_without_a_chat_template_go_together(other: bool) -> None:
+    """LongBench's few-shot and code sets go without one, whatever the model."""
+    both = [made(dataset="qasper"), with_text(made(dataset="trec", chat_template=other), "x")]
+    assert [part.dataset for part in link(both).parts] == ["qasper", "trec"]
 
 
 def ungraded() -> Trace:
@@ -108,6 +182,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "expected adakv among the trace's methods, got a trace of snapkv:attention, snapkv:two-stage, snapkv:random",
     ),
     "the same prompts twice": (lambda: link([made(), made()]), "expected every prompt once, got sample 'd0' of d"),
+    "the same file under another name": (
+        lambda: link([made(dataset="a.jsonl", dataset_options=FILE), copied("b/a.jsonl", dataset_options=FILE)]),
+        "got sample 'a.jsonl0' of a.jsonl in made.h5 and sample 'a.jsonl0' of b/a.jsonl in made.h5, the same; leave",
+    ),
+    "the same data set under another metric": (
+        lambda: link([made(dataset_options={"metrics": ["f1"]}), made(dataset_options={"metrics": ["rouge-l"]})]),
+        "expected every prompt once, got sample 'd0' of d in made.h5 and sample 'd0' of d in made.h5",
+    ),
+    "the same text in another file": (
+        lambda: link([made(), with_text(made(dataset="e"), "here 1"), with_text(made(dataset="f"), "here 1")]),
+        "expected every prompt once, got sample 'e0' of e in made.h5 and sample 'f0' of f in made.h5",
+    ),
+    "a data set with a chat template and without": (
+        lambda: link([made(), made(seed=1, chat_template=False)]), "expected traces of one chat template, got True in"
+    ),
     "another model": (
         lambda: link([made(), made(dataset="e", model="other")]),
         "expected traces of one model, got m in made.h5 and other in made.h5; give them singly",

@@ -100,6 +100,18 @@ def test_a_skewed_positive_mean_is_covered(name: str, samples: int) -> None:
     assert covered(one_sided.mean_at_most, draw, samples, truth, upper=True) >= LEAST
 
 
+@pytest.mark.parametrize(("samples", "least", "most"), [(8, 0.66, 0.82), (40, 0.84, 0.95)])
+def test_a_mean_that_one_prompt_in_ten_carries_is_covered_as_often_as_is_said(
+    samples: int, least: float, most: float
+) -> None:
+    def draw(source: np.random.Generator, count: int) -> np.ndarray:
+        small, large = source.lognormal(-4, 1, count), source.lognormal(1, 0.5, count)
+        return np.where(source.random(count) < 0.9, small, large)
+
+    truth = 0.9 * math.exp(-3.5) + 0.1 * math.exp(1.125)
+    assert least < covered(one_sided.mean_at_most, draw, samples, truth, upper=True) < most  # 74 and 90 % of 1,500
+
+
 def test_students_bound_alone_would_not_cover_it() -> None:
     draw, truth = SKEWED["lognormal, spread 1.5"]
     assert covered(student, draw, 24, truth, upper=True) < 0.85

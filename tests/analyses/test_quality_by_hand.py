@@ -165,6 +165,16 @@ def test_the_best_of_each_budget_is_marked_where_scores_differ() -> None:
     assert "*50.0" not in shown
 
 
+def test_every_record_has_what_its_own_cache_holds() -> None:
+    held = np.array([[0.02, 0.1, 0.1], [0.08, 0.1, 0.1], [0.05, 0.1, 0.1], [0.05, 0.1, 0.1], [0.1, 0.1, 0.1]])
+    made = graded("multi_news", *NEWS)
+    arrays = {**made.arrays, "held_share": held}
+    result = quality(replace(made, arrays=arrays))
+    own = [row["held"] for row in result.records() if row["config"] == CONFIGS[0].label()]
+    assert own == pytest.approx([0.02, 0.08, 0.05, 0.05, 0.1])
+    assert result.average.held.tolist() == pytest.approx([0.06, 0.1, 0.1])
+
+
 def test_the_first_step_stands_beside_each_score() -> None:
     moved = [[0.1, 0.2, 0.5], [0.3, 0.1, 0.6], [0.2, 0.4, 0.7], [0.5, 0.3, 0.9], [0.4, 0.6, 0.8]]
     kl = [[0.01 * value for value in row] for row in moved]
@@ -198,7 +208,7 @@ def test_configurations_that_a_trace_lacks_are_left_out_by_name() -> None:
     less = graded("qasper", QASPER[0], [row[:2] for row in QASPER[1]], CONFIGS[:2])
     result = quality([graded("multi_news", *NEWS), less])
     assert (result.configs, result.left_out) == (CONFIGS[:2], CONFIGS[2:])
-    assert f"Left out, as not every trace holds them: {CONFIGS[2].label()}" in result.notes()
+    assert f"Left out, as not all data sets have them (qasper): {CONFIGS[2].label()}." in result.notes()
     assert result.datasets[1].evicted[1].value == pytest.approx(sum(of(NEWS[1], 1)) / 5)
 
 
@@ -234,6 +244,12 @@ def test_traces_that_do_not_belong_together_are_refused_by_name(changed: dict[st
         quality([first, replace(second, run=replace(second.run, **changed))])
 
 
+def test_a_file_under_another_name_is_refused_and_counts_once() -> None:
+    both = [replace(one, run=replace(one.run, dataset_options={"file_sha256": "0f"})) for one in three()]
+    with pytest.raises(TraceError, match="every prompt once, got sample 's0' of multi_news in multi_news/trace.h5 and"):
+        quality(both)
+
+
 def test_other_things_that_are_no_graded_traces_are_refused() -> None:
     with pytest.raises(TraceError, match="at least one trace, got none"):
         quality([])
@@ -260,11 +276,18 @@ def test_the_conclusion_tells_the_best_and_how_often_the_treatment_wins() -> Non
     said = quality(three()).conclusion()
     assert said.startswith("The full cache scores 40.0 [")
     assert "the average of 2 data sets, 11 samples" in said
-    assert "at b=0.2 two-stage scores best, " in said
+    assert "at b=0.2 two-stage scores best by looking, " in said
     same = quality(graded("qasper", [1, 1, 1], [[0.5, 0.5, 0.5]] * 3)).conclusion()
-    assert "at b=0.2 all 3 methods score 50.0 (50.0 … 50.0); two-stage scores 0.0 (0.0 … 0.0) more than" in same
+    assert (
+        "at b=0.2 all 3 methods score 50.0 (50.0 … 50.0); whether two-stage scores higher than attention is und" in same
+    )
+    assert same.endswith("is undecided (difference 0.0 (0.0 … 0.0)).")
     alone = quality(graded("qasper", [1, 1, 1], [[0.5]] * 3, CONFIGS[:1])).conclusion()
     assert alone.endswith("at b=0.2 evicted scores 50.0 (50.0 … 50.0).")
+    clear = quality(graded("qasper", [1] * 6, [[0.1, 0.6, 0], [0.2, 0.7, 0], [0.1, 0.7, 0]] * 2)).conclusion()
+    assert "; two-stage scores higher than attention (difference 53.3 [" in clear
+    fewer = quality(graded("qasper", [1] * 6, [[0.6, 0.1, 0], [0.7, 0.2, 0], [0.7, 0.1, 0]] * 2)).conclusion()
+    assert "; two-stage scores lower than attention (difference −53.3 [" in fewer
     lost = quality(graded("qasper", [0, 0, 0], [[0, 0, 0]] * 3)).conclusion()
     assert lost == "Even the full cache scores 0 (3 samples): there is nothing that eviction can lose."
 

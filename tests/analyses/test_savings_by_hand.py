@@ -11,8 +11,10 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses import intervals
-from perturbkv.analyses.intervals import DIFFERENCE, RATIO
-from perturbkv.analyses.reaching import reached, reached_by_half
+from perturbkv.analyses.intervals import DIFFERENCE, RATIO, Kind
+from perturbkv.analyses.reaching import Reached
+from perturbkv.analyses.reaching import reached as reached_all
+from perturbkv.analyses.reaching import reached_by_half as reached_by_half_all
 from perturbkv.analyses.savings import PairSavings
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
 from perturbkv.selection.grid import configuration
@@ -22,6 +24,18 @@ from tests.support.swept import BUDGETS, swept
 from tests.support.traces import sample_trace, trace
 
 GRID, BUDGETS_LIST = np.array(BUDGETS), list(BUDGETS)
+
+
+def reached(budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, kind: Kind, own: float = 0.4) -> Reached:
+    """Of a treatment with one budget."""
+    (found,) = reached_all(budgets, baseline, np.array([own]), level[:, None], kind)
+    return found
+
+
+def reached_by_half(budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, own: float = 0.4) -> Reached:
+    """Of a treatment with one budget."""
+    (found,) = reached_by_half_all(budgets, baseline, np.array([own]), level[:, None])
+    return found
 
 
 def falling(samples: int, seed: int, spread: float = 0.4) -> np.ndarray:
@@ -70,7 +84,8 @@ def test_the_interval_holds_the_budgets_that_cannot_be_told_from_the_treatment()
 def test_a_curve_reaches_itself_at_its_own_budgets() -> None:
     losses = falling(8, 1)
     for place, budget in enumerate(GRID):
-        for found in (reached(GRID, losses, losses[:, place], RATIO), reached_by_half(GRID, losses, losses[:, place])):
+        level = losses[:, place]
+        for found in (reached(GRID, losses, level, RATIO), reached_by_half(GRID, losses, level)):
             assert found.value == pytest.approx(budget)
             assert found.interval is not None
             assert found.interval.low <= budget * (1 + 1e-9)
@@ -94,14 +109,111 @@ def test_what_lies_beyond_the_budgets_measured_is_on_a_side_and_no_number() -> N
 def test_of_a_flat_curve_nothing_is_told() -> None:
     source = np.random.default_rng(0)
     flat = 0.5 + source.normal(0, 0.05, (8, 5))
-    found = reached(GRID, flat, 0.5 + source.normal(0, 0.05, 8), DIFFERENCE)
-    assert found.interval is not None
-    assert (found.interval.low, found.interval.high) == (0, math.inf)
-    assert (found.told, found.beyond) == (False, "both")
+    found = reached(GRID, flat, flat.mean() + source.normal(0, 0.05, 8), DIFFERENCE)
+    if not found.flat:
+        assert found.interval is not None
+        assert (found.interval.low, found.interval.high, found.beyond) == (0, math.inf, "both")
     (result,) = pk.savings(swept(score=np.full((8, 2, 5), 0.5)), by=["score"])
     assert all(math.isnan(point.saving) for point in result.measures[0].points)
-    assert "undecided in all 5 cases: nothing is told" in " ".join(repr(result).split())
-    assert repr(result).count("not told") == 5
+    assert result.conclusion() == (
+        "By score what two-stage saves over attention cannot be told in all 5 cases (n = 8 samples)."
+    )
+    assert repr(result).count("not told") == 6  # a cell of each budget, and the note
+    assert repr(result).count("≤ 0.1") == 5
+
+
+def at_the_floor_and_the_ceiling() -> np.ndarray:
+    """(sample, side, budget) scores: the baseline's first two answers are wrong, its last two right."""
+    rights = {"attention": (0, 0, 4, 8, 8), "two-stage": (0, 2, 0, 6, 8)}
+    return np.array(
+        [[[place < count for count in side] for side in rights.values()] for place in range(8)], dtype=float
+    )
+
+
+def test_where_answers_are_all_wrong_or_all_right_no_saving_is_told() -> None:
+    (found,) = pk.savings(swept(score=at_the_floor_and_the_ceiling()), by=["score"])
+    points = found.measures[0].points
+    assert [point.reached.beyond == "flat" for point in points] == [True, False, False, False, True]
+    assert points[2].reached.told  # at 0.4 nothing is right, but the means of 0.2 and 0.4 are pooled: one of eight
+    never = at_the_floor_and_the_ceiling()
+    never[:, 1, :3] = 0
+    (found,) = pk.savings(swept(score=never), by=["score"])
+    rows = found.to_dict()["savings"][0]["measures"][0]["points"]
+    assert [row["reached"]["beyond"] for row in rows] == ["flat", "flat", "flat", "", "flat"]
+    assert [row["reached"]["value"] for row in rows[:3]] == [0.1] * 3
+    assert rows[4]["reached"]["value"] == 0.6
+    assert {row["saving"] for row in rows if row["reason"]} == {None}
+    assert {row["saving_interval"] for row in rows if row["reason"]} == {None}
+    assert rows[2]["reason"] == "the baseline does as well at 0.1, the smallest budget measured"
+    assert rows[4]["reason"] == "the baseline does as well from 0.6 on, where it is at its best"
+    assert found.to_frame()["reason"].tolist()[:3] == [rows[0]["reason"]] * 3
+    shown = repr(found)
+    assert (shown.count("≤ 0.1"), shown.count("≤ 0.6")) == (3, 1)
+    assert "−100 %" not in shown
+    assert "cannot be told in 4 of 5 cases, undecided in 1: " in " ".join(found.conclusion().split())
+    assert " at budget 0.6 (n = 8 samples)." in found.conclusion()
+
+
+def test_a_treatment_that_scores_nothing_has_no_budget_even_where_the_baseline_always_scores() -> None:
+    lost = np.repeat([[0.9, 0.8, 0.5, 0.3, 0.2]], 8, axis=0)
+    found = reached(GRID, lost, np.ones(8), DIFFERENCE)
+    assert (found.value, found.flat, found.beyond) == (0.1, True, "flat")
+    assert reached(GRID, lost, np.full(8, 0.95), DIFFERENCE).beyond == "below"
+
+
+def test_a_point_whose_ends_are_both_open_shows_its_value_and_why() -> None:
+    score = at_the_floor_and_the_ceiling()
+    score[:, 0] = [[0, 0, place < 2, place < 4, place < 7] for place in range(8)]
+    score[:, 1] = [[0, 0, 0, place in (1, 4, 6), place < 6] for place in range(8)]
+    (found,) = pk.savings(swept(score=score), by=["score"])
+    point, row = found.measures[0].points[3], found.to_dict()["savings"][0]["measures"][0]["points"][3]
+    assert (point.reached.beyond, row["reason"]) == ("both", "no budget measured can be told from it")
+    expected = 0.4 * 1.5**0.5  # 3 of 8 lies halfway between 2 at 0.4 and 4 at 0.6
+    assert point.reached.value == pytest.approx(expected)
+    assert row["saving"] == pytest.approx(1 - 0.6 / expected)
+    shown = " ".join(repr(found).split())
+    assert "0.49 −22 %" in shown
+    assert "[…, …] […, …]" in shown
+    assert "−22 %" not in found.conclusion()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_curve_saves_nothing_against_itself_wherever_its_means_rise(seed: int) -> None:
+    source = np.random.default_rng(seed)
+    losses = np.clip(source.normal(0.5, 0.3, (int(source.integers(8, 41)), 5)), 0.01, 0.99)
+    both = np.stack([losses, losses], axis=1)
+    (found,) = pk.savings(swept(kl=both, moved=both, score=1 - both))
+    for one in found.measures:
+        for point in one.points:
+            assert point.reached.flat or point.saving == pytest.approx(0, abs=1e-9)
+            assert not point.reached.flat or one.measure == "score"
+    assert "treatment_rising" in found.to_dict()["savings"][0]["measures"][0]
+
+
+@pytest.mark.parametrize("kind", [DIFFERENCE, RATIO], ids=["score", "L1"])
+def test_equal_sides_are_equal_however_their_numbers_lie_in_memory(kind: Kind) -> None:
+    source = np.random.default_rng(0)
+    for _ in range(100):
+        losses = np.ascontiguousarray(np.sort(source.random((int(source.integers(5, 41)), 5)), axis=1)[:, ::-1])
+        for place, budget in enumerate(GRID):
+            found = reached(GRID, losses, losses[:, place], kind, budget)
+            assert found.value == pytest.approx(budget)
+            assert found.flat == (kind is DIFFERENCE and place in (0, 4))
+
+
+@pytest.mark.parametrize("samples", [8, 40])
+def test_noise_on_each_samples_curve_is_no_saving(samples: int) -> None:
+    source, draws = np.random.default_rng(1), 120
+    saves, values = np.zeros(5), []
+    for _ in range(draws):
+        middle = source.standard_normal((samples, 1)) - 0.5 * np.log(GRID)
+        baseline, treatment = (np.exp(middle + 1.5 * source.standard_normal((samples, 5))) for _ in range(2))
+        found = reached_by_half_all(GRID, baseline, GRID, treatment)
+        values.append([one.value for one in found])
+        saves += [one.interval is not None and one.interval.low > budget * (1 + 1e-9)
+                  for one, budget in zip(found, GRID, strict=True)]  # fmt: skip
+    assert saves.max() / draws <= 0.04 + 2 * math.sqrt(0.04 * 0.96 / draws)
+    assert (np.median(values, axis=0)[1:] <= GRID[1:] * (1 + 1e-9)).all()
 
 
 def test_each_samples_own_budget_is_not_moved_by_one_that_carries_the_mean() -> None:

@@ -96,10 +96,21 @@ def test_what_tex_would_read_is_text() -> None:
         r"a\_b \& 50 \% \#1 \$x\$ \{y\} \textasciitilde{}\textasciicircum{}\textbackslash{} $-$1 \dots{} "
         r"\textless{}z\textgreater{}"
     )
+    assert escaped("Q4_1 → float32") == r"Q4\_1 $\rightarrow$ float32"
     assert escaped("two\nlines\x1b") == r"two\textbackslash{}nlines\textbackslash{}x1b"
     odd = quality([replace(one, run=replace(one.run, model=r"a\input{x}&")) for one in traces(("qasper",))])
     assert r"\input" not in odd.to_latex()
     assert r"a\textbackslash{}input\{x\}\&" in odd.to_latex()
+
+
+def test_captions_say_what_brackets_parentheses_and_bold_are(result: Quality) -> None:
+    few = quality(traces(("qasper", "lcc"), samples=3))
+    for page, fewer in ((result.to_latex(), few.to_latex()), (result.to_markdown(), few.to_markdown())):
+        assert "In brackets: 95" in page
+        assert "Too few samples" not in page
+        assert "Bold: the highest mean of its budget, granularity and protection, by looking" in page
+        assert "In brackets" not in fewer
+        assert "Too few samples for intervals: qasper, lcc; in parentheses the range of single samples." in fewer
 
 
 def test_one_data_set_makes_one_table_without_an_average() -> None:

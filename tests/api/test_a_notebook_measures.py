@@ -245,9 +245,12 @@ def test_other_weights_have_another_fingerprint(folder: Path, change: str) -> No
     assert fingerprint(given) != first
 
 
-def test_a_projection_that_is_no_plain_matrix_is_refused(folder: Path) -> None:
+def test_a_projection_that_is_no_matrix_is_refused(folder: Path) -> None:
     class Wrapped(torch.nn.Linear):
-        """As adapters and quantisers wrap a matrix: `weight` is not all that it does."""
+        """`weight` is not all that it does."""
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows).relu()
 
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     loaded.model.layers[1].self_attn.o_proj = Wrapped(32, 32, bias=False)

@@ -139,6 +139,42 @@ def test_bad_data_sets_are_one_line_before_a_model_is_loaded(
     assert not Path("out").exists()
 
 
+def test_what_is_wrong_with_the_data_is_told_before_what_a_budget_needs(perturbkv: Run, model: Path) -> None:
+    prompts(Path("bare.jsonl"), 2, answered=False)
+    ran = perturbkv("quality", "--model", model, "--dataset", "bare.jsonl", "--budget", 0.1, "--dry-run")
+    assert (ran.code, "to grade generated ones by, got none in 2 of 2" in ran.err) == (2, True), ran.err
+
+
+def test_budgets_that_a_short_data_set_takes_from_all_tables_are_told_before_the_run(
+    perturbkv: Run, model: Path, two: str
+) -> None:
+    Path("short.jsonl").write_text(json.dumps({"prompt": "The quick brown fox jumps over it. " * 2, "answers": ["a"]}))
+    asked = ["quality", "--model", model, "--window", 8, "--dry-run", "--dataset"]
+    told = perturbkv(*asked, f"{two},short.jsonl").err
+    assert "b=0.1 stands in no table of quality, as not all data sets have it: prompts of short.jsonl are too" in told
+    assert told.count("stands in no table") == 1  # 0.2 of 72 tokens is more than the window
+    assert "stands in no table" not in perturbkv(*asked, two).err
+    assert "stands in no table" not in perturbkv(*asked, "short.jsonl").err
+
+
+def test_rows_of_several_data_sets_in_one_file_are_told_whose_answers_may_be_longer(
+    perturbkv: Run, model: Path
+) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 2
+    row = {"context": text, "input": "Who?", "answers": ["a fox"]}
+    Path("mixed.jsonl").write_text("\n".join(json.dumps({**row, "dataset": name}) for name in ("hotpotqa", "musique")))
+    asked = ["quality", "--model", model, "--window", 8, "--budget", 0.4, "--dataset", "mixed.jsonl", "--dry-run"]
+    assert "every answer to" not in perturbkv(*asked).err  # 32 tokens each
+    Path("mixed.jsonl").write_text(
+        "\n".join(json.dumps({**row, "dataset": name}) for name in ("hotpotqa", "triviaqa", "qasper"))
+    )
+    told = "every answer to mixed.jsonl may have 128 tokens, not hotpotqa's 32, triviaqa's 32"
+    assert told in perturbkv(*asked, "--no-chat-template").err
+    assert "every answer to" not in perturbkv(*asked, "--no-chat-template", "--max-new-tokens", 9).err
+    needle = ["quality", "--model", model, "--window", 8, "--length", 300, "--samples", 1, "--dry-run"]
+    assert perturbkv(*needle).code == 0  # which names no length
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [

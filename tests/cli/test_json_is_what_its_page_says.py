@@ -78,49 +78,23 @@ class Walk:
                 self.wrong.append(f"{where}.{key}: no such key in section '{section}'")
 
 
-@pytest.fixture
-def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Section of the page -> the documents that its command prints."""
-    shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
-    monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
-    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
-    monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
-    small = ["--model", model, "--samples", 1, "--length", 300, "--entries", 24, "--placed", "random:small"]
-    audited = ["--model", model, "--dataset", data, "--samples", 1, "--steps", 1, "--format", "png"]
-    asked = {
+def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[object]]:
+    """Section of the page -> the command that prints its document; in this order, as some read what others leave."""
+    own = ["--model", model]
+    small = [*own, "--samples", 1, "--length", 300, "--entries", 24, "--placed", "random:small"]
+    audited = [*own, "--dataset", data, "--samples", 1, "--steps", 1, "--format", "png"]
+    return {
         "trace": ["trace", *tiny, "-o", "t.h5"],
         "info": ["info", "t.h5"],
         "export": ["export", "t.h5", "-o", "t.csv"],
         "tokens": ["tokens", "t.h5"],
-        "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "--divergence", "-o", "out"],
-        "divergence": ["divergence", "out/generation.jsonl", "--format", "png"],
-        "judge": [
-            "judge",
-            "out/generation.jsonl",
-            "--command",
-            planted_judge("length"),
-            "--scale",
-            "0,1000",
-            "--format",
-            "png",
-        ],
-        "judge --pairwise": [
-            "judge",
-            "out/generation.jsonl",
-            "--command",
-            planted_judge("longer"),
-            "--pairwise",
-            "-o",
-            "pairs",
-            "--format",
-            "png",
-        ],
+        **of_answers(tiny),
         "dry run": ["heads", *tiny, "--dry-run"],
-        "head-scores": ["head-scores", "--model", model, "-o", "s.json"],
+        "head-scores": ["head-scores", *own, "-o", "s.json"],
         "models": ["models"],
         "datasets": ["datasets"],
         "datasets NAME": ["datasets", "trec"],
-        "datasets NAME --show": ["datasets", data, "--show", "--model", model, "--tokens", 5],
+        "datasets NAME --show": ["datasets", data, "--show", *own, "--tokens", 5],
         "policies": ["policies"],
         "policies NAME": ["policies", "adakv"],
         "doctor": ["doctor"],
@@ -130,7 +104,36 @@ def documents(perturbkv: Run, tiny: list[object], model: Path, data: Path, monke
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }
-    found = {name: perturbkv(*arguments, "--json").json() for name, arguments in asked.items()}
+
+
+def of_answers(tiny: list[object]) -> dict[str, list[object]]:
+    """Those that write answers and look at them."""
+    file, png = "out/generation.jsonl", ["--format", "png"]
+    score = ["--command", planted_judge("length"), "--scale", "0,1000"]
+    pair = ["--command", planted_judge("longer"), "--pairwise", "-o", "pairs"]
+    return {
+        "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "--divergence", "-o", "out"],
+        "divergence": ["divergence", file, *png],
+        "judge": ["judge", file, *score, *png],
+        "judge --pairwise": ["judge", file, *pair, *png],
+    }
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models, head scores and kernels as small as a test can wait for."""
+    shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
+    monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
+    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
+    monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
+
+
+@pytest.fixture
+def documents(
+    perturbkv: Run, tiny: list[object], model: Path, data: Path, little: None, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Section of the page -> the document that its command prints."""
+    found = {name: perturbkv(*asked, "--json").json() for name, asked in commands(tiny, model, data).items()}
     finished = made()
     finished.arrays["sigma_topk"][..., 0, 0] = 0.4  # type: ignore[index]
     for name, options in ANALYSES.items():

@@ -53,6 +53,21 @@ def test_a_link_makes_the_trace_that_it_needs_and_reads_it_again(perturbkv: Run,
     assert again.json()["settings"] == told["settings"]
 
 
+def test_all_tables_are_shown_where_they_are_asked_for_and_ask_nothing_else(
+    perturbkv: Run, made: Callable[..., Path]
+) -> None:
+    made("qasper")
+    short = perturbkv("link", "qasper.h5", "-o", "out", "--format", "png")
+    whole = perturbkv("link", "qasper.h5", "-o", "out", "--format", "png", "--all")
+    assert (short.code, whole.code) == (0, 0), whole.err
+    assert "what else could make it" not in short.out
+    assert "b=0.1: what else could make it" in whole.out
+    assert whole.out.startswith(short.out.partition("ρ: Spearman's")[0])
+    assert narrow(whole.out), whole.out
+    again = perturbkv("link", "qasper.h5", "-o", "out", "--format", "png")  # the same question to the same trace
+    assert again.out == short.out
+
+
 def test_traces_of_several_data_sets_are_pooled(perturbkv: Run, made: Callable[..., Path]) -> None:
     made("qasper"), made("triviaqa", 5)
     ran = perturbkv("link", "--trace", "qasper.h5", "--trace", "triviaqa.h5", "-o", "out", "--format", "png")

@@ -124,6 +124,7 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
 
 def test_long_generation_records_every_compression(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("generate", *tiny, "--policy", "adakv", "--max-new-tokens", 40, "--compress-every", 36, "-o", "out")
+    assert "As the answers began; above 36 entries caches were compressed again." in " ".join(ran.out.split())
     assert ran.code == 0, ran.err
     assert "compressions, Σ L / Σ ‖o_h‖₁" in ran.out
     _, row, _ = map(json.loads, Path("out/generation.jsonl").read_text().split("\n")[:-1])

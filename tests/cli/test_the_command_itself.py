@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -74,6 +75,32 @@ def test_an_option_without_a_line_or_without_words_is_found() -> None:
     assert not missing_in(line, policy)
     assert missing_in(line.replace("--policy", "--polciy"), policy)
     assert missing_in("  --policy NAME…  [snapkv]", policy)
+
+
+SWEEPS = {
+    "quality": ["0.1", "0.2", "0.4"],
+    "link": ["0.1", "0.2", "0.4"],
+    "savings": ["0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8"],
+    "budget": ["0.05", "0.1", "0.2", "0.4", "0.6", "0.8"],
+    "layers": ["0.025", "0.05", "0.1", "0.2", "0.4"],
+    "bound-tightness": ["0.025", "0.05", "0.1", "0.2", "0.4"],
+    "assumption": ["0.025", "0.05", "0.1", "0.2", "0.4"],
+}
+"""Commands about budgets -> those that are measured when nobody names any."""
+
+
+@pytest.mark.parametrize("command", [*SWEEPS, "heads"])
+def test_help_shows_the_budgets_that_are_measured(perturbkv: Run, model: Path, command: str) -> None:
+    screen = " ".join(perturbkv(command, "--help").out.split())
+    shown = screen.partition("128 or 0.05 [")[2].partition("]")[0].split()
+    assert shown == SWEEPS.get(command, ["128"])
+    row = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4, "answers": ["a fox"]}
+    Path("prompts.jsonl").write_text(json.dumps(row))
+    more = ["--max-kl", 1] if command == "budget" else []
+    asked = ["--model", model, "--dataset", "prompts.jsonl", "--window", 1, *more, "--dry-run", "--json"]
+    planned = perturbkv(command, *asked).json()
+    kept = planned["runs"][0]["kept"] if "runs" in planned else planned["kept"]
+    assert [str(one) for one in dict.fromkeys(one["config"]["budget"] for one in kept)] == shown
 
 
 def test_help_shows_defaults_that_matter_and_what_may_be_repeated(perturbkv: Run) -> None:

@@ -174,11 +174,7 @@ def test_questions_whose_documents_are_too_long_are_passed_over(tmp_path: Path) 
 def test_missing_data_is_told_with_what_to_bring(
     task: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(**wanted: Any) -> str:
-        msg = "no route to the hub\nsecond line"
-        raise OSError(msg)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("perturbkv.models.hub.unreachable", lambda: "no route to the hub")
     with pytest.raises(DatasetError, match=told) as error:
         made(task, data_dir=tmp_path)
     assert "\n" not in str(error.value)
@@ -191,17 +187,17 @@ def test_what_the_hub_holds_is_what_files_hold(tmp_path: Path, monkeypatch: pyte
     parquet.write_table(pa.table({"text": [text[:half], text[half:]]}), tmp_path / "essays.parquet")
     asked = []
 
-    def given(**wanted: Any) -> str:
-        asked.append((wanted["repo_id"], wanted["filename"], wanted["repo_type"]))
-        return str(tmp_path / ("essays.parquet" if wanted["filename"].endswith("parquet") else "hotpotqa.json"))
+    def given(task: str, local: str, repo: str, file: str, revision: str = "") -> str:
+        asked.append(repo)
+        return str(tmp_path / ("essays.parquet" if file.endswith("parquet") else "hotpotqa.json"))
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", given)
+    monkeypatch.setattr("perturbkv.datasets.ruler.data.hub_file", given)
     monkeypatch.setattr(making, "sentences", lambda text: re.split(r"(?<=\.) ", text))
     for task in ("niah_multivalue", "qa_hotpot"):
         fetched, local = made(task, data_dir=tmp_path / "none"), made(task, data_dir=tmp_path)
         assert fetched.samples == local.samples
         assert fetched.options["source"].split("/")[-1] in ("paul_graham_essays", "hotpot_dev_distractor_v1.json")
-    assert {one[2] for one in asked} == {"dataset"}
+    assert asked == ["baber/paul_graham_essays", "namlh2004/hotpotqa"]
 
 
 @pytest.mark.parametrize(

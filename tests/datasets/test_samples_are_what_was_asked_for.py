@@ -94,6 +94,17 @@ def test_longbench_rows_keep_context_and_question_apart(tmp_path: Path) -> None:
         path.unlink()
 
 
+def test_a_row_keeps_its_own_id_whatever_else_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    asked = {"context": "c", "input": "q", "answers": ["a"]}
+    jsonl(path, {"id": "a", "prompt": "p"}, {"id": "c", **asked}, {"id": 7, "dataset": "qasper", **asked},
+          {"_id": "x", **asked}, {"id": None, **asked}, asked)  # fmt: skip
+    assert [sample.id for sample in loaded(str(path), 6).samples] == ["a", "c", "7", "3-x", "4", "5"]
+    jsonl(path, {"id": "c", **asked}, {"id": "c", **asked})
+    with pytest.raises(DatasetError, match="line 2: expected every id once, got 'c' again"):
+        loaded(str(path), 2)
+
+
 def test_a_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jsonl(tmp_path / "qasper.jsonl", {"context": "c", "input": "q"})
     monkeypatch.setenv("PERTURBKV_DATA_DIR", str(tmp_path))
@@ -101,11 +112,7 @@ def test_a_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypa
 
 
 def test_without_a_hub_the_file_and_both_ways_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unreachable(**wanted: str) -> str:
-        msg = "no route to the hub\nsecond line"
-        raise OSError(msg)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("perturbkv.models.hub.unreachable", lambda: "no route to the hub")
     with pytest.raises(DatasetError) as told:
         loaded("qasper", data_dir=tmp_path)
     for wanted in ("qasper.jsonl", "zai-org/LongBench/data.zip", "--data-dir", "HF_HOME", "no route"):

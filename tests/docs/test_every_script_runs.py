@@ -92,6 +92,13 @@ def test_cost_shows_the_rows_and_where_the_sweeps_spend_their_seconds() -> None:
     assert "sweep-24: " in said
 
 
+def test_rare_losses_shows_every_population_and_how_it_is_covered() -> None:
+    head, line, *rows = script("rare_losses", 200).splitlines()
+    assert head.count("|") == line.count("|") == 7
+    assert "| 10 % lose Beta(1, 3) | " in "\n".join(rows)
+    assert {row.count(" ×") >= 5 and row.count(" → ") == 5 for row in rows} == {True}
+
+
 def test_tables_shows_every_analysis(folder: Path) -> None:
     said = script("tables", *(folder / part / "summary.json" for part in (".", "ablation", "horizon")))
     analyses = (

@@ -338,4 +338,4 @@ def test_axes_name_quantity_and_unit_and_the_foot_its_run(name: str) -> None:
     assert f"trace {TRACE.digest}" in said
     assert "n = 3 samples" in said  # each says of how many samples its intervals, or its ranges, are
     assert "3 samples · 1 failed" in said
-    assert "random weights" in figure.get_suptitle()
+    assert "random weights" in said

@@ -67,6 +67,34 @@ def test_curves_are_the_bins_and_come_in_the_order_of_what_is_held(result: Link,
             line = lines[f"curve {setting.name} {measure}"]
             np.testing.assert_allclose(line.get_xdata(), [one.middle for one in bins])
             np.testing.assert_allclose(line.get_ydata(), [one.lost for one in bins])
+            assert line.get_linestyle() == "None"  # nothing is drawn between bins, where there are no answers
+        bars = [line.get_xdata() for line in axes.get_lines() if line.get_gid() == "bin"]
+        ends = [(one.low, one.high) for name in lines for one in setting_of(result, name).curves[measure]]
+        np.testing.assert_allclose(bars, ends)
+
+
+def setting_of(result: Link, gid: str) -> Any:
+    return next(one for one in result.settings if one.name == gid.split()[1])
+
+
+@WIDTHS
+def test_behind_each_point_stands_what_the_names_alone_show(result: Link, width: float) -> None:
+    for axes, field in zip(drawn(result, width).axes[:2], ("rho", "auc"), strict=True):
+        grey = [tuple(line.get_xdata()) for line in axes.get_lines() if line.get_color() == "0.82"]
+        shown = [getattr(one.named(name), field).exchanged for one in result.settings for name in NAMES]
+        np.testing.assert_allclose(sorted(grey), sorted((one.low, one.high) for one in shown))
+
+
+@WIDTHS
+def test_the_legend_says_why_a_budget_decides_nothing(width: float) -> None:
+    scores = np.array([[1, 0, 0, 0], [0, 1, 0, 1]] * 3, dtype=float)
+    moved = np.random.default_rng(1).lognormal(size=(6, 8))
+    both = np.concatenate([scores, np.zeros_like(scores)], axis=1)
+    found = link(answered([*methods(4, 0.4), *methods(4, 0.1)], both, np.ones(6), {"propagated": moved}))
+    (legend,) = drawn(found, width).legends
+    said = [entry.get_text() for entry in legend.get_texts()]
+    assert any(one.startswith("b=0.1: 4 methods") and one.endswith("every answer is lost") for one in said)
+    assert not any("n = 0" in one for one in said)
 
 
 @WIDTHS

@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.quality import Quality, quality
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures.quality import panels
-from tests.support.artists import overlapping
+from tests.support.artists import overlapping, render, words
 from tests.support.graded import graded
 from tests.support.measured import config
 
@@ -44,7 +45,7 @@ def test_every_score_and_its_interval_is_drawn_where_its_cache_is(width: int) ->
             line, _, (bars,) = drawn
             means = [column.evicted[2 * place + side] for place in range(3)]
             np.testing.assert_allclose(line.get_ydata(), [100 * mean.value for mean in means])
-            np.testing.assert_allclose(line.get_xdata(), 100 * np.array(HELD), rtol=0.05)
+            np.testing.assert_allclose(line.get_xdata(), 100 * np.array(HELD))
             for mean, segment in zip(means, bars.get_segments(), strict=True):
                 assert mean.interval is not None
                 np.testing.assert_allclose(segment[:, 1], [100 * mean.interval.low, 100 * mean.interval.high])
@@ -64,12 +65,63 @@ def test_many_data_sets_are_drawn_by_kind_with_the_average_last() -> None:
 def test_a_trace_that_tells_no_shares_is_drawn_by_budget() -> None:
     figure = made("qasper", held=False).plot()
     assert figure.axes[0].get_xlabel() == "budget × 100"
-    np.testing.assert_allclose(figure.axes[0].containers[0][0].get_xdata(), 100 * np.array(BUDGETS), rtol=0.05)
+    np.testing.assert_allclose(figure.axes[0].containers[0][0].get_xdata(), 100 * np.array(BUDGETS))
+
+
+@pytest.mark.parametrize("width", [84, 174])
+def test_caches_of_one_size_stand_beside_each_other_where_they_are(width: int) -> None:
+    configs = tuple(config(side, 0.4) for side in ("attention", "two-stage", "random", "value"))
+    result = quality(graded("qasper", [1.0] * 6, np.full((6, 4), 0.5), configs, held=[1.2] * 4))
+    figure = result.plot(width)
+    render(figure)
+    (panel,) = figure.axes
+    low, high = panel.get_xlim()
+    assert (low, high) == pytest.approx((60, 240))
+    drawn = [one[0].get_transform().transform((120, 50))[0] for one in panel.containers]
+    apart = np.diff(drawn) / figure.dpi * 72
+    np.testing.assert_allclose(apart, 2)  # points
+    assert np.mean(drawn) == pytest.approx(panel.transData.transform((120, 50))[0])
+    for one in panel.containers:
+        np.testing.assert_allclose(
+            one[2][0].get_transform().transform((120, 50))[0], drawn[panel.containers.index(one)]
+        )
+
+
+def test_scores_of_nothing_are_drawn_on_the_whole_scale() -> None:
+    none = quality(graded("qasper", [0.0], [[0.0] * 6], CONFIGS, held=np.repeat(HELD, 2)))
+    assert none.plot().axes[0].get_ylim() == (0, 100)
+    assert made("qasper").plot().axes[0].get_ylim()[0] <= 0
+
+
+@pytest.mark.parametrize("width", [84, 174])
+def test_the_foot_names_metric_and_cut(width: int) -> None:
+    result = quality(graded("own.jsonl", [0.5] * 6, np.full((6, 6), 0.5), CONFIGS, max_tokens=1500,
+                            dataset_options={"metrics": ["rouge-l"]}))  # fmt: skip
+    foot = " ".join(words(result.plot(width)).split())
+    assert "means of rouge-l, n = 6. Answers: at most 8 tokens. Prompts: cut to at most 1,500 tokens." in foot
 
 
 def test_a_single_sample_has_points_without_bars() -> None:
     figure = quality(graded("qasper", [0.5], [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]], CONFIGS)).plot()
     assert all(not drawn[2] for drawn in figure.axes[0].containers)
+
+
+@pytest.mark.parametrize("width", [84, 174])
+def test_the_legend_lies_within_the_figure_whatever_methods_are_called(width: int) -> None:
+    names = ("expected-attention(n_future=512)", "obcache-joint", "defensive-layer", "caote")
+    configs = tuple(EvictionConfig(b, name, "attention", granularity="kv") for b in BUDGETS for name in names)
+    draw = np.random.default_rng(0)
+    figure = quality([graded("needle", draw.random(6), draw.random((6, len(configs))), configs)]).plot(width)
+    render(figure)
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 >= 0
+    assert legend.x1 <= figure.bbox.x1
+
+
+def test_few_sizes_of_caches_are_marked_on_the_axis() -> None:
+    figure = made("needle").plot(174)
+    render(figure)
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["10", "20", "40"]
 
 
 @pytest.mark.parametrize("width", [84, 174])

@@ -17,20 +17,8 @@ from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample
-from tests.support.changed import Change, changing, everything, refusal, whole_file, without_sums
+from tests.support.changed import Change, changing, everything, refusal, without_sums
 from tests.support.traces import run_config
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return whole_file(tmp_path_factory.mktemp("whole") / "t.h5").read_bytes()
-
-
-@pytest.fixture
-def path(whole: bytes, tmp_path: Path) -> Path:
-    made = tmp_path / "t.h5"
-    made.write_bytes(whole)
-    return made
 
 
 def test_numbers_lie_in_chunks_with_sums_and_headers_have_their_own(path: Path) -> None:

@@ -16,20 +16,8 @@ from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
-from tests.support.changed import AXES, Change, changing, refusal, whole_file
+from tests.support.changed import AXES, Change, changing, refusal
 from tests.support.traces import run_config, sample_trace, write
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return whole_file(tmp_path_factory.mktemp("whole") / "t.h5").read_bytes()
-
-
-@pytest.fixture
-def path(whole: bytes, tmp_path: Path) -> Path:
-    made = tmp_path / "t.h5"
-    made.write_bytes(whole)
-    return made
 
 
 def linked(link: Any) -> Change:

@@ -26,6 +26,7 @@ def words(figure: Figure) -> str:
     """Everything written in it."""
     texts = [text.get_text() for text in figure.texts]
     texts += [figure.get_suptitle(), *(text.get_text() for axes in figure.axes for text in axes.texts)]
+    texts += [legend.get_title().get_text() for legend in figure.legends]
     for axes in figure.axes:
         texts += [axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()]
     return "\n".join(texts)
@@ -35,7 +36,7 @@ def overlapping(figure: Figure) -> list[tuple[str, str]]:
     """Titles, names of axes, ticks below and legends that lie on one another, or beyond the figure's edge."""
     render(figure)  # lays it out
     shown = [axes for axes in figure.axes if axes.axison]
-    texts = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
+    texts = [*figure.texts, *(text for one in figure.legends for text in (one.get_title(), *one.get_texts()))]
     for axes in shown:
         texts += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
         low, high = sorted(axes.get_xlim())

@@ -30,6 +30,20 @@ def whole_file(path: Path) -> Path:
     return write(path, *samples, FailedSample("c", "it broke"), steps=2)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a `whole_file`."""
+    return whole_file(tmp_path_factory.mktemp("whole") / "t.h5").read_bytes()
+
+
+@pytest.fixture
+def path(whole: bytes, tmp_path: Path) -> Path:
+    """A file of these bytes, to be changed."""
+    made = tmp_path / "t.h5"
+    made.write_bytes(whole)
+    return made
+
+
 def everything(trace: Trace) -> dict[str, Any]:
     """Every array, those that are read when they are asked for too."""
     return {name: np.asarray(trace.arrays[name]).tolist() for name in trace.arrays}

@@ -24,6 +24,12 @@ def length(asked: Questions) -> Iterator[Any]:
         yield {"id": one["id"], "score": len(one["answer"]), "comment": f"{len(one['answer'])} long"}
 
 
+def ten(asked: Questions) -> Iterator[Any]:
+    """The best, to everybody."""
+    for one in asked:
+        yield {"id": one["id"], "score": 10}
+
+
 def longer(asked: Questions) -> Iterator[Any]:
     """Of two answers the longer one."""
     for one in asked:

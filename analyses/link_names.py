@@ -1,0 +1,95 @@
+"""What a link is beyond the methods' names, at one setting and over several in each of which a prompt was compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isnan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.analyses.by_name import Names, area_table, of_areas, of_ranks, rank_table
+from perturbkv.analyses.link_prompts import MEASURES
+from perturbkv.analyses.reading import Floats
+from perturbkv.analyses.sentences import decided
+from perturbkv.analyses.shuffled import dealing
+from perturbkv.analyses.sign_flips import corrected
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What every prompt's measure says of every prompt's answers, (prompt scored, prompt measured) each.
+
+    Attributes:
+        rho: Spearman's ρ with the score.
+        area: share of pairs in which the lost answer is perturbed more than the kept one.
+    """
+
+    rho: Floats
+    area: Floats
+
+    def of(self, rows: NDArray[np.bool_]) -> Tables:
+        """The part of some prompts."""
+        return Tables(self.rho[np.ix_(rows, rows)], self.area[np.ix_(rows, rows)])
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What of one measure's link the methods' names make.
+
+    Attributes:
+        measure: a key of `link_prompts.NAMES`.
+        rho: of Spearman's ρ; below 0 the prompt's own perturbation tells more than the names.
+        auc: of the areas; above 0 it does.
+    """
+
+    measure: str
+    rho: Names
+    auc: Names
+
+
+def tables(measured: Mapping[str, Floats], scored: Floats, lost: NDArray[np.bool_]) -> dict[str, Tables]:
+    """Measure -> its tables, of (prompt, config) arrays."""
+    return {name: Tables(rank_table(array, scored), area_table(array, lost)) for name, array in measured.items()}
+
+
+def beyond(settings: Sequence[Mapping[str, Tables]], alike: NDArray[np.bool_]) -> tuple[Beyond, ...]:
+    """One per measure, of each prompt's mean over the settings; `alike` (prompt, prompt): of one data set."""
+    dealt = dealing(alike)
+    return tuple(
+        Beyond(
+            name,
+            rho=of_ranks([one[name].rho for one in settings], dealt),
+            auc=of_areas([one[name].area for one in settings], dealt),
+        )
+        for name in settings[0]
+    )
+
+
+def standing(groups: Sequence[tuple[Beyond, ...]]) -> list[tuple[Beyond, ...]]:
+    """The same with what stands of all their tests together: decided as a link, and p kept beside all others."""
+    tested = [
+        (place, one.measure, field, found)
+        for place, group in enumerate(groups)
+        for one in group
+        if one.measure in MEASURES
+        for field, found in (("rho", one.rho), ("auc", one.auc))
+        if not isnan(found.exchanged.p)
+    ]
+    kept = corrected(np.array([found.exchanged.p for *_, found in tested]))
+    stands = {
+        (place, measure, field)
+        for (place, measure, field, found), stays in zip(tested, kept, strict=True)
+        if stays and decided(found.beyond.interval, 0) == _SIDES[field]
+    }
+    return [tuple(_marked(one, place, stands) for one in group) for place, group in enumerate(groups)]
+
+
+_SIDES = {"rho": -1, "auc": 1}
+"""On which side of 0 a link lies."""
+
+
+def _marked(one: Beyond, place: int, stands: set[tuple[int, str, str]]) -> Beyond:
+    rho, auc = (replace(getattr(one, field), stands=(place, one.measure, field) in stands) for field in ("rho", "auc"))
+    return replace(one, rho=rho, auc=auc)

@@ -1,0 +1,40 @@
+"""Which scores are called best: among caches of equal budget, granularity and protection, and in what words."""
+
+from __future__ import annotations
+
+import re
+
+from perturbkv.analyses.quality import quality
+from tests.support.graded import graded
+from tests.support.measured import config
+
+
+def test_the_best_is_found_among_caches_of_equal_budget_and_granularity() -> None:
+    configs = [config(side, 0.4, granularity=heads) for heads in ("kv", "query") for side in ("attention", "two-stage")]
+    rows = [[0.3, 0.2, 0.8, 0.9], [0.4, 0.2, 0.7, 0.9], [0.3, 0.1, 0.8, 0.8], [0.2, 0.2, 0.8, 0.9], [0.3, 0.2, 0.7, 1]]
+    result = quality(graded("qasper", [1] * 5, rows, configs, held=[0.4, 0.4, 1.2, 1.2]))
+    assert result.average.best == (True, False, False, True)
+    said = result.conclusion()
+    assert "at b=0.4 kv attention scores best by looking, 30.0 [" in said
+    assert re.search(r"at b=0\.4 query two-stage scores best by looking, 90\.0 \[[^]]+\] \(held / full 1\.20\)", said)
+    assert "(held / full 0.40)" not in said
+    assert [line.rivals for line in result.layouts()[0].lines] == ["", "0.4 kv", "0.4 kv", "0.4 query", "0.4 query"]
+    assert result.to_latex().count(r"\midrule") == 1 + 2
+
+
+def test_protection_is_compared_with_its_own_and_a_budget_of_entries_tells_what_it_holds() -> None:
+    configs = [config(side, 64, protect_first=first) for first in (0, 4) for side in ("attention", "random")]
+    result = quality(graded("qasper", [1] * 3, [[0.1, 0.2, 0.6, 0.5]] * 3, configs, held=[0.3] * 4))
+    assert result.average.best == (False, True, True, False)
+    said = result.conclusion()
+    assert "at b=64 protect-first=4 attention scores best by looking, 60.0 (60.0 … 60.0) (held / full 0.30)" in said
+
+
+def test_of_many_budgets_the_least_and_the_largest_are_told_of_every_granularity() -> None:
+    configs = [
+        config("attention", budget, granularity=heads) for budget in (0.1, 0.2, 0.4) for heads in ("kv", "query")
+    ]
+    said = quality(graded("qasper", [1] * 3, [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]] * 3, configs)).conclusion()
+    assert [part.split(" ")[:2] for part in said.split("at b=")[1:]] == [
+        ["0.1", "kv"], ["0.1", "query"], ["0.4", "kv"], ["0.4", "query"],
+    ]  # fmt: skip

@@ -1,0 +1,26 @@
+"""held / full in captions: what it is, when it was counted, and why some of it exceeds 1."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import perturbkv as pk
+from perturbkv.analyses import numbers
+from tests.support.swept import swept
+
+ABOVE = "Above 1 nothing is saved: every query head keeps a set of its own; --granularity kv keeps one for all"
+
+
+def test_shares_above_1_are_explained_and_others_are_not() -> None:
+    assert numbers.about_held([0.2, 1.0, float("nan")]) == numbers.ABOUT_HELD
+    assert numbers.about_held([0.2, 1.01]).startswith(f"{numbers.ABOUT_HELD} {ABOVE}")
+    assert numbers.about_held([0.2], limit=1200) == (
+        f"{numbers.ABOUT_HELD} As the answers began; above 1,200 entries caches were compressed again."
+    )
+
+
+def test_curves_over_budgets_explain_them_too() -> None:
+    made = swept(np.full((8, 2, 5), 0.1))
+    assert ABOVE not in pk.budget_curves(made).notes()
+    made.arrays["held_share"] = 3 * np.asarray(made.arrays["held_share"])  # type: ignore[index]
+    assert ABOVE in pk.budget_curves(made).notes()
