@@ -37,8 +37,8 @@ class Names:
         beyond: the prompt's own less that.
         exchanged: what prompts whose measures are dealt out among them show; its p is of a world in which a measure
             tells nothing but the names of the methods.
-        stands: whether `beyond` is decided on the side of a link, and p counts beside those of all measures and
-            settings (Benjamini–Hochberg, 5 %); never of a measure that is circular.
+        stands: whether the statistic and `beyond` are decided on the side of a link, and p counts beside those of all
+            measures and settings (Benjamini–Hochberg, 5 %); never of a measure that is circular.
     """
 
     others: Estimate

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import one_sided
 from perturbkv.analyses.reading import Floats, measured_steps, values
 from perturbkv.analyses.scores import scores
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "budget"
@@ -43,7 +43,7 @@ class Criterion:
     def each(self, trace: Trace) -> Floats:
         """(sample, config) what is limited, a mean over each sample's measured steps. Raises TraceError."""
         if self.name == "drop":
-            return scores(trace, ANALYSIS).drop
+            return _drop(trace)
         steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
         if self.name == "top1":
             return _mean(values(trace, "top1_agreement", ANALYSIS), steps[:, None])
@@ -68,6 +68,19 @@ class Criterion:
     def samples_for(self, each: Floats) -> int | None:
         """With how many samples like these the bound would keep to the limit; None where no number is known."""
         return one_sided.samples_for(lambda count: self.keeps(self.bound(each, count)), len(each))
+
+
+def _drop(trace: Trace) -> Floats:
+    """(sample, config) what eviction cost in score. Raises TraceError where there was nothing to lose."""
+    found = scores(trace, ANALYSIS)
+    if not found.full.any():
+        msg = (
+            f"the full cache answers none of the {len(found.full)} prompts of {trace.source or 'this trace'} (score "
+            "0): there is nothing that eviction can lose; limit KL or the same token, or take prompts that the model "
+            "answers"
+        )
+        raise TraceError(msg)
+    return found.drop
 
 
 def _mean(array: Floats, measured: NDArray[np.bool_]) -> Floats:

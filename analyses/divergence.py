@@ -25,7 +25,7 @@ from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import ends, over, sentence
 from perturbkv.display import Table
-from perturbkv.storage.answers_file import WrittenAnswers
+from perturbkv.storage.answers_file import WrittenAnswers, check_answers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -170,6 +170,8 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     Args:
         answers: of `read_answers`, or a `generate`'s `.written`. KL is there where `generate` was asked for it.
 
+    Raises ConfigError for anything else.
+
     Example, of `answers` to one prompt:
         >>> import perturbkv as pk
         >>> model = pk.load_model("random:smollm2-135m")
@@ -178,6 +180,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
         >>> pk.divergence(made.written).configs[0].free.first.shape
         (1,)
     """
+    check_answers(answers)
     rows = answers.rows
     lengths = tuple(len(row["full"]["tokens"]) for row in rows)
     span = max(1, -(-max(lengths) // MOST_SPANS))

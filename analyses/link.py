@@ -27,6 +27,7 @@ from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.pairing import matches
 from perturbkv.analyses.ranked_together import LEAST_CONFIGS, ranked_together
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.together import as_traces
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -118,8 +119,7 @@ def link(
         ['isolated', 'propagated']
     """
     rule, bins = Rule(right, lost), check_bins(bins)
-    given = [traces] if isinstance(traces, Trace) else list(traces)
-    held = [_of_methods(trace, only) for trace in given]
+    held = [_of_methods(trace, only) for trace in as_traces(traces)]
     found = pooled(held, rule)
     groups = ranked_together(found.configs)
     settings = marked(
@@ -169,8 +169,8 @@ def _of_prompts(found: Pooled, settings: Sequence[Setting], dataset: str, rows: 
     """Each prompt's mean over the settings, of some prompts; what stands is said of all prompts alone."""
     each = of_prompts({name: joined([one.within[name] for one in settings]) for name in NAMES}, rows)
     tables = [{name: table.of(rows) for name, table in one.tables.items()} for one in settings]
-    names = beyond(tables, found.alike[np.ix_(rows, rows)])
-    return Overall(dataset, strengths(each), contrasts(each), names if dataset else standing([names])[0])
+    names, own = beyond(tables, found.alike[np.ix_(rows, rows)]), strengths(each)
+    return Overall(dataset, own, contrasts(each), names if dataset else standing([names], [own])[0])
 
 
 def _identity(traces: Sequence[Trace], settings: Sequence[Setting]) -> RunIdentity:

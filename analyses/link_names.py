@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.by_name import Names, area_table, of_areas, of_ranks, rank_table
-from perturbkv.analyses.link_prompts import MEASURES
+from perturbkv.analyses.estimates import Estimate
+from perturbkv.analyses.link_prompts import MEASURES, Strength
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.sentences import decided
 from perturbkv.analyses.shuffled import dealing
@@ -67,27 +68,34 @@ def beyond(settings: Sequence[Mapping[str, Tables]], alike: NDArray[np.bool_]) -
     )
 
 
-def standing(groups: Sequence[tuple[Beyond, ...]]) -> list[tuple[Beyond, ...]]:
-    """The same with what stands of all their tests together: decided as a link, and p kept beside all others."""
+def standing(groups: Sequence[tuple[Beyond, ...]], strengths: Sequence[Sequence[Strength]]) -> list[tuple[Beyond, ...]]:
+    """The same with what stands of all their tests together: a link, itself and beyond the names, p kept beside all.
+
+    `strengths`: of each group the measures' own, in its order.
+    """
     tested = [
-        (place, one.measure, field, found)
-        for place, group in enumerate(groups)
-        for one in group
+        (place, one.measure, field, getattr(one, field), getattr(own, field))
+        for place, (group, found) in enumerate(zip(groups, strengths, strict=True))
+        for one, own in zip(group, found, strict=True)
         if one.measure in MEASURES
-        for field, found in (("rho", one.rho), ("auc", one.auc))
-        if not isnan(found.exchanged.p)
+        for field in _LINKED
+        if not isnan(getattr(one, field).exchanged.p)
     ]
-    kept = corrected(np.array([found.exchanged.p for *_, found in tested]))
+    kept = corrected(np.array([names.exchanged.p for *_, names, _ in tested]))
     stands = {
         (place, measure, field)
-        for (place, measure, field, found), stays in zip(tested, kept, strict=True)
-        if stays and decided(found.beyond.interval, 0) == _SIDES[field]
+        for (place, measure, field, names, own), stays in zip(tested, kept, strict=True)
+        if stays and _links(names, own, *_LINKED[field])
     }
     return [tuple(_marked(one, place, stands) for one in group) for place, group in enumerate(groups)]
 
 
-_SIDES = {"rho": -1, "auc": 1}
-"""On which side of 0 a link lies."""
+_LINKED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
+"""On which side a link lies, and of what."""
+
+
+def _links(names: Names, own: Estimate, side: int, at: float) -> bool:
+    return decided(own.interval, at) == side and decided(names.beyond.interval, 0) == side
 
 
 def _marked(one: Beyond, place: int, stands: set[tuple[int, str, str]]) -> Beyond:

@@ -149,7 +149,7 @@ def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: i
 
 def marked(settings: Sequence[Setting]) -> tuple[Setting, ...]:
     """The settings with what stands of all their tests together."""
-    names = standing([one.names for one in settings])
+    names = standing([one.names for one in settings], [one.strengths for one in settings])
     return tuple(replace(one, names=marks) for one, marks in zip(settings, names, strict=True))
 
 

@@ -16,6 +16,10 @@ from perturbkv.analyses.sentences import decided, sentence
 
 _WHO = "the methods of a prompt that perturb its first step more"
 _TELLS = {-1: f"{_WHO} score less", 1: f"{_WHO} score more"}
+_CHANCE = 0.5
+"""Share of pairs without a link."""
+NOTHING = 0.1
+"""Of ρ, and of a share of pairs: what lies within it on both sides is told as no more."""
 _UNDECIDED = f"whether {_WHO} score less is undecided"
 
 
@@ -38,9 +42,10 @@ def _ranks(found: Linked, every: Overall) -> str:
         reasons = dict.fromkeys(filter(None, (one.no_ranks() for one in found.settings)))
         why = " or ".join(reasons) or f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
         return f"whether methods that perturb more score less cannot be said: {why}"
-    verdict = _TELLS.get(decided(rho.interval, 0) or 0, _UNDECIDED)
+    side = decided(rho.interval, 0) or 0
+    verdict = _TELLS.get(side, _UNDECIDED)
     names = every.named(HEADLINE).rho
-    more = _more(names, estimate(names.beyond, " "), -1)
+    more = _more(names, estimate(names.beyond, " "), side)
     return f"{verdict}: ρ = {estimate(rho, ' ')} ({_over(found)}{_few(rho)}); {more}"
 
 
@@ -57,17 +62,28 @@ def _few(one: Estimate) -> str:
 
 
 def _more(names: Names, beyond: str, side: int) -> str:
-    """Whether the prompts' own perturbation tells more than the methods' names do; `beyond` is how much, in words."""
+    """Whether the prompts' own perturbation tells more than the methods' names do; `beyond` is how much, in words.
+
+    `side`: where the statistic was decided to lie, 0 where it was not.
+    """
     if isnan(names.beyond.value):
         return "how much of it the methods' names alone tell cannot be said: no data set has two such prompts"
     verdict = decided(names.beyond.interval, 0)
     if verdict is None:
         return f"less what the methods' names alone tell: {beyond}, of too few prompts to say whether that is more"
-    if verdict == side:
-        return f"that is more than the methods' names tell (less these: {beyond})"
+    if side and verdict:
+        return f"that is {'more' if verdict == side else 'less'} than the methods' names tell (less these: {beyond})"
+    if _is_nothing(names.beyond):
+        return f"what is shown is no more than the methods' names tell (less these: {beyond})"
     if verdict:
-        return f"beyond what the methods' names tell it goes the other way (less these: {beyond})"
-    return f"what is shown is no more than the methods' names tell (less these: {beyond})"
+        return f"less what the methods' names tell it is {beyond}"
+    return f"whether that is more than the methods' names tell is undecided (less these: {beyond})"
+
+
+def _is_nothing(beyond: Estimate) -> bool:
+    """Whether the whole interval lies so near to 0 that what is beyond the names is as good as nothing."""
+    found = beyond.interval
+    return found is not None and max(abs(found.low), abs(found.high)) <= NOTHING
 
 
 def _areas(found: Linked, every: Overall) -> str:
@@ -75,9 +91,9 @@ def _areas(found: Linked, every: Overall) -> str:
     area, names = every.strength(HEADLINE).auc, every.named(HEADLINE).auc
     if isnan(area.value):
         return " or ".join(dict.fromkeys(one.no_areas() for one in found.settings))
-    share = numbers.percent(area.value, area.interval)
+    share, side = numbers.percent(area.value, area.interval), decided(area.interval, _CHANCE) or 0
     told = f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_few(area)})"
-    return f"{told}; {_more(names, f'{points(names.beyond)} points', 1)}"
+    return f"{told}; {_more(names, f'{points(names.beyond)} points', side)}"
 
 
 def _beats(every: Overall) -> str:
@@ -108,8 +124,9 @@ _ABOUT = (
     "differ in both; below 0 the more perturbed score less. Lost above kept: share of pairs of a lost and a kept "
     "answer of one prompt in which the lost one is more perturbed, ties half; 50 % without a link. Less names: the "
     "same less what other prompts of the data set show, whose measures know the methods' names and not this prompt. "
-    "*: less names is decided as a link, and its p stands beside all measures and budgets (Benjamini–Hochberg, 5 "
-    "%); p tests whether prompts' measures may be dealt out among the prompts: that they tell no more than names. "
+    "*: it and less names are decided as a link, and its p stands beside all measures and budgets (Benjamini–Hochberg, "
+    "5 %); p tests whether prompts' measures may be dealt out among the prompts: that they tell no more than names, "
+    f"which is said where the interval of less names lies within {NOTHING:g}, or {100 * NOTHING:g} points. "
     "Methods are those of this run; intervals are over prompts. L1, θ, θ̂ and drift are relative to the full run's "
     "norms."
 )

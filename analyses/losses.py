@@ -66,14 +66,15 @@ def losses(trace: Trace, by: Sequence[str] | None, step: int, analysis: str) -> 
 
 
 def checked(by: Sequence[str]) -> list[str]:
-    """Names of measures, each once. Raises UnknownNameError, or ConfigError where there is none."""
-    for name in by:
+    """Names of measures, or one, each once. Raises UnknownNameError, or ConfigError where there is none."""
+    names = [by] if isinstance(by, str) else list(by)
+    for name in names:
         if name not in MEASURES:
             raise UnknownNameError(name, "measure", MEASURES)
-    if not by:
+    if not names:
         msg = f"expected a measure ({', '.join(MEASURES)}), got none"
         raise ConfigError(msg)
-    return list(dict.fromkeys(by))
+    return list(dict.fromkeys(names))
 
 
 def _held(trace: Trace) -> list[str]:

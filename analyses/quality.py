@@ -18,6 +18,7 @@ from perturbkv.analyses.quality_tables import tables
 from perturbkv.analyses.quality_tasks import Task, left_out, shared, tasks
 from perturbkv.analyses.ranked_together import ranked_together
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.together import as_traces
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part
@@ -168,7 +169,7 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         >>> pk.quality(trace).datasets[0].samples
         5
     """
-    held = _checked(traces)
+    held = as_traces(traces)
     configs = shared(held)
     others = left_out(held, configs)
     found, rivals = tasks(held, configs), ranked_together(configs)
@@ -185,17 +186,6 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         kinds=by_kind(found, sides, rivals),
         average=column(AVERAGE, found, sides, rivals),
     )
-
-
-def _checked(traces: Any) -> tuple[Trace, ...]:
-    """The traces as a tuple. Raises TraceError for anything else."""
-    series = isinstance(traces, Iterable) and not isinstance(traces, Trace | str)
-    held = tuple(traces) if series else (traces,)
-    for one in held:
-        if not isinstance(one, Trace):
-            msg = f"expected traces, as pk.read_trace or pk.measure give them; got {type(one).__name__}"
-            raise TraceError(msg)
-    return held
 
 
 def _sides(run: RunConfig, configs: tuple[EvictionConfig, ...], baseline: str, treatment: str) -> tuple[Sides, ...]:

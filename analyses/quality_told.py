@@ -61,13 +61,16 @@ def _best_of_rivals(configs: Sequence[EvictionConfig], shown: Sequence[Line]) ->
 
 
 def _best(some: Sequence[Line], configs: Sequence[EvictionConfig], names: Sequence[str]) -> str:
-    """'two-stage scores best by looking, 45.1 [40.2, 50.0] (held / full 1.20)' of rivals."""
-    best = max(some, key=lambda line: line.cells[0].mean.value)
-    place = best.place or 0
-    name, shown = names[place], f"{points(best.cells[0].mean)}{_held(best.held, configs[place])}"
+    """'two-stage scores best by looking, 45.1 [40.2, 50.0] (held / full 1.20)' of rivals, equal ones together."""
+    first = max(some, key=lambda line: line.cells[0].mean.value)
+    place = first.place or 0
+    shown = f"{points(first.cells[0].mean)}{_held(first.held, configs[place])}"
     if len(some) == 1:
-        return f"{name} scores {shown}"
-    return f"{name} scores best by looking, {shown}" if best.cells[0].best else f"all {len(some)} methods score {shown}"
+        return f"{names[place]} scores {shown}"
+    best = [names[line.place or 0] for line in some if line.cells[0].best]
+    if not best:
+        return f"all {len(some)} methods score {shown}"
+    return f"{' and '.join(best)} {'score alike and' if len(best) > 1 else 'scores'} best by looking, {shown}"
 
 
 def _held(share: float, config: EvictionConfig) -> str:

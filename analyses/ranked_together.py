@@ -28,4 +28,4 @@ def ranked_together(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
 
 
 def _word(name: str, value: Choice | float) -> str:
-    return value.name if isinstance(value, Choice) else f"{name.replace('_', '-')}={value:g}"
+    return str(value) if isinstance(value, Choice) else f"{name.replace('_', '-')}={value:g}"

@@ -5,9 +5,9 @@ budgets a line on the logarithm of the budget joins the baseline's (of what is p
 falls by factors, and a straight line would lie above it). Where the baseline's curve is flat at the treatment's level,
 the budget nearest to the treatment's own counts: equal curves save nothing, nor does noise that is made to fall.
 
-Where a curve of scores begins and where it ends, it may be flat for another reason: nothing is right yet, or all is,
-whatever the budget. Of a treatment at one of these levels nothing is told but the smallest budget measured that does as
-well.
+Where a curve of scores begins and where it ends, two budgets and more may be alike for another reason: nothing is right
+yet, or all is, whatever the budget. Of a treatment at one of these levels nothing is told but the smallest budget
+measured that does as well.
 
 Its interval is a test turned round: a budget belongs to it where the interval of `intervals` cannot tell the baseline
 there from the treatment, sample by sample. So it covers as often as that one does, and nothing is resampled, which with
@@ -50,8 +50,8 @@ class Reached:
         value: that budget; infinite where the largest measured does not, 0 where the smallest does better already.
         interval: its interval; an end is infinite, or 0, where the measured budgets do not show it. None: one sample,
             or `flat`.
-        flat: whether the treatment lies at the level at which the baseline's curve begins or ends: `value` is then the
-            smallest budget measured that does as well, and which one would is not known.
+        flat: whether the treatment lies at the level on which the baseline's curve begins or ends flat: `value` is then
+            the smallest budget measured that does as well, and which one would is not known.
     """
 
     value: float
@@ -104,9 +104,9 @@ def _reached(budgets: Floats, falling: Floats, own: float, level: Floats, kind: 
 
 
 def _flat(curve: Floats, aim: float) -> int | None:
-    """The first budget at the level where the curve begins or ends, or at that of no score at all; None elsewhere."""
+    """The first budget at the level on which the curve begins or ends flat, or at that of no score; None elsewhere."""
     same = np.abs(curve - aim) <= _SAME
-    if same[0] or same[-1] or aim >= 1 - _SAME:
+    if same[:2].all() or same[-2:].all() or aim >= 1 - _SAME:
         return int(np.argmax(same))  # the smallest one also where every budget scores something
     return None
 

@@ -22,7 +22,7 @@ _GIB = 2**30
 _HOW = (
     "Bounds: one-sided, 95 %{assumed}. Budgets are tested from the largest down, up to the first that fails, so that "
     "each selection's verdict errs no more often than one bound does; verdicts on several selections are not corrected "
-    "for their number."
+    "for their number. None: the mean itself exceeds the limit, so that more samples like these would not do."
 )
 _BOUNDS = {
     "kl": "KL: the larger bound of Student's t and of a lognormal. It holds a lognormal's mean in 95 % of simulated "
@@ -47,11 +47,18 @@ def conclusion(curves: Sequence[SafeBudget], samples: int) -> str:
     """Who has a safe budget, who has none, of whom it cannot be told: a sentence each."""
     limits = " and ".join(said(one.criterion) for one in curves[0].verdicts)
     safe = [f"{one.name} {one.safe.config.budget}" for one in curves if one.safe is not None]
-    states = {one.state for one in curves}
-    found = ", ".join(safe) if safe else "none of those measured" if states == {NONE} else "cannot be told"
+    found = ", ".join(safe) or _of_none(curves)
     told = [f"Smallest budget with {limits} (95 % bounds{_assumed(curves)}, {counted(samples, 'sample')}): {found}."]
     told += [capital(_missing(one, samples), one.name) for one in curves if one.safe is None]
     return "\n".join(told)
+
+
+def _of_none(curves: Sequence[SafeBudget]) -> str:
+    """What is told where no selection has a safe budget."""
+    none = sum(one.state == NONE for one in curves)
+    if none == len(curves):
+        return "none of those measured"
+    return f"none for {none}, cannot be told for {len(curves) - none}" if none else "cannot be told"
 
 
 def _assumed(curves: Sequence[SafeBudget]) -> str:

@@ -41,7 +41,7 @@ def scores(trace: Trace, analysis: str) -> Scores:
         )
         raise TraceError(msg)
     full, evicted = (np.asarray(trace.get(name, analysis), dtype=np.float64) for name in ("score_full", "score"))
-    if ungraded := int(np.isnan(full).sum()):
+    if ungraded := int((np.isnan(full) | np.isnan(evicted).any(axis=1)).sum()):
         msg = (
             f"{analysis} needs graded answers, got none in {ungraded} of {len(full)} samples of "
             f"{trace.source or 'this trace'}; measure prompts that have accepted answers"

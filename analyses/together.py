@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from perturbkv.analyses.asked_once import check_once
 from perturbkv.errors import TraceError
@@ -10,6 +11,17 @@ from perturbkv.trace import Trace
 
 _SHARED = ("model", "revision", "scenario", "dtype", "cache")
 """What such traces have in common; those of one data set also whether their prompts went through a chat template."""
+
+
+def as_traces(given: Any) -> tuple[Trace, ...]:
+    """A trace, or a series of them, as a tuple. Raises TraceError for anything else."""
+    series = isinstance(given, Iterable) and not isinstance(given, Trace | str)
+    held = tuple(given) if series else (given,)
+    for one in held:
+        if not isinstance(one, Trace):
+            msg = f"expected traces, as pk.read_trace or pk.measure give them; got {type(one).__name__}"
+            raise TraceError(msg)
+    return held
 
 
 def check_together(traces: Sequence[Trace], analysis: str) -> None:

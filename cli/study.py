@@ -119,7 +119,9 @@ class Study:
     def _title(self) -> None:
         from perturbkv.analyses.naming import counted
 
-        run, words = self.trace.run, " · random weights" if self.trace.run.random_weights else ""
+        run = self.trace.run
+        words = f" · {run.scenario}" if run.scenario != "regular" else ""
+        words += " · random weights" if run.random_weights else ""
         samples = counted(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
         console.say(line(f"{run.model} · {datasets} · {samples}{words}"), bold=True)

@@ -9,7 +9,7 @@ from perturbkv.judging import run as judges
 from perturbkv.judging.command import split
 from perturbkv.judging.judgements import Judge
 from perturbkv.pipeline.progress import bar
-from perturbkv.storage.answers_file import WrittenAnswers
+from perturbkv.storage.answers_file import WrittenAnswers, check_answers
 
 if TYPE_CHECKING:
     from perturbkv.analyses.judged import Judged
@@ -49,6 +49,7 @@ def judge(
     from perturbkv.analyses.judged import judged
     from perturbkv.analyses.preferred import preferred
 
+    check_answers(answers)
     asked = Judge(tuple(split(command)), pairwise, seed, scale)
     with bar("judgements", shown=progress) as drawn:
         said = judges.ask(

@@ -70,6 +70,13 @@ def read_answers(path: str | Path) -> WrittenAnswers:
     )
 
 
+def check_answers(given: Any) -> None:
+    """Raise ConfigError for what `read_answers` did not give, a path among others."""
+    if not isinstance(given, WrittenAnswers):
+        msg = f"expected answers, as pk.read_answers or a generate's .written give them; got {type(given).__name__}"
+        raise ConfigError(msg)
+
+
 def is_row(document: Mapping[str, Any]) -> bool:
     """Whether a line is a sample's answers, those of older versions too."""
     return _has(document, _ROW) and all(

@@ -15,6 +15,7 @@ import perturbkv as pk
 from perturbkv.analyses.calibration import curve
 from perturbkv.analyses.link import Link, link
 from perturbkv.analyses.link_prompts import NAMES
+from perturbkv.errors import TraceError
 from tests.support.linked import answered, methods
 
 DRAW = np.random.default_rng(3)
@@ -317,3 +318,9 @@ def test_the_rows_of_a_frame_are_answers_and_say_what_they_lack() -> None:
     assert [row["lost_answer"] for row in rows] == [0, 1, 0] * 2
     assert [row["propagated"] for row in rows] == pytest.approx(MOVED[:2, :3].ravel().tolist())
     assert [row["theta_hat"] is None for row in rows] == [False] * 3 + [True] * 3
+
+
+def test_what_is_no_trace_is_refused_in_a_line() -> None:
+    for wrong in ("trace.h5", ["trace.h5"], None):
+        with pytest.raises(TraceError, match="expected traces, as pk.read_trace or pk.measure give them; got "):
+            link(wrong)  # type: ignore[arg-type]

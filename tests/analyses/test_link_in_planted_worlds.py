@@ -129,7 +129,7 @@ def test_a_link_that_the_methods_names_make_is_told_as_such_and_has_no_star() ->
     assert result.settings[0].control("propagated").rho.p < 0.001  # the methods do differ
     assert told(result).count("what is shown is no more than the methods' names tell (less these: ") == 2
     assert not any(one.stands for names in result.settings[0].names for one in (names.rho, names.auc))
-    assert "*" not in repr(result).replace("*: less names", "")
+    assert "*" not in repr(result).replace("*: it and less names", "").replace("*: it\nand less", "")
 
 
 def test_a_measure_beats_the_attention_given_up_in_words_only_where_more_than_names_is_linked() -> None:
@@ -154,7 +154,34 @@ def test_where_a_prompts_own_perturbation_goes_against_the_names_that_is_said() 
         answered(methods(5), np.clip(1.2 - 2 * level + 1.5 * noise, 0, 1), np.ones(40), {"propagated": moved})
     )
     assert "score less: ρ = " in told(result)
-    assert "beyond what the methods' names tell it goes the other way" in told(result)
+    assert "that is less than the methods' names tell (less these: 0." in told(result)
+
+
+def test_methods_that_perturb_more_and_score_more_are_told_on_their_side() -> None:
+    """Names alone make a positive ρ; what prompts add lowers it: that is less than the names tell, and no star."""
+    draw = np.random.default_rng(6)
+    noise, level = 0.05 * draw.standard_normal((40, 5)), np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+    scores = np.clip(0.2 + 1.2 * level - 1.5 * noise, 0, 1)
+    result = link(answered(methods(5), scores, np.ones(40), {"propagated": np.abs(level + noise)}))
+    rho, names = result.overall[0].strength("propagated").rho, result.overall[0].named("propagated").rho
+    assert rho.interval is not None
+    assert rho.interval.low > 0
+    assert names.beyond.interval is not None
+    assert names.beyond.interval.high < 0
+    assert "that is less than the methods' names tell" in told(result)
+    assert not names.stands
+
+
+def test_few_prompts_leave_it_undecided_whether_a_link_is_more_than_names() -> None:
+    """Each prompt's own perturbation makes its scores: eight prompts of four methods are not enough to say so."""
+    said = []
+    for seed in range(12):
+        draw = np.random.default_rng(seed)
+        moved = draw.lognormal(size=(8, 4))
+        scores = np.clip(0.5 - 0.3 * np.log(moved) + 0.25 * draw.standard_normal((8, 4)), 0, 1)
+        said.append(told(link(answered(methods(4), scores, np.ones(8), {"propagated": moved}))))
+    assert not any("no more than the methods' names tell" in one for one in said)
+    assert any("whether that is more than the methods' names tell is undecided" in one for one in said)
 
 
 def test_methods_that_fare_otherwise_in_another_data_set_are_names_there_too() -> None:

@@ -244,6 +244,8 @@ def test_what_cannot_be_asked_is_one_line() -> None:
             pk.safe_budget(swept(kl), **limits)  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="budget needs graded answers, made.h5 has none"):
         pk.safe_budget(swept(kl), max_drop=1)
+    with pytest.raises(TraceError, match="answers none of the 8 prompts of made.h5 .*nothing that eviction can lose"):
+        pk.safe_budget(swept(score=np.zeros((8, 2, 5)), full=0.0), max_drop=5)
     with pytest.raises(TraceError, match="expected configurations of 'h2o'"):
         pk.safe_budget(swept(kl), max_kl=1, sides="h2o")
     with pytest.raises(ConfigError, match=r"of one kind, got 0.8 \(share of the prompt\) and 200 \(entries\)"):

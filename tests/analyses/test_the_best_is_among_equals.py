@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+import pytest
+
 from perturbkv.analyses.quality import quality
+from perturbkv.errors import TraceError
 from tests.support.graded import graded
 from tests.support.measured import config
 
@@ -38,3 +42,23 @@ def test_of_many_budgets_the_least_and_the_largest_are_told_of_every_granularity
     assert [part.split(" ")[:2] for part in said.split("at b=")[1:]] == [
         ["0.1", "kv"], ["0.1", "query"], ["0.4", "kv"], ["0.4", "query"],
     ]  # fmt: skip
+
+
+def test_all_that_are_best_are_named_in_whatever_order_they_stand() -> None:
+    for order in ((0, 1, 2), (2, 1, 0)):
+        rows = np.array([[0.5, 0.5, 0.1]] * 6)[:, order]
+        configs = [[config(side, 0.4) for side in ("attention", "two-stage", "random")][place] for place in order]
+        said = " ".join(quality(graded("qasper", [1] * 6, rows, configs)).conclusion().split())
+        names = "attention and two-stage" if order[0] == 0 else "two-stage and attention"
+        assert f"at b=0.4 {names} score alike and best by looking, 50.0 [" in said
+
+
+def test_caches_of_whole_blocks_are_no_rivals_of_those_of_single_entries() -> None:
+    configs = [config("attention", 0.4, granularity=kind) for kind in ("kv", "kv(block=16)")]
+    result = quality(graded("qasper", [1] * 6, [[0.5, 0.3]] * 6, configs, held=[0.4, 0.33]))
+    assert result.average.best == (False, False)
+
+
+def test_a_score_that_is_no_number_is_refused_whichever_cache_it_is_of() -> None:
+    with pytest.raises(TraceError, match="got none in 1 of 6 samples"):
+        quality(graded("qasper", [1] * 6, [*[[0.5, 0.3, 0.1]] * 5, [0.5, np.nan, 0.1]]))
