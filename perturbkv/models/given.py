@@ -41,9 +41,9 @@ def adapted(model: Any, tokenizer: Any) -> Adapter:
 
 
 def fingerprint(model: Adapter) -> str:
-    """Tells one set of weights from another: all bytes of weights and buffers, the configuration, the logits' scale."""
+    """Tells one set of weights from another: all bytes of weights and buffers, configuration, every layer's scale."""
     digest = hashlib.sha256(str(model.config.to_json_string()).encode())
-    digest.update(repr([model.scale(layer) for layer in range(len(model.layers))]).encode())
+    digest.update(repr([float(layer.self_attn.scaling) for layer in model.every_layer]).encode())
     for whole, held in [*model.model.state_dict().items(), *model.model.named_buffers()]:
         for name, tensor in parts(whole, held) if isinstance(held, Tensor) else ():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

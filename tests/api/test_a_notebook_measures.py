@@ -25,6 +25,7 @@ from perturbkv.models.given import fingerprint
 from perturbkv.storage.memory import in_memory
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, Trace
+from tests.support.models import tiny_adapter
 from tests.support.notebook import CONFIGS, prompt
 from tests.support.traces import run_config, sample_trace
 
@@ -243,6 +244,13 @@ def test_other_weights_have_another_fingerprint(folder: Path, change: str) -> No
         else:
             loaded.model.rotary_emb.inv_freq *= 0.3
     assert fingerprint(given) != first
+
+
+def test_the_scale_of_a_layer_that_is_not_measured_counts_too() -> None:
+    given = tiny_adapter("gemma3_text")
+    first = fingerprint(given)
+    given.model.model.layers[0].self_attn.scaling *= 2
+    assert given.layer_indices == (1, 3) and fingerprint(given) != first
 
 
 def test_a_projection_that_is_no_matrix_is_refused(folder: Path) -> None:

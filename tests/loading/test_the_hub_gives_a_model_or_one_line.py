@@ -24,7 +24,7 @@ from perturbkv.models import hub_download, hub_repository
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
 from tests.support.hub import Hub, Trouble, serving
-from tests.support.models import tiny_model
+from tests.support.models import MIXED, tiny_model
 
 ID, WEIGHTS = "owner/tiny", "model.safetensors"
 TOKEN = "hf_not-to-be-shown"
@@ -129,6 +129,16 @@ def test_a_branch_a_tag_and_a_commit_are_told_apart(hub: Hub, folder: Path, tmp_
     found = {name: pk.load_model(ID, device="cpu", revision=name) for name in ("v1", old, "main", None)}
     assert [one.revision for one in found.values()] == [old, old, new, new]
     assert same(found["v1"], found[old]) and not same(found["v1"], found["main"])
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_a_model_that_is_measured_in_some_layers_is_pinned_too(family: str, hub: Hub, tmp_path: Path) -> None:
+    folder, other = model_folder(tmp_path / "mixed", family), model_folder(tmp_path / "other", family, seed=5)
+    old, _ = hub.add(ID, folder, revision="v1"), hub.add(ID, other)
+    found = pk.load_model(ID, device="cpu", revision="v1")
+    assert (found.revision, found.layer_indices) == (old, (1, 3))
+    assert same(found, pk.load_model(str(folder), device="cpu"))
+    assert not same(found, pk.load_model(ID, device="cpu"))
 
 
 def test_a_revision_that_is_none_is_refused(hub: Hub, folder: Path) -> None:
