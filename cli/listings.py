@@ -49,7 +49,7 @@ def models(as_json: JsonOption = False) -> None:
         cells.append([f"{name} (default)" if default else str(name), *map(str, others)])
     console.table("models", ["alias", "hub id", "weights", "#layers", "#heads", "#kv"], cells)
     console.say("families: Llama, Mistral, Qwen2, Qwen3, Phi-3; safetensors or GGUF; random:<alias> for tests")
-    console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ, … (docs/models.md)")
+    console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ (docs/models.md)")
 
 
 def policies(
