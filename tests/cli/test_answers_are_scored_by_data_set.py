@@ -20,7 +20,7 @@ TABLES = {"quality.tex", "quality.md", "quality.csv"}
 
 
 def prompts(path: Path, count: int, *, answered: bool = True) -> Path:
-    """Prompts of 185 tokens, other ones in another file; the model's answers are no numbers, so that they all score 0."""
+    """Prompts of 185 tokens, others in each file; the model's answers are no numbers, so that they all score 0."""
     text = "The quick brown fox jumps over the lazy dog. " * 4
     answers = {"answers": ["17"]} if answered else {}
     path.write_text(
