@@ -15,6 +15,7 @@ TASKS  = niah_single_1 niah_multikey_2 niah_multikey_3 vt cwe fwe
 OFFLINE = ruler:niah_single_1,ruler:niah_multikey_2,ruler:niah_multikey_3,ruler:vt,ruler:cwe,ruler:fwe
 EVICTED = --compare attention,two-stage,adakv:attention,adakv:two-stage,defensive,obcache-joint,random --granularity kv $(foreach share,0.1 0.2 0.4,--budget $(share))
 SAVING = --compare attention,two-stage,adakv:attention,adakv:two-stage --granularity kv $(foreach share,0.05 0.1 0.2 0.4 0.6,--budget $(share))
+POOLING = --compare attention,attention-unpooled,two-stage --preset paper --preset paper-v2 --window 32 --granularity kv --budget 0.2 --budget 0.4
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
 # A process per core, one thread each; the tests of a file share what they make.
@@ -137,12 +138,14 @@ needle: install
 	cp runs/needle/needle-correlation.png docs/figures/
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
 
-# Three hours on two cores: docs/scores.md.
+# Some hours on two cores: docs/scores.md.
 scores: develop
 	@test -n "$(LONGBENCH)" || { echo "scores needs LongBench's jsonl files: make scores LONGBENCH=folder"; exit 2; }
 	$(BIN) quality --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500 --max-new-tokens 128 $(EVICTED) --output runs/scores/news
 	$(BIN) quality --dataset needle --length 500,1000,2000 --samples 36 --depth 0,0.2,0.4,0.6,0.8,1 --max-new-tokens 12 $(EVICTED) --output runs/scores/needle
 	$(BIN) quality --dataset $(OFFLINE) --length 1000 --samples 20 $(EVICTED) --output runs/scores/ruler
+	$(BIN) quality --dataset $(OFFLINE) --length 2000 --samples 20 $(EVICTED) --output runs/scores/ruler2000
+	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(POOLING) --output runs/scores/pooling
 	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(SAVING) --output runs/scores/saving
 	$(BIN) savings runs/scores/saving/ruler-niah_single_1/trace.h5 --output runs/scores/saving --overwrite
 	$(BIN) budget runs/scores/saving/ruler-niah_single_1/trace.h5 --max-kl 0.1 --max-drop 15 --for-length 1000 --output runs/scores/budget --overwrite

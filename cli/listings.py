@@ -54,7 +54,7 @@ def models(as_json: JsonOption = False) -> None:
     console.say(f"families: {', '.join(one.name for one in FAMILIES.values())}; safetensors or GGUF")
     for one in (one for one in FAMILIES.values() if one.special):
         console.say(f"{one.name}: {one.special}")
-    console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ, … (docs/models.md)")
+    console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ (docs/models.md)")
     console.say("random:<alias> has an alias' shapes and random weights, for tests")
 
 

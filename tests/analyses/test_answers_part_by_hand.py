@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import perturbkv as pk
 from perturbkv.analyses.divergence import divergence
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.rouge import rouge_l

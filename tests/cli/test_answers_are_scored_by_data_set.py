@@ -20,10 +20,12 @@ TABLES = {"quality.tex", "quality.md", "quality.csv"}
 
 
 def prompts(path: Path, count: int, *, answered: bool = True) -> Path:
-    """Prompts of 185 tokens; the model's answers are no numbers, so that they all score 0."""
+    """Prompts of 185 tokens, others in each file; the model's answers are no numbers, so that they all score 0."""
     text = "The quick brown fox jumps over the lazy dog. " * 4
     answers = {"answers": ["17"]} if answered else {}
-    path.write_text("\n".join(json.dumps({"id": f"p{i}", "prompt": f"{i} {text}", **answers}) for i in range(count)))
+    path.write_text(
+        "\n".join(json.dumps({"id": f"p{i}", "prompt": f"{path.stem[i]} {text}", **answers}) for i in range(count))
+    )
     return path
 
 
