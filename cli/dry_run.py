@@ -68,7 +68,8 @@ def describe(planned: Plan) -> dict[str, Any]:
     run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()
-    shape = Shape.of(planned.files.config, planned.placement.dtype.itemsize, parameters)
+    weights = planned.files.weights_bytes(planned.placement.dtype)
+    shape = Shape.of(planned.files.config, planned.placement.dtype.itemsize, weights)
     longest = max(lengths)
     compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
     return {
@@ -82,7 +83,7 @@ def describe(planned: Plan) -> dict[str, Any]:
         "scenario": run.scenario,
         "compressed_tokens_max": compressed,
         "steps": run.steps,
-        "weights_mib": parameters * planned.placement.dtype.itemsize / _MIB,
+        "weights_mib": weights / _MIB,
         "full_cache_mib": shape.full_cache_bytes(longest) / _MIB,
         "evicted_caches_mib": sum(shape.kept_bytes(eviction, compressed) for eviction in run.configs) / _MIB,
         "batches": len(batches.places),

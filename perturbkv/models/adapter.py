@@ -136,7 +136,8 @@ class Adapter:
     @cached_property
     def shape(self) -> Shape:
         """What the model's memory depends on."""
-        return Shape.of(self.config, self.dtype.itemsize, sum(weight.numel() for weight in self.model.parameters()))
+        floats = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
+        return Shape.of(self.config, self.dtype.itemsize, self.stored.nbytes or floats)
 
     @property
     def positions(self) -> int:

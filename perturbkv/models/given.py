@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
 from perturbkv.models.adapter import Adapter, check_projections
+from perturbkv.models.stored_weights import Stored
 from perturbkv.models.tensors import parts
 
 GIVEN = "given"
@@ -34,10 +36,21 @@ def adapted(model: Any, tokenizer: Any) -> Adapter:
     if any(weight.is_meta for weight in model.parameters()):
         msg = f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
         raise ModelError(msg)
-    found = Adapter(model, tokenizer, name, GIVEN, stored=stored_weights.of_safetensors(None, model.config))
+    found = Adapter(model, tokenizer, name, GIVEN, stored=_stored(model))
     with evaluating(found):
         check_projections(found)
     return found
+
+
+def _stored(model: Any) -> Stored:
+    """How its weights are stored, and what those that are quantised take, everything inside them counted."""
+    stored = stored_weights.of_safetensors(None, model.config)
+    if not stored.quantised:
+        return stored
+    held = [
+        part for whole in (model.named_parameters(), model.named_buffers()) for one in whole for part in parts(*one)
+    ]
+    return replace(stored, nbytes=sum(part.nbytes for _, part in held))
 
 
 def fingerprint(model: Adapter) -> str:

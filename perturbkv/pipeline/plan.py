@@ -145,7 +145,7 @@ def plan(
     )
     for name in compatibility.counted_twice(run.configs):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
-    shape = Shape.of(files.config, placement.dtype.itemsize, files.parameters())
+    shape = Shape.of(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
     if generate and settings.scored:
         resources = _with_room(resources, shape, run, prompts, placement, loaded)
     batches = _batches(shape, run, prompts, resources)

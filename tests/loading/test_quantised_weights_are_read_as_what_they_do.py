@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 import perturbkv as pk
 from perturbkv.errors import ModelError
-from perturbkv.models import projection, quantisers
+from perturbkv.models import projection, quantisers, stored_weights
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.given import fingerprint
 from perturbkv.models.loading import open_model
+from perturbkv.models.sources import Source
 from perturbkv.models.wholeness import check_finite
 from perturbkv.trace import Trace
 from tests.support import quantised
@@ -146,6 +147,23 @@ def test_int8_weights_give_the_perturbations_of_the_dequantised_model(family: st
         matrix = model.model.layers[index].self_attn.o_proj.matrix
         torch.testing.assert_close(ours.output_projection(layer), matrix, rtol=0, atol=1e-6)
     assert_within_noise(found, expected)
+
+
+def test_memory_is_planned_by_the_bytes_that_a_given_model_holds(tokenizer: Any) -> None:
+    model = in_int8(tiny_model())
+    floats = pk.load_model(model, tokenizer=tokenizer).shape.weights_bytes
+    model.config.quantization_config = {"quant_method": "quanto", "weights": "int8"}
+    given = pk.load_model(model, tokenizer=tokenizer)
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert given.shape.weights_bytes == held != floats
+
+
+@pytest.mark.parametrize(("method", "packed"), [("quanto", True), ("mxfp4", False)])
+def test_memory_is_planned_by_the_files_of_weights_that_stay_packed(method: str, packed: bool, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    about = AutoConfig.for_model("llama", quantization_config={"quant_method": method, "weights": "int8"})
+    stored = stored_weights.of_safetensors(Source("tiny", str(folder)), about)
+    assert stored.nbytes == ((folder / "model.safetensors").stat().st_size if packed else 0)
 
 
 def test_heads_are_captured_while_the_projection_is_read(tokenizer: Any) -> None:
