@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
+from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
 from perturbkv.visible import line
 
@@ -42,6 +43,7 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         ("dataset", line(planned.run.dataset)),
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
         ("cut in the middle", f"{document['cut_samples']} samples"),
+        *([("layers measured", document["measured_layers"])] if document["measured_layers"] else []),
         ("scenario", planned.run.scenario),
         ("decode steps", str(planned.run.steps)),
         ("weights", f"{document['weights_mib']:,.0f} MiB"),
@@ -75,6 +77,7 @@ def describe(planned: Plan) -> dict[str, Any]:
     return {
         "model": run.model,
         "model_parameters": parameters,
+        "measured_layers": layer_types.told(planned.files.config),
         "dataset": run.dataset,
         "samples": len(lengths),
         "tokens_min": min(lengths),

@@ -205,3 +205,18 @@ def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after
             f"'{sample}'; use {instead}"
         )
         raise ModelError(msg)
+
+
+def check_long_rotations(config: Any, read: int, tokens: int, sample: str, name: str, after: int) -> None:
+    """Raise ModelError where LongRoPE's factors change behind the `read` tokens that a cache is made of.
+
+    Keys that were cached with one set of factors would be asked with the other; transformers reads such a text anew.
+    """
+    rotations = getattr(config, "rope_parameters", None) or {}
+    switch = rotations.get("original_max_position_embeddings")
+    if rotations.get("rope_type") == "longrope" and switch is not None and read <= switch < tokens:
+        msg = (
+            f"sample '{sample}' is read to {read} tokens and goes on to {tokens}, and model '{name}' rotates otherwise "
+            f"above {switch} (LongRoPE); use --max-tokens {max(1, switch - after)} or less, or a longer prompt"
+        )
+        raise ModelError(msg)

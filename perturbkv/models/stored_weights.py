@@ -58,12 +58,12 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
     Of a hub's model, and of one without a source, the configuration's word on its dtype is taken. Raises ModelError for
     files that cannot be read, and for weights of no floating-point type that are not quantised.
     """
-    here = source is not None and not source.hub_id
+    here = files(source.path) if source is not None and not source.hub_id else []
     if about := getattr(config, "quantization_config", None):
-        packed = here and quantisers.method(about) in quantisers.PACKAGES  # the others may be read as floats
-        size = sum(file.stat().st_size for file in files(source.path)) if packed else 0
+        packed = quantisers.method(about) in quantisers.PACKAGES  # the others may be read as floats
+        size = sum(file.stat().st_size for file in here) if packed else 0
         return Stored(quantisers.kind(about), _READ, quantised=True, nbytes=size)
-    kinds = _kinds(source) if here else Counter()
+    kinds = _kinds(source) if source is not None and here else Counter()
     if kinds:
         return Stored(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
     return Stored(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))

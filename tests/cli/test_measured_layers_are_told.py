@@ -36,6 +36,9 @@ def options(mixed: Path, data: Path) -> list[object]:
 
 
 def test_a_trace_names_the_layers_that_were_measured(perturbkv: Run, options: list[object]) -> None:
+    planned = json.loads(perturbkv("trace", *options, "--dry-run", "--json").out)
+    assert planned["measured_layers"] == "2 5 of 6"
+    assert "2 5 of 6" in perturbkv("trace", *options, "--dry-run").out
     ran = perturbkv("trace", *options, "-o", "t.h5")
     assert ran.code == 0
     assert "layers 2 5 of 6 are measured: the others keep their own sliding window" in ran.err

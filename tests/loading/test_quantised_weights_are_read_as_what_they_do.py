@@ -61,6 +61,28 @@ def test_a_quantised_projection_is_the_matrix_that_it_multiplies_by(
     torch.testing.assert_close(projection.read(module, 64, torch.float32), module.matrix, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.5, 50.0])
+def test_a_bias_far_larger_than_the_matrix_costs_it_no_digits(size: float, dtype: torch.dtype) -> None:
+    """Rounded together with it, what the matrix makes of a unit vector would keep the bias' digits alone."""
+    module = Int8Linear(linear(bias=True)).to(dtype)
+    bias = module.bias.detach().normal_(std=size).clone()
+    projection.check(module, 64, dtype)
+    assert torch.equal(projection.read(module, 64, dtype), module.matrix)
+    assert torch.equal(module.bias, bias)
+
+
+def test_the_bias_is_back_after_an_error() -> None:
+    def fail(rows: Tensor) -> Tensor:
+        raise RuntimeError
+
+    module = Int8Linear(linear(bias=True), fail)
+    bias = module.bias.detach().clone()
+    with pytest.raises(projection.NoMatrixError):
+        projection.check(module, 64, torch.float32)
+    assert torch.equal(module.bias, bias)
+
+
 def test_a_weight_that_knows_its_values_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     module = weighted(linear())
     monkeypatch.setattr(projection, "_of_unit_vectors", lambda *given: pytest.fail("multiplied by unit vectors"))
