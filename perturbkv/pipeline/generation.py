@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import room
-from perturbkv.cache import positions
+from perturbkv.cache import positions, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import keep, lengths
@@ -117,12 +117,13 @@ def read_evicting(
     def evict(found: Statistics, layer: int, keys: Tensor, values: Tensor) -> None:
         everything = [borrow(keys, values)] if with_full else []
         if whole or not configs:
-            rows = [borrow(keys, values) for _ in configs]
+            whole_row = borrow(keys, values)
+            rows = [quantisation.quantised(whole_row, one) if one.quantised else whole_row for one in configs]
         else:
             chosen = found.groups(configs, layer, keys, values)
             (counts,) = lengths([chosen], len(configs), keys.device)
             kept = keep(chosen, range(len(configs)), counts, keys, values)
-            kept = positions.in_cache(kept, configs, adapter.frequencies)
+            kept = quantisation.stored(positions.in_cache(kept, configs, adapter.frequencies), configs)
             rows = [kept.entries[place] for place in range(len(configs))]
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
 
