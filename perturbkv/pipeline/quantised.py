@@ -24,7 +24,7 @@ NAMES = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isol
 def look(check: FiniteCheck, layer: int, entries: KeptEntries) -> None:
     """Look at what a decoder layer stores in few bits: 16-bit scales and minima do not hold every number."""
     for kind, numbers in (("keys", entries.keys), ("values", entries.values)):
-        check.made(f"the quantised {kind} of layer {layer}", numbers)
+        check.look(f"the quantised {kind} of layer {layer}", numbers)
 
 
 def isolated(
