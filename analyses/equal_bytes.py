@@ -26,9 +26,10 @@ from perturbkv.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_HEADS = ("b", "#bits", "#held /\nfull", "#bytes /\nfull", "#last layer's\nperturbation", "#over evicting\nalone",
-          "#KL of the next\ntoken (nat)")  # fmt: skip
-_SCORES = ("#score × 100", "#minus evicting\nalone")
+_NAMED = ("b", "#bits", "#held /\nfull", "#bytes /\nfull")
+_HEADS = (*_NAMED, "#last layer's\nperturbation", "#over evicting\nalone", "#KL of the next\ntoken (nat)")
+_SCORES = (*_NAMED, "#score × 100", "#minus evicting\nalone")
+_ALL = "everything kept, in few bits"
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,9 +75,9 @@ class EqualBytes(Result):
 
     def _answered(self, bits: Sequence[int]) -> str:
         """What the answers' scores say, of each number of bits; empty without answers."""
-        return "; ".join(filter(None, map(self._scored, bits)))
+        return "; ".join(filter(None, map(self._gained, bits)))
 
-    def _scored(self, bits: int) -> str:
+    def _gained(self, bits: int) -> str:
         rows = [row for one in self.settings for row in one.rows if row.config.bits == bits]
         gains = [(row, row.gain) for row in rows if row.gain is not None]
         if not gains:
@@ -91,18 +92,21 @@ class EqualBytes(Result):
         return f"{tally([decided(gain.interval, 0) for _, gain in gains], words, 'case')}, by {told} points of 100"
 
     def tables(self) -> list[Table | str]:
-        """A table of what shares everything but budget and bits, and one of what keeps everything."""
-        found: dict[str, list[list[str]]] = {}
+        """What shares everything but budget and bits, then what keeps everything: perturbation, and then scores."""
+        found: dict[str, list[Row]] = {}
         for one in self.settings:
-            lines = [_line(row) for row in one.rows]
-            found.setdefault(common([one.baseline], "budget"), []).extend(lines)
-        heads = _HEADS + _SCORES * (self.full is not None)
-        made: list[Table | str] = [Table(name, heads, lines) for name, lines in found.items()]
-        if self.everything:
-            made.append(Table("everything kept, in few bits", heads, [_line(row) for row in self.everything]))
-        if self.full is not None:
-            made.append(f"the full cache's answers score {points(self.full)}")
-        return made
+            found.setdefault(common([one.baseline], "budget"), []).extend(one.rows)
+        found |= {_ALL: list(self.everything)} if self.everything else {}
+        made: list[Table | str] = [Table(name, _HEADS, [_moved(row) for row in rows]) for name, rows in found.items()]
+        if self.full is None:
+            return made
+        made.append(f"the full cache's answers score {points(self.full)}")
+        return [*made, *(Table(f"{name}: answers", _SCORES, [_scored(row) for row in rows])
+                         for name, rows in found.items())]  # fmt: skip
+
+    def stored(self) -> list[Table]:
+        """Nothing more: bytes stand in its tables."""
+        return []
 
     def notes(self) -> str:
         """What rows and columns mean."""
@@ -170,6 +174,11 @@ def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
 
     Raises TraceError where no configuration in 16 bits has another of the same bytes beside it, or the trace has no
     complete sample or not what is needed; ConfigError where it has no such step.
+
+    Example, of a `trace` of two selections at two budgets:
+        >>> import perturbkv as pk
+        >>> [row.config.bits for row in pk.equal_bytes(trace).settings[0].rows]
+        [16, 4, 2]
     """
     there = at_step(trace, ANALYSIS, step)
     found = Measured.of(there, step)
@@ -187,26 +196,23 @@ def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
     )
 
 
-def _line(row: Row) -> list[str]:
-    cells = [
-        str(row.config.budget) if row.evicts or row.over is not None else "all",
-        str(row.config.bits),
-        numbers.held(row.held),
-        numbers.held(row.stored),
+def _named(row: Row) -> list[str]:
+    """Budget, bits, and what they hold."""
+    budget = str(row.config.budget) if row.over is not None else "all"
+    return [budget, str(row.config.bits), numbers.held(row.held), numbers.held(row.stored)]
+
+
+def _moved(row: Row) -> list[str]:
+    compared = row.over is not None and row.config.quantised
+    over = numbers.decimal(row.over.value, row.over.interval, apart="\n") if row.over and compared else "1"
+    return [
+        *_named(row),
         numbers.significant(row.moved.value, row.moved.interval),
-        _over(row),
+        over if row.over else "",
         numbers.significant(row.kl.median, row.kl.interval),
     ]
-    if row.score is None:
-        return cells
-    return [*cells, _points(row.score), "" if row.gain is None or not row.config.quantised else _points(row.gain)]
 
 
-def _over(row: Row) -> str:
-    if row.over is None:
-        return ""
-    return numbers.decimal(row.over.value, row.over.interval, apart="\n") if row.config.quantised else "1"
-
-
-def _points(mean: Mean) -> str:
-    return points(mean).replace(" ", "\n", 1)
+def _scored(row: Row) -> list[str]:
+    gain = "" if row.gain is None or not row.config.quantised else points(row.gain)
+    return [*_named(row), "" if row.score is None else points(row.score), gain]

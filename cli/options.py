@@ -70,7 +70,7 @@ class RunOptions(DataOptions):
     ] = None
     budget: Annotated[
         list[str] | None,
-        _evict("--budget", "-b", metavar="B", help="Entries per head, window included: 128 or 0.05",
+        _evict("--budget", "-b", metavar="B", help="Entries per head, window in: 128 or 0.05",
                show_default="128"),
     ] = None  # fmt: skip
     preset: Annotated[

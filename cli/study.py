@@ -98,6 +98,8 @@ class Study:
             self._title()
             for part in [part for one in held for part in one.tables()]:
                 console.part(part)
+            for part in held[0].stored():
+                console.part(part)
             console.say(once(held))
 
         self._leave(held[0].to_dict() if document is None else document, shown)
