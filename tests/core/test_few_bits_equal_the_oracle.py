@@ -41,6 +41,15 @@ def test_a_group_has_a_scale_and_a_minimum_of_its_own(bits: int, seed: int) -> N
     assert found.dtype == data.dtype
 
 
+@pytest.mark.parametrize("offset", [1000.3, -1000.3, 30_000.0])
+def test_no_code_lies_outside_its_bits(offset: float) -> None:
+    """In 16 bits the minimum lies above the least number, or far below it: codes end at 0 and at the last."""
+    data = offset + torch.linspace(0, 0.7, 9, dtype=torch.float64).unsqueeze(-1)
+    found = rounded(data, [9], 2).squeeze(-1)
+    assert found.tolist() == naive.group_of(data.squeeze(-1).tolist(), 2)
+    assert len(found.unique()) <= 4 and found.min() >= float(np.float16(offset))
+
+
 def test_a_group_of_one_value_is_that_value() -> None:
     """No scale tells its numbers apart; what is left is the minimum in 16 bits, and no NaN."""
     data = torch.tensor([[0.5, -3.25, 0.0, 1e-9]]).expand(7, 4)
