@@ -115,7 +115,8 @@ class EqualBytes(Result):
             f"{numbers.about_intervals(self.identity.samples, medians=True)} b: what the cache may take, as entries of "
             "16 bits; in fewer bits more entries take it. bytes / full: of the cache in 16 bits, window, scales and "
             "minima counted. Perturbation: propagated L1 of the last layer's heads over ‖o‖₁; over evicting alone: the "
-            "ratio of both means. KL: median over samples. Score differences are of the same prompts. "
+            "ratio of both means. KL: median over samples. Both are of one step, where an answer need not be lost: "
+            f"step {self.step}. Score differences are of the same prompts. "
             f"{numbers.about_held([row.held for row in self.rows])}"
             f"{f' Left out, as their bytes are none of a budget: {left}.' if left else ''}"
         )
