@@ -16,7 +16,7 @@ from perturbkv.configs.eviction import EvictionConfig
 _BUDGETS = ("0.05", "0.1", "0.2", "0.4", "0.6", "0.8")
 
 
-@showing(budget=" ".join(_BUDGETS))
+@showing(budget=f"{_BUDGETS[0]} … {_BUDGETS[-1]}")
 @with_options
 def budget(
     run: RunOptions,
