@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from perturbkv.analyses.naming import SIDE, apart, common, counted, short
 from perturbkv.analyses.reading import byte_shares, measured_steps
 from perturbkv.configs import layer_types
@@ -123,7 +125,8 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 
 def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
-    if "held_bytes" not in trace.arrays or not any(config.quantised for config in configs):
+    told = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
+    if not told or not trace.ok.any() or not any(config.quantised for config in configs):
         return ()
     shares = byte_shares(trace, "identity")
     return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)
@@ -145,4 +148,10 @@ def of_answers(answers: WrittenAnswers) -> RunIdentity:
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
         source="answers",
         measured=str(made.get(MEASURED, "")),
+        stored=_stored_by_answers(answers),
     )
+
+
+def _stored_by_answers(answers: WrittenAnswers) -> tuple[float, ...]:
+    each = [[row["evicted"][label].get("bytes_share") for row in answers.rows] for label in answers.run.labels()]
+    return () if any(None in shares for shares in each) else tuple(float(np.mean(shares)) for shares in each)

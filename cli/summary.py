@@ -52,7 +52,7 @@ def _stored(trace: Trace) -> dict[str, float]:
     """What every configuration takes in bytes, where some store few bits; nothing elsewhere."""
     from perturbkv.analyses.identity import identity
 
-    shares = identity(trace, trace.run.configs).stored if trace.ok.any() else ()
+    shares = identity(trace, trace.run.configs).stored
     return dict(zip(trace.run.labels(), shares, strict=True)) if shares else {}
 
 

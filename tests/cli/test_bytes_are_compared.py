@@ -124,3 +124,15 @@ def test_generate_says_what_its_caches_take(perturbkv: Run, tiny: list[object]) 
 def test_the_help_fits(perturbkv: Run) -> None:
     lines = perturbkv("bytes", "--help").out.splitlines()
     assert len(lines) <= 60 and max(map(len, lines)) <= 80
+
+
+def test_what_looks_at_answers_tells_bytes_too(perturbkv: Run, tiny: list[object]) -> None:
+    few = ["--precision", "full", "--precision", "quantise(bits=2)", "--selection", "attention", "--divergence"]
+    perturbkv("generate", *tiny, *few, "--max-new-tokens", 3, "-o", "out")
+    ran = perturbkv("divergence", "out/generation.jsonl", "--format", "png")
+    assert "what is stored: bytes over those of the full cache in 16 bits" in ran.out, ran.err
+    rows = [json.loads(line) for line in Path("out/generation.jsonl").read_text().splitlines()[1:]]
+    for row in rows:
+        whole, two = (made for label, made in sorted(row["evicted"].items(), key=lambda one: len(one[0])))
+        assert whole["bytes_share"] == pytest.approx(whole["held_share"])
+        assert two["bytes_share"] < two["held_share"] == whole["held_share"]
