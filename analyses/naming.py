@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import PRECISION_OPTIONS, QUANTISE
 
 SIDE = ("policy", "selection")
 """The choices that the sides of a comparison differ in."""
@@ -77,13 +78,13 @@ def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]
 
 
 def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
-    """The choices of which every configuration that has them says the same; of policies and blocks, if all have it."""
+    """Choices of which every configuration that has them says the same; of policies, blocks, bits, if all have them."""
     said: dict[str, list[str]] = {}
     for config in configs:
         for choice, word in config.words(every=True).items():
             said.setdefault(choice, []).append(word)
     own = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
-    own |= {"block", "block_score"}
+    own |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE]}
     alike = {choice for choice, words in said.items() if len(set(words)) == 1}
     return {choice for choice in alike if choice not in own or len(said[choice]) == len(configs)}
 

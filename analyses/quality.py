@@ -206,6 +206,7 @@ def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> Run
         samples=sum(one.samples for one in each),
         failed=sum(one.failed for one in each),
         trace=_listed([one.trace for one in each if one.trace], "one of each"),
+        stored=tuple(sum(some) / len(each) for some in zip(*(one.stored for one in each), strict=True)),
     )
 
 

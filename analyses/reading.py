@@ -105,6 +105,15 @@ def held_by_sample(trace: Trace, analysis: str) -> Floats:
     return np.asarray(kept.mean(axis=2).sum(axis=-1) / stored / tokens[:, None])
 
 
+def byte_shares(trace: Trace, analysis: str) -> Floats:
+    """(config,) bytes of the evicted cache over those of the full one in 16 bits, mean over samples.
+
+    Raises TraceError where the trace does not tell.
+    """
+    held, full = values(trace, "held_bytes", analysis), values(trace, "full_bytes", analysis)
+    return np.asarray((held / full[:, None]).mean(axis=0))
+
+
 def _sets_per_layer(trace: Trace, config: int) -> int:
     """How many kept sets a layer of the configuration has: heads of a group share one place in the file."""
     places = trace.arrays["kept_offset"][trace.ok][0, config]

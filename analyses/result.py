@@ -31,6 +31,10 @@ class Result(ABC):
     def tables(self) -> Sequence[Part]:
         """Its tables, passages of text, and lines between them."""
 
+    def stored(self) -> Sequence[Part]:
+        """What caches take in bytes, where some store few bits."""
+        return self.identity.bytes_table()
+
     @abstractmethod
     def notes(self) -> str:
         """What n, intervals, ties and columns mean: once, beneath all tables."""
@@ -60,4 +64,4 @@ class Result(ABC):
         return as_html(self._parts())
 
     def _parts(self) -> list[Part]:
-        return [self.conclusion(), self.identity.lines()[0], *self.tables(), self.notes()]
+        return [self.conclusion(), self.identity.lines()[0], *self.tables(), *self.stored(), self.notes()]

@@ -29,7 +29,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
         rows.append(
             (
                 names[label] or "evicted",
-                numbers.held(made.get("held_share", math.nan)),
+                numbers.held(made.get("held_share", math.nan)) + _bytes(made),
                 alike,
                 _score(made),
                 shown(made["text"]),
@@ -44,6 +44,11 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
         if moved:
             listed = ", ".join(f"{value:.2f}" for value in moved)
             console.say(f"{names[label] or 'evicted'}: {counted(len(moved), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
+
+
+def _bytes(made: Mapping[str, Any]) -> str:
+    """What a cache of few bits takes of the full one's bytes, on a line of its own."""
+    return f"\n{numbers.held(made['bytes_share'])} of bytes" if "bytes_share" in made else ""
 
 
 def _score(made: Mapping[str, Any]) -> str:

@@ -33,10 +33,7 @@ def budget(
     ] = None,
     for_batch: Annotated[int, Option(metavar="N", help="And for so many of them at once")] = 1,
 ) -> None:
-    """Find the smallest safe budget of each selection.
-
-    Exit code 1: one has none; 2: too few samples.
-    """
+    """Find each selection's smallest safe budget; exit code 1: none, 2: few samples."""
     from perturbkv.analyses.cache_sizes import check_size
     from perturbkv.analyses.criteria import criteria
     from perturbkv.analyses.safe_budget import safe_budget as analyse

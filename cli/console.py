@@ -66,7 +66,7 @@ def result(found: Result, title: str) -> None:
     say(found.conclusion())
     say("")
     say(title, bold=True)
-    for one in found.tables():
+    for one in [*found.tables(), *found.stored()]:
         part(one)
     say(found.notes())
 

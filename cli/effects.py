@@ -86,6 +86,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "text": "it leaves no trace, and answers alone in its file",
     },
     "horizon": {"step": "it shows all of them"},
+    "bytes": {"precision": "it measures several, which --bits names"},
     "budget": {"step": "means are over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
     "link": {"step": "it looks at the first alone, which is known after one token of the answer"},

@@ -22,6 +22,7 @@ from perturbkv.cli.budget import budget
 from perturbkv.cli.datasets import datasets
 from perturbkv.cli.divergence import divergence
 from perturbkv.cli.doctor import doctor
+from perturbkv.cli.equal_bytes import bytes
 from perturbkv.cli.export import export
 from perturbkv.cli.generate import generate
 from perturbkv.cli.head_scores import head_scores
@@ -56,7 +57,7 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
-SCORES = (quality, link, savings, budget)
+SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Scores of answers and budgets, of finished traces or of those that they make": SCORES,

@@ -70,7 +70,7 @@ class RunOptions(DataOptions):
     ] = None
     budget: Annotated[
         list[str] | None,
-        _evict("--budget", "-b", metavar="B", help="Entries per head, window included: 128 or 0.05",
+        _evict("--budget", "-b", metavar="B", help="Entries per head, window in: 128 or 0.05",
                show_default="128"),
     ] = None  # fmt: skip
     preset: Annotated[
@@ -86,6 +86,10 @@ class RunOptions(DataOptions):
     granularity: Annotated[
         list[str] | None,
         _evict(metavar="NAME", help="Heads with a kept set: query, kv, layer", show_default=_BY_PRESET),
+    ] = None
+    precision: Annotated[
+        list[str] | None,
+        _evict(metavar="NAME", help="Of what is kept: full, quantise(bits=4)", show_default="full"),
     ] = None
     protect_first: Annotated[
         str | None, _evict(metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
@@ -164,7 +168,8 @@ class RunOptions(DataOptions):
         budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
         several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
         beside = {"alpha": self.alpha or None, "seed": self.seed}
-        return {**asked, **several, **beside, "granularity": self.granularity or None}
+        listed = {"granularity": self.granularity or None, "precision": self.precision or None}
+        return {**asked, **several, **beside, **listed}
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Every preset × budget × alpha × granularity × policy × selection, what policy and cache cannot do refused.

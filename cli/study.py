@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from perturbkv.analyses.identity import RunIdentity
     from perturbkv.analyses.result import Result
+    from perturbkv.models.loading import ModelFiles
     from perturbkv.trace import Trace
 
 
@@ -97,6 +98,8 @@ class Study:
             self._title()
             for part in [part for one in held for part in one.tables()]:
                 console.part(part)
+            for part in held[0].stored():
+                console.part(part)
             console.say(once(held))
 
         self._leave(held[0].to_dict() if document is None else document, shown)
@@ -137,12 +140,14 @@ def open_study(
     leave_out_unfit: bool = False,
     generate: int | None = 0,
     stems: Sequence[str] = (),
+    files: ModelFiles | None = None,
 ) -> Study | None:
     """The study of `look.trace`, or of the trace that `run` makes of `configs`; None after a dry run.
 
     `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
     tokens are generated from every cache and scored, None: as many as the dataset says; `stems` are names of its
-    figures, by default its own. Raises PerturbkvErrors, all that can be known before a model is loaded before it is.
+    figures, by default its own; `files` the model, where it was opened already. Raises PerturbkvErrors, all that can be
+    known before a model is loaded before it is.
     """
     if look.trace is not None:
         effects.check_finished(name, run, look.trace)
@@ -154,7 +159,7 @@ def open_study(
     if not run.dry_run:
         reachable(path, run.wait)
         _check_free(folder, name, look, run, path, stems or [name])
-    planned = plan(run, asked, leave_out_unfit, generate)
+    planned = plan(run, asked, leave_out_unfit, generate, files=files)
     if look.step >= run.step_count:
         tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
         fits = tokens + look.step < int(planned.files.config.max_position_embeddings)

@@ -44,7 +44,16 @@ def header(trace: Trace) -> dict[str, Any]:
         "trace_digest": trace.digest,
         "run": run_object(trace.run),
         "failed": dict(trace.failures),
+        "bytes_over_full": _stored(trace),
     }
+
+
+def _stored(trace: Trace) -> dict[str, float]:
+    """What every configuration takes in bytes, where some store few bits; nothing elsewhere."""
+    from perturbkv.analyses.identity import identity
+
+    shares = identity(trace, trace.run.configs).stored
+    return dict(zip(trace.run.labels(), shares, strict=True)) if shares else {}
 
 
 def check_free(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.bound_tightness import bound_tightness as bound_tightness
     from perturbkv.analyses.budgets import budget_curves as budget_curves
     from perturbkv.analyses.divergence import divergence as divergence
+    from perturbkv.analyses.equal_bytes import equal_bytes as equal_bytes
     from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
     from perturbkv.analyses.horizon import horizon as horizon
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
@@ -74,6 +75,7 @@ _PUBLIC = {
     "bound_tightness": "perturbkv.analyses.bound_tightness",
     "audit": "perturbkv.api.auditing",
     "divergence": "perturbkv.analyses.divergence",
+    "equal_bytes": "perturbkv.analyses.equal_bytes",
     "generate": "perturbkv.api.answering",
     "judge": "perturbkv.api.judging",
     "grid": "perturbkv.selection.grid",

@@ -122,6 +122,10 @@ VARIABLES: dict[str, Variable] = {
     "held_share": Variable(
         ("config",), "1", "entries that the evicted cache holds over those of the full cache", optional=True
     ),
+    "held_bytes": Variable(
+        ("config",), "byte", "entries of the evicted cache as stored, scales and minima among them", optional=True
+    ),
+    "full_bytes": Variable((), "byte", "entries of the full cache in 16 bits", optional=True),
     "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
     "stage1_count": Variable(("config", "layer", "head"), "entry", "prefix entries that stage 1 took", "int64"),
     "kept_offset": Variable(

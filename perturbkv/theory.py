@@ -29,12 +29,31 @@ def decode_weights(
     key: Float[Tensor, "kv_head key d_head"],
     scale: float,
     sinks: Float[Tensor, " head"] | None = None,
+    present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-    """A, and the weight of each head's sink: an entry without a value that always stays; 0 where there is none."""
+    """A, and the weight of each head's sink: an entry without a value that always stays; 0 where there is none.
+
+    Keys that are not `present` are no entries.
+    """
     heads, d_head = query.shape
     grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
-    logits = (grouped @ key.to(WORK).transpose(1, 2) * scale).flatten(0, 1)
-    return softmax_with_sinks(logits, sinks)
+    logits = grouped @ key.to(WORK).transpose(1, 2) * scale
+    if present is not None:
+        logits = logits.masked_fill(~present.unsqueeze(1), -torch.inf)
+    return softmax_with_sinks(logits.flatten(0, 1), sinks)
+
+
+def attended(
+    query: Float[Tensor, "head d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    value: Float[Tensor, "kv_head key d_head"],
+    scale: float,
+    sinks: Float[Tensor, " head"] | None = None,
+    present: Bool[Tensor, "kv_head key"] | None = None,
+) -> Float[Tensor, "head d_head"]:
+    """Σ A V of these entries, whatever they are: of quantised ones A' is no share of A, but their own softmax."""
+    weights, _ = decode_weights(query, key, scale, sinks, present)
+    return weighted_sums(weights.unsqueeze(0), value)[0]
 
 
 def softmax_with_sinks(

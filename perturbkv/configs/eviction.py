@@ -14,22 +14,23 @@ from perturbkv.configs.documents import check_fields, check_options, holding, ne
 from perturbkv.configs.numbers import LARGEST
 from perturbkv.configs.numbers import check as check_number
 from perturbkv.configs.option import completed
+from perturbkv.configs.precision import FULL, PRECISION_OPTIONS, bits_of, entries_within
 from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
-CHOICES = ("policy", "selection", "granularity")
+CHOICES = ("policy", "selection", "granularity", "precision")
 """What is written `name(option=value)`."""
-_KNOWN = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS}
+_KNOWN = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS, "precision": PRECISION_OPTIONS}
 _PROTECTED = ("protect_first", "protect_recent")
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class EvictionConfig:
-    """One way to evict: what every configuration has. Policy, selection and granularity bring their own options.
+    """One way to evict: what every configuration has. Policy, selection, granularity and precision bring options.
 
-    A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. A selection and a
-    granularity hold all of their options, a policy those that were given, until `registry.resolved` completes it and
-    leaves out what makes no difference.
+    A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. A selection, a
+    granularity and a precision hold all of their options, a policy those that were given, until `registry.resolved`
+    completes it and leaves out what makes no difference.
 
     Raises ConfigError or BudgetError for a value outside its range, UnknownNameError for an unknown choice.
 
@@ -42,6 +43,7 @@ class EvictionConfig:
         granularity: one kept set per `query` head, per `kv` head or per `layer`; of single entries or of whole blocks.
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
+        precision: `full`, or `quantise(bits=4)`: what is kept before the window is stored in few bits.
         twin: of a trace of format 1 or 2 that measured one configuration twice: what was said otherwise the second
             time, without effect. Labels alone show it.
 
@@ -57,6 +59,7 @@ class EvictionConfig:
     granularity: Choice
     protect_first: int | float
     protect_recent: int | float
+    precision: Choice
     twin: str
 
     def __init__(
@@ -68,6 +71,7 @@ class EvictionConfig:
         granularity: Choice | str = "query",
         protect_first: float | str = 0,
         protect_recent: float | str = 0,
+        precision: Choice | str = FULL,
         twin: str = "",
     ) -> None:
         held = {
@@ -78,6 +82,7 @@ class EvictionConfig:
             "granularity": _chosen("granularity", granularity, GRANULARITY_OPTIONS),
             "protect_first": _protected("protect_first", protect_first),
             "protect_recent": _protected("protect_recent", protect_recent),
+            "precision": _told_bits(_chosen("precision", precision, PRECISION_OPTIONS)),
             "twin": twin,
         }
         for name, value in held.items():
@@ -98,6 +103,16 @@ class EvictionConfig:
     def alpha(self) -> float:
         """Share of stage 1; 1 where the kept sets are given, which have no order and so no stages."""
         return float(self.selection.options.get("alpha", 1.0))
+
+    @property
+    def quantised(self) -> bool:
+        """Whether its entries are stored in few bits."""
+        return self.precision.name != FULL
+
+    @property
+    def bits(self) -> int:
+        """Bits of a stored number of what is kept before the window."""
+        return bits_of(self.precision)
 
     def protected(self, kept: int) -> tuple[int, int]:
         """First and most recent entries that always stay of `kept` ones; the window counts as recent."""
@@ -142,13 +157,15 @@ class EvictionConfig:
     def allowed_entries(self, prompt_tokens: int) -> int:
         """Entries per head of a prompt of n tokens that may be kept: min(b, n), and n where n ≤ w, as the window stays.
 
+        Where b counts bytes it is as many as take them at most.
+
         Raises BudgetError where n > w and b leaves nothing beside what always stays.
         """
         if prompt_tokens <= self.window:
             return prompt_tokens
         tokens = self.budget.tokens(prompt_tokens)
         self.check_budget(tokens, f"budget {self.budget} of {prompt_tokens} tokens")
-        return min(tokens, prompt_tokens)
+        return entries_within(self.precision, tokens, self.window, prompt_tokens)
 
     def kept_entries(self, prompt_tokens: int) -> int:
         """Entries kept per head: those that are allowed, or what whole blocks hold of them. Raises as these."""
@@ -160,7 +177,8 @@ class EvictionConfig:
         protected = [f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED if getattr(self, name)]
         window = f"w={self.window}" if self.window else ""
         parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", window, str(self.granularity)]
-        return " ".join(filter(None, [*parts, *protected, self.twin]))
+        few = str(self.precision) if self.quantised else ""
+        return " ".join(filter(None, [*parts, few, *protected, self.twin]))
 
     def __repr__(self) -> str:
         return f"<EvictionConfig {self.label()}>"
@@ -175,7 +193,8 @@ class EvictionConfig:
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         said |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         said["granularity"] = self.granularity.name
-        for choice in (self.policy, self.selection, self.granularity):
+        said |= {"precision": self.precision.name} if every else {}
+        for choice in (self.policy, self.selection, self.granularity, self.precision):
             for name, value in (choice.options if every else choice.told).items():
                 said |= {} if name in (*said, "kernel") else {name: f"{name}={value}"}
         protected = {name: getattr(self, name) for name in _PROTECTED}
@@ -195,9 +214,11 @@ class EvictionConfig:
         return found
 
     def to_document(self) -> dict[str, Any]:
-        """As JSON holds it: each choice as it is written, and all of its options behind it."""
+        """As JSON holds it: each choice as it is written, and its options behind it; full precision goes unsaid."""
         found: dict[str, Any] = {"twin": self.twin} if self.twin else {}
         for name, value in self._choices():
+            if name == "precision" and not self.quantised:
+                continue
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
                 found[f"{name}_options"] = {option: nested(held) for option, held in value.options.items()}
@@ -210,7 +231,7 @@ class EvictionConfig:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """What `to_document` made this of. Raises KeyError or TypeError for another document, and as the class does."""
-        held = dict(document)
+        held: dict[str, Any] = {"precision": FULL, "precision_options": {}, **document}
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
             options = {option: unnested(value) for option, value in options.items()}
@@ -232,6 +253,11 @@ def _chosen(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
     if choice.name not in known:
         raise UnknownNameError(choice.name, what, ASKED if what == "selection" else known)
     return completed(choice, f"{what} '{choice.name}'", known[choice.name])
+
+
+def _told_bits(precision: Choice) -> Choice:
+    """The same, its bits always shown: they are the first thing to know of it."""
+    return dataclasses.replace(precision, usual=(precision.usual or frozenset()) - {"bits"})
 
 
 def _protected(name: str, given: float | str) -> int | float:

@@ -32,6 +32,7 @@ class Option:
         known: what a name may be.
         low, high: least and largest number, `high` itself allowed where it is finite.
         odd: whether a number has to be odd.
+        among: the numbers that it may be, where these are few.
         call: whether it takes another choice, `name(option=value)`, beside its default.
     """
 
@@ -41,6 +42,7 @@ class Option:
     low: float = 0
     high: float = math.inf
     odd: bool = False
+    among: tuple[int, ...] = ()
     call: bool = False
 
     @property
@@ -72,6 +74,9 @@ class Option:
     def _check_number(self, value: Any, what: str) -> None:
         if not (self.low <= value <= self.high and value <= LARGEST):
             msg = f"{what} must {self._range()}, got {value}"
+            raise ConfigError(msg)
+        if self.among and value not in self.among:
+            msg = f"{what} is one of {', '.join(map(str, self.among))}, got {value}"
             raise ConfigError(msg)
         if self.odd and value % 2 == 0:
             msg = f"{what} must be odd, got {value}; try {value + 1 if value < self.high else value - 1}"

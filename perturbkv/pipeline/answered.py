@@ -38,8 +38,8 @@ def row(
         "metric": metric.name if metric else None,
         "full": said(answers.full),
         "evicted": {
-            label: {"held_share": held, **said(tokens)}
-            for label, held, tokens in zip(labels, answers.held, answers.evicted, strict=True)
+            label: {"held_share": held, **stored, **said(tokens)}
+            for label, held, stored, tokens in zip(labels, answers.held, _bytes(answers), answers.evicted, strict=True)
         },
         "compressions": _compressions(answers, labels),
         "divergence": _divergence(answers, labels),
@@ -56,6 +56,11 @@ def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | Non
         "noise_floor": found.noise_floor.tolist(),
         "caches": {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches},
     }
+
+
+def _bytes(answers: Answers) -> list[dict[str, float]]:
+    """What each cache takes of the full one's bytes; nothing where all store 16 bits."""
+    return [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
 
 def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -111,10 +116,13 @@ class Generation(Sequence[Answers]):
         return {"samples": list(self.rows)}
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per prompt and cache, the full one first: `held_share`, `score` (None: no metric), `text`."""
+        """A row per prompt and cache, the full one first: `held_share`, `score` (None: no metric), `text`.
+
+        `bytes_share` beside them, of the full cache's bytes, where a configuration stores few bits.
+        """
         return [
             {"sample": one["sample"], "config": name, "held_share": made["held_share"],
-             "tokens": len(made["tokens"]), "score": made["score"], "text": made["text"]}
+             "tokens": len(made["tokens"]), "score": made["score"], "text": made["text"], **_told(one, made)}
             for one in self.rows
             for name, made in _caches(one).items()
         ]  # fmt: skip
@@ -137,6 +145,20 @@ def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {_FULL: {"held_share": 1.0, **row["full"]}, **row["evicted"]}
 
 
+def _told(row: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, float]:
+    """A cache's `bytes_share`, where those of its prompt have one."""
+    return {"bytes_share": made.get("bytes_share", 1.0)} if _has_bytes(row) else {}
+
+
+def _has_bytes(row: Mapping[str, Any]) -> bool:
+    return any("bytes_share" in made for made in row["evicted"].values())
+
+
+def _held(made: Mapping[str, Any]) -> str:
+    few = f", bytes / full {made['bytes_share']:.2f}" if "bytes_share" in made else ""
+    return f"held / full {made['held_share']:.2f}{few}"
+
+
 def _title(row: Mapping[str, Any]) -> str:
     return f"{line(row['sample'])} · {row['prompt_tokens']:,} tokens"
 
@@ -150,16 +172,23 @@ def _lines(row: Mapping[str, Any]) -> list[str]:
     lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, made in _caches(row).items():
         score = "" if made["score"] is None else f", {row['metric']} {made['score']:.3f}"
-        lines += [f"  {line(name)} (held / full {made['held_share']:.2f}{score}):", f"    {_one_line(made['text'])}"]
+        lines += [f"  {line(name)} ({_held(made)}{score}):", f"    {_one_line(made['text'])}"]
     return lines
 
 
 def _table(row: Mapping[str, Any]) -> Table:
     """A prompt's answers for a notebook, what was expected above them; scores only where there is a metric."""
     graded = row["metric"] is not None
-    lines = [("expected", "", *[""] * graded, " | ".join(row["answers"]))] if row["answers"] else []
+    lines = [("expected", "", *[""] * (_has_bytes(row) + graded), " | ".join(row["answers"]))] if row["answers"] else []
     for name, made in _caches(row).items():
         score = [f"{made['score']:.3f}"] if graded else []
-        lines.append((name, f"{made['held_share']:.2f}", *score, _one_line(made["text"])))
-    columns = ("cache", "#held / full", *([f"#{row['metric']}, 0 to 1"] if graded else []), "answer")
+        few = [f"{share:.2f}" for share in _told(row, made).values()]
+        lines.append((name, f"{made['held_share']:.2f}", *few, *score, _one_line(made["text"])))
+    columns = (
+        "cache",
+        "#held / full",
+        *(["#bytes / full"] if _has_bytes(row) else []),
+        *([f"#{row['metric']}, 0 to 1"] if graded else []),
+        "answer",
+    )
     return Table(_title(row), columns, lines)

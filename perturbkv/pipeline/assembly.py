@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv.cache.gather import Kept, Lengths
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.scoring import leading_digits
 from perturbkv.devices import stack_on
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import grading
+from perturbkv.pipeline import grading, quantised
 from perturbkv.pipeline.layer import LayerResult, order
 from perturbkv.pipeline.measure import Arrays, to_numpy
 from perturbkv.schema import VARIABLES
@@ -34,6 +37,7 @@ class BatchResult:
         cache_bytes, padding_bytes: of the evicted caches.
         generated: tokens of each configuration's answer by its place, and in one of the batches the full cache's under
             None; empty where nothing is generated.
+        isolated: of configurations in few bits by their place (step, name, layer, head), names as `quantised.NAMES`.
     """
 
     places: tuple[int, ...]
@@ -42,6 +46,7 @@ class BatchResult:
     cache_bytes: int
     padding_bytes: int
     generated: dict[int | None, list[int]]
+    isolated: dict[int, Tensor]
 
 
 def sample_arrays(
@@ -71,6 +76,16 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
         array = to_numpy(stacked, VARIABLES[name].dtype)
         arrays[name] = array if array.ndim == 3 else array.transpose(2, 0, 1, 3)[back]
     return arrays
+
+
+def quantised_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
+    """The isolated perturbations of `arrays`, of configurations in few bits as these really perturb."""
+    found = {name: arrays[name].copy() for name in quantised.NAMES}
+    for batch in batches:
+        for place, moved in batch.isolated.items():
+            for name, array in zip(quantised.NAMES, moved.unbind(dim=1), strict=True):
+                found[name][place] = to_numpy(array, VARIABLES[name].dtype)
+    return found
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
@@ -128,6 +143,18 @@ def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) ->
     """(config,) entries of all layers and kept sets over those of the full cache (METHOD: a budget is not a share)."""
     held = [sum(sum(layer[place]) for layer in lengths) for place in range(len(lengths[0]))]
     return np.array(held, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
+
+
+def held_bytes(
+    lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], kv_heads: int, d_head: int, prompt_tokens: int
+) -> Arrays:
+    """(config,) bytes of the evicted caches' entries as stored, and of the full cache's in 16 bits."""
+    full = stored_bits(Choice(FULL), prompt_tokens, 0, d_head) * kv_heads * len(lengths)
+    held = [
+        sum(stored_bits(config.precision, kept, config.window, d_head) for layer in lengths for kept in layer[place])
+        for place, config in enumerate(configs)
+    ]
+    return {"held_bytes": np.array(held, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
 
 
 def answer_arrays(adapter: Adapter, prompt: Prompt, batches: Sequence[BatchResult], most: int) -> Arrays:

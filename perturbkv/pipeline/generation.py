@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,17 +11,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import room
-from perturbkv.cache import positions
+from perturbkv.cache import positions, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import keep, lengths
 from perturbkv.cache.whole import beside
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import quantised
 from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.divergence import Divergence, follow
 from perturbkv.pipeline.finite import LOGITS, FiniteCheck
@@ -113,17 +116,22 @@ def read_evicting(
 
     waits = not whole and any(compatibility.needs_all_layers(config) for config in configs)
     given = sources(adapter, context, [] if whole else configs, {})
+    stored = FiniteCheck()
 
     def evict(found: Statistics, layer: int, keys: Tensor, values: Tensor) -> None:
         everything = [borrow(keys, values)] if with_full else []
         if whole or not configs:
-            rows = [borrow(keys, values) for _ in configs]
+            whole_row = borrow(keys, values)
+            rows = [quantisation.quantised(whole_row, one) if one.quantised else whole_row for one in configs]
         else:
             chosen = found.groups(configs, layer, keys, values)
             (counts,) = lengths([chosen], len(configs), keys.device)
             kept = keep(chosen, range(len(configs)), counts, keys, values)
-            kept = positions.in_cache(kept, configs, adapter.frequencies)
+            kept = quantisation.stored(positions.in_cache(kept, configs, adapter.frequencies), configs)
             rows = [kept.entries[place] for place in range(len(configs))]
+        for row, config in zip(rows, configs, strict=True):
+            if config.quantised:
+                quantised.look(stored, adapter.layer_indices[layer], row)
         layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
 
     def take(found: Statistics, seen: LayerView) -> None:
@@ -137,6 +145,7 @@ def read_evicting(
         held = adapter.held(read.cache, layer)
         evict(read.statistics, layer, held.keys[0], held.values[0])
         held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
+    stored.raise_if_not(sample)
     behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
     cache = CompactCache(beside(adapter, layers, read.windows), [*([0] if with_full else []), *behind])
     return Evicted(cache, read.logits, queries)
@@ -202,6 +211,8 @@ class Answers:
         held: entries of each configuration's cache over those of the full one, after the prompt's compressed part.
         compressions: those that came later.
         divergence: of the evicted caches while they read the full cache's answer, where it was asked for.
+        stored: bytes of each configuration's entries over those of the full cache in 16 bits, likewise; empty where no
+            configuration stores few bits.
     """
 
     full: list[int]
@@ -209,6 +220,7 @@ class Answers:
     held: list[float]
     compressions: list[Compression]
     divergence: Divergence | None = None
+    stored: list[float] = field(default_factory=list)
 
 
 @room.told()
@@ -236,7 +248,7 @@ def answer(
         adapter, context, configs, prompt.sample_id, with_full=True, layout=layout, head_scores=head_scores,
         above=compress_every or 0, resources=resources,
     )  # fmt: skip
-    held = _held(read.cache)
+    held, stored = _held(read.cache), _stored(read.cache, configs, adapter.d_head)
     again = read.cache.fresh() if divergence else None
 
     def compressing(cache: CompactCache) -> Compressor | None:
@@ -250,7 +262,7 @@ def answer(
     full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor, check)
     followed = None if again is None else follow(adapter, again, question, full, compressing(again), check)
     check.raise_if_not(prompt.sample_id)
-    return Answers(full, evicted, held, compressor.done if compressor else [], followed)
+    return Answers(full, evicted, held, compressor.done if compressor else [], followed, stored)
 
 
 def _held(cache: CompactCache) -> list[float]:
@@ -258,6 +270,18 @@ def _held(cache: CompactCache) -> list[float]:
     rows = range(cache.layers[0].batch)
     entries = [sum(sum(layer.lengths(row)) for layer in cache.evicted) for row in rows]
     return [row / entries[0] for row in entries[1:]]
+
+
+def _stored(cache: CompactCache, configs: Sequence[EvictionConfig], d_head: int) -> list[float]:
+    """Bytes of each row's entries as stored over those of the first row, in 16 bits; nothing where all have these."""
+    if not any(config.quantised for config in configs):
+        return []
+    kinds = [(Choice(FULL), 0), *((config.precision, config.window) for config in configs)]
+    sizes = [
+        sum(stored_bits(kind, kept, window, d_head) for layer in cache.evicted for kept in layer.lengths(row))
+        for row, (kind, window) in enumerate(kinds)
+    ]
+    return [size / sizes[0] for size in sizes[1:]]
 
 
 def end_tokens(adapter: Adapter) -> set[int]:

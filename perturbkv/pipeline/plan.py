@@ -11,6 +11,7 @@ from perturbkv import room
 from perturbkv.cache import positions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check_configurations
+from perturbkv.configs.precision import check_fill
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -146,6 +147,7 @@ def plan(
     for name in compatibility.counted_twice(run.configs):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     shape = Shape.of(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
+    check_fill([config.precision for config in configs], shape.d_head, files.name)
     if generate and settings.scored:
         resources = _with_room(resources, shape, run, prompts, placement, loaded)
     batches = _batches(shape, run, prompts, resources)

@@ -135,7 +135,8 @@ def _say_what_is_special(planned: Plan) -> None:
     for config in run.configs:
         whole = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
         if whole:
-            _log.info("'%s' evicts nothing in %d of %d samples: b ≥ n", config.label(), whole, len(prompts))
+            only = f", and stores it in {config.bits} bits" if config.quantised else ""
+            _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), whole, len(prompts), only)
     if measured := layer_types.told(planned.files.config):
         _log.info("layers %s are measured: the others keep their own sliding window", measured)
     if run.random_weights:

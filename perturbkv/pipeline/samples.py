@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import room
-from perturbkv.cache import positions
+from perturbkv.cache import positions, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import Kept, Lengths, keep, lengths
@@ -22,15 +22,17 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import measure
+from perturbkv.pipeline import measure, quantised
 from perturbkv.pipeline.assembly import (
     BatchResult,
     answer_arrays,
     attention_array,
+    held_bytes,
     held_share,
     isolated_arrays,
     kept_arrays,
     lost_arrays,
+    quantised_arrays,
     sample_arrays,
     step_arrays,
     with_all_steps,
@@ -141,7 +143,9 @@ def _arrays(
     """Everything that a trace holds of the sample, at the steps that were measured."""
     with phase("assembly"):
         arrays = sample_arrays(prompt, run, tokens, batches, kept) | isolated_arrays(layers, adapter.device)
+        arrays |= quantised_arrays(batches, arrays)
         arrays |= {"held_share": held_share(kept, adapter.kv_heads, int(arrays["prompt_tokens"]))}
+        arrays |= held_bytes(kept, run.configs, adapter.kv_heads, adapter.d_head, int(arrays["prompt_tokens"]))
         arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)
         if run.generate:
@@ -174,7 +178,7 @@ class _Decoding:
         """One batch: evict, decode, compare."""
         with phase("evict"):
             found = [self._evict(layer, places) for layer in range(len(self.layers))]
-            layers = beside(self.adapter, [layer for layer, _ in found], self.before.windows)
+            layers = beside(self.adapter, [layer for layer, *_ in found], self.before.windows)
             cache = CompactCache(layers, self._behind(places))
         with phase("decode"):
             asked, evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
@@ -183,18 +187,36 @@ class _Decoding:
         whole = sum(layer.borrowed_nbytes for layer in cache.evicted)
         held, padding = cache.nbytes - whole, cache.padding_nbytes
         answers = self._answers(cache, asked, places) if self.run.generate else {}
-        return BatchResult(places, steps, [kept for _, kept in found], held, padding, answers)
+        moved = {place: torch.stack([own[place] for *_, own in found], dim=-2) for place in found[0][2]}
+        return BatchResult(places, steps, [kept for _, kept, _ in found], held, padding, answers, moved)
 
-    def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept]:
-        """One layer's cache: the row that keeps everything, the configurations, and more of the first kind."""
+    def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept, dict[int, Tensor]]:
+        """One layer's cache, what is in it, and what entries in few bits change there alone.
+
+        Its rows are one that keeps everything, the configurations, and more of the first kind.
+        """
         held, n = self.adapter.held(self.before.cache, layer), self.before.statistics.tokens
         keys, values = held.keys[0], held.values[0]
         kept = keep(self.layers[layer].groups, set(places), self.kept[layer], keys, values)
-        kept = positions.in_cache(kept, self.run.configs, self.adapter.frequencies)
+        kept, moved = self._stored(layer, kept, (keys, values))
         everything = borrow(keys[:, :n], values[:, :n])
         rows = [everything, *(kept.entries[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))
-        return CompactLayer(rows, self.adapter.heads, n, self.run.cache), kept
+        return CompactLayer(rows, self.adapter.heads, n, self.run.cache), kept, moved
+
+    def _stored(self, layer: int, kept: Kept, whole: tuple[Tensor, Tensor]) -> tuple[Kept, dict[int, Tensor]]:
+        """The entries as the cache holds them, and what those in few bits change in this layer alone.
+
+        That is measured where they stand in the prompt, as everything isolated is.
+        """
+        configs = self.run.configs
+        there = quantisation.stored(kept, configs)
+        turned = positions.in_cache(kept, configs, self.adapter.frequencies)
+        held = there if turned.entries == kept.entries else quantisation.stored(turned, configs)
+        few = {place: there.entries[place] for place in kept.order if configs[place].quantised}
+        for place in few:
+            quantised.look(self.finite, self.adapter.layer_indices[layer], held.entries[place])
+        return held, quantised.isolated(self.adapter, layer, self.full, whole, few, self.before.statistics.tokens)
 
     def _behind(self, places: tuple[int, ...]) -> list[int]:
         """Of each row, those that keep everything with it, how far its next position lies before n."""

@@ -99,6 +99,12 @@ def check_compressible(config: EvictionConfig) -> None:
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
         raise ConfigError(msg)
+    if config.quantised and build(config.policy).in_cache:
+        msg = (
+            "positions=in-cache turns keys at each compression, and those in few bits would be rounded again; "
+            "--compress-every works with precision full or positions=kept"
+        )
+        raise ConfigError(msg)
     if not _compressible(build(config.policy)):
         able = ", ".join(name for name in names() if _compressible(build(Choice(name))))
         msg = (

@@ -14,6 +14,7 @@ from typing import Any
 from perturbkv.configs.choice import Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.numbers import check_configurations
+from perturbkv.configs.precision import FULL
 from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
@@ -21,13 +22,15 @@ from perturbkv.selection import compatibility, effects, spread
 from perturbkv.selection.policies import registry
 from perturbkv.selection.spread import Asked
 
-FIELDS = ("preset", "budget", "window", "granularity", "protect_first", "protect_recent", "policy", "selection")
+FIELDS = (
+    "preset", "budget", "window", "granularity", "precision", "protect_first", "protect_recent", "policy", "selection"
+)  # fmt: skip
 """What every configuration has; all else is an option of some policy, selection or granularity."""
 ORDER = (
     "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "pool", "kernel", "granularity",
     "group_score", "reduce", "group_product", "product", "block", "block_score", "sinks", "seed", "pyramid_beta",
     "pyramid_line", "beta", "line", "floor", "safeguard", "head_beta", "recent", "history", "protect_first",
-    "protect_recent", "positions", "policy", "selection",
+    "protect_recent", "positions", "precision", "bits", "group", "fill", "policy", "selection",
 )  # fmt: skip
 """The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy, by
 name."""
@@ -131,7 +134,8 @@ def asked(
         selected, chosen["window"] = _given(named, selected, named == as_choice(policy)), 0
     usual = own.own_granularity or PRESETS[preset].get("granularity", "query")
     granularity = as_choice(chosen.pop("granularity", usual))
-    owners = {"policy": named, "selection": selected, "granularity": granularity}
+    precision = as_choice(chosen.pop("precision", FULL))
+    owners = {"policy": named, "selection": selected, "granularity": granularity, "precision": precision}
     beside = {name: value for name, value in chosen.items() if name not in FIELDS}
     _check_once(owners, beside)
     window = PRESETS[preset].get("window", 32) if own.own_window is None else own.own_window

@@ -1,4 +1,4 @@
-"""Options that are given beside a configuration's policy, selection and granularity, and go to whichever has them.
+"""Options that are given beside a configuration's policy, selection, granularity and precision, and go to their owner.
 
 `alpha=(0.25, 0.5)` beside three policies and two selections goes into each selection, `floor=0.1` into AdaKV alone: a
 sweep names an option once. Presets are such options too.
@@ -13,6 +13,7 @@ from typing import Any
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
+from perturbkv.configs.precision import PRECISION_OPTIONS
 from perturbkv.configs.selections import ASKED, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import effects
@@ -27,6 +28,7 @@ _FORMER = {
     "head_beta": ("policy", "beta", "headkv"),
 }
 """Names that sweep files gave to options, before options belonged to anybody: owner, option, and of which policy."""
+_OPTIONS = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS, "precision": PRECISION_OPTIONS}
 
 
 def known() -> dict[str, Option]:
@@ -67,11 +69,12 @@ def _owners() -> dict[tuple[str, str], Mapping[str, Option]]:
         **{("policy", one.name): one.options() for one in registry.known()},
         **{("selection", name): options for name, options in SELECTION_OPTIONS.items()},
         **{("granularity", name): options for name, options in GRANULARITY_OPTIONS.items()},
+        **{("precision", name): options for name, options in PRECISION_OPTIONS.items()},
     }
 
 
 def takes(choice: Choice, owner: str, name: str) -> str:
-    """The option of a policy, selection or granularity that a name means; empty if it has none."""
+    """The option of a policy, selection, granularity or precision that a name means; empty if it has none."""
     where, option, only = _FORMER.get(name, (owner, name, ""))
     return option if where == owner and only in ("", choice.name) and option in _options(choice.name, owner) else ""
 
@@ -90,7 +93,7 @@ class Asked:
 def configured(
     chosen: Mapping[str, Choice], preset: Mapping[str, Any], beside: Mapping[str, Any], **fields: Any
 ) -> Asked:
-    """The configuration of a policy, a selection and a granularity, with a preset's options and those given `beside`.
+    """The configuration of what is `chosen`, by owner, with a preset's options and those given `beside`.
 
     An option goes wherever it belongs and makes a difference; what a choice says itself comes first, then what is
     given beside it, then the preset.
@@ -138,7 +141,7 @@ def _options(name: str, owner: str) -> Mapping[str, Option]:
     """The options of an owner. Raises UnknownNameError."""
     if owner == "policy":
         return registry.info(name).options()
-    known = SELECTION_OPTIONS if owner == "selection" else GRANULARITY_OPTIONS
+    known = _OPTIONS[owner]
     if name not in known:
         raise UnknownNameError(name, owner, ASKED if owner == "selection" else known)
     return known[name]

@@ -112,7 +112,19 @@ def of_answers(tiny: list[object]) -> dict[str, list[object]]:
     score = ["--command", planted_judge("length"), "--scale", "0,1000"]
     pair = ["--command", planted_judge("longer"), "--pairwise", "-o", "pairs"]
     return {
-        "generate": ["generate", *tiny, "--max-new-tokens", 6, "--compress-every", 25, "--divergence", "-o", "out"],
+        "generate": [
+            "generate",
+            *tiny,
+            "--precision",
+            "quantise",
+            "--max-new-tokens",
+            6,
+            "--compress-every",
+            25,
+            "--divergence",
+            "-o",
+            "out",
+        ],
         "divergence": ["divergence", file, *png],
         "judge": ["judge", file, *score, *png],
         "judge --pairwise": ["judge", file, *pair, *png],
@@ -141,7 +153,7 @@ def documents(
         monkeypatch.setattr(trace_file, "read_trace", lambda path, shown=shown: shown)
         folder = f"analyses/{name}"
         found[name] = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json").json()
-    found["summary.json"] = json.loads(Path("analyses/heads/summary.json").read_text())
+    found["summary.json"] = json.loads(Path("analyses/bytes/summary.json").read_text())
     return found
 
 

@@ -34,8 +34,11 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "link": lambda trace: pk.link(trace),
     "savings": lambda trace: pk.savings(trace),
     "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
+    "bytes": lambda trace: pk.equal_bytes(trace),
 }
 OPTIONS = {"budget": ["--max-kl", "200"]}
+OF_COMMAND = {"equal_bytes": "bytes"}
+"""Module -> its command, where they are not called alike."""
 EVERY = pytest.mark.parametrize("command", ANALYSES)
 
 
@@ -172,11 +175,12 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
 
 
 @pytest.mark.parametrize(
-    "module", ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle", "link", "quality"]
+    "module",
+    ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle", "link", "quality", "equal_bytes"],
 )
 def test_the_examples_in_docstrings_run(module: str) -> None:
     where = importlib.import_module(f"perturbkv.analyses.{module}")
-    ran = doctest.testmod(where, extraglobs={"trace": asked_of(module)})
+    ran = doctest.testmod(where, extraglobs={"trace": asked_of(OF_COMMAND.get(module, module))})
     assert ran.attempted > 0
     assert ran.failed == 0
 
@@ -185,7 +189,8 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings safe_budget'\n"
+        "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings safe_budget '\n"
+        "names += 'equal_bytes'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

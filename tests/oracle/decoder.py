@@ -15,6 +15,9 @@ import numpy as np
 
 from tests.oracle.theory import Array, softmax
 
+Stored = list[dict[int, tuple[Array, Array]]]
+"""Per query head: position -> key and value."""
+
 
 @dataclass
 class Step:
@@ -70,10 +73,13 @@ class Decoder:
             return float(config.query_pre_attn_scalar**-0.5)
         return float(getattr(config, "attention_multiplier", self.d_head**-0.5))
 
-    def step(self, token: int, kept: list[Array] | None = None, in_cache: bool = False) -> Step:
+    def step(
+        self, token: int, kept: list[Array] | None = None, in_cache: bool = False, stored: list[Stored] | None = None
+    ) -> Step:
         """Decode a token; `kept[layer]` (head, entries so far) masks older entries, the token's own is always seen.
 
-        With `in_cache` a head's first entry that it sees stands at 0, the next one at 1, …; the query at its own.
+        `stored[layer][head]` are keys and values of some positions as that head sees them. With `in_cache` a head's
+        first entry that it sees stands at 0, the next one at 1, …; the query at its own.
         """
         record, config = Step(), self.config
         hidden = self.weights["model.embed_tokens.weight"][token] * self._embedding_scale()
@@ -82,7 +88,8 @@ class Decoder:
             mask = None if kept is None or layer not in self.places else kept[self.places.index(layer)]
             after = f"model.layers.{layer}.post_feedforward_layernorm.weight" in self.weights
             normed = self._norm(hidden, f"{layer}.input_layernorm")
-            made = self._attention(layer, normed, mask, in_cache, record)
+            held = None if stored is None or mask is None else stored[self.places.index(layer)]
+            made = self._attention(layer, normed, mask, in_cache, record, held)
             hidden = hidden + residual * (self._norm(made, f"{layer}.post_attention_layernorm") if after else made)
             name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
             made = self._mlp(layer, self._norm(hidden, f"{layer}.{name}"))
@@ -111,7 +118,9 @@ class Decoder:
         out = self.weights[f"{name}.weight"] @ vector
         return out + self.weights.get(f"{name}.bias", 0.0)
 
-    def _attention(self, layer: int, hidden: Array, kept: Array | None, in_cache: bool, record: Step) -> Array:
+    def _attention(
+        self, layer: int, hidden: Array, kept: Array | None, in_cache: bool, record: Step, stored: Stored | None
+    ) -> Array:
         prefix, measured = f"model.layers.{layer}.self_attn", layer in self.places
         unrotated, key, value = self._projections(prefix, hidden)
         query = self._rotate(unrotated, self.position, layer)
@@ -131,10 +140,12 @@ class Decoder:
                 places = [self.unrotated[layer][kv_head][i][None] for i in seen]
                 keys = [self._rotate(entry, stands, layer)[0] for stands, entry in enumerate(places)]
                 query[head] = self._rotate(unrotated[head : head + 1], len(seen) - 1, layer)[0]
+            own = {} if stored is None else stored[head]
+            keys = [own[i][0] if i in own else key for i, key in zip(seen, keys, strict=True)]
             scores = [float(query[head] @ key) * self.scale for key in keys]
             scores += [] if sinks is None else [float(sinks[head])]
             for weight, i in zip(softmax(scores), seen, strict=False):
-                mixed[head] += weight * self._values[layer][kv_head][i]
+                mixed[head] += weight * (own[i][1] if i in own else self._values[layer][kv_head][i])
         if measured:
             record.query.append(query)
             record.head_output.append(mixed)
@@ -155,6 +166,10 @@ class Decoder:
         if name not in self.weights:
             return rows
         return np.concatenate([self._norm(part, name) for part in rows.reshape(-1, len(self.weights[name]))])
+
+    def rotate(self, key: Array, position: int, layer: int) -> Array:
+        """A key of a measured layer where it stands."""
+        return self._rotate(key[None], position, self.places[layer])[0]
 
     def _rotate(self, rows: Array, position: int, layer: int) -> Array:
         asked = self.config.rope_parameters

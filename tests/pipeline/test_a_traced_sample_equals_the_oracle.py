@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace
-from tests.oracle import policies, selection, theory
+from tests.oracle import policies, quantisation, selection, theory
 from tests.oracle.decoder import Decoder, Step
 from tests.support.configs import flat
 from tests.support.models import FAMILIES, HEADS, exact_adapter, token_ids
@@ -58,6 +59,7 @@ def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
         *some,
         EvictionConfig(Budget(14), window=WINDOW, granularity=granularity),
         replace(inside, budget=Budget(0.7)),
+        replace(inside, precision="quantise(bits=4, group=6)"),
     )
 
 
@@ -75,6 +77,21 @@ def block_configs(granularity: str) -> tuple[EvictionConfig, ...]:
         configuration(18, policy="streaming-llm(positions=in-cache)", block=4, window=WINDOW, granularity=granularity),
     ]
     return tuple(made) if granularity == "layer" else (*made, configuration(18, block=4, policy="adakv", **fields))
+
+
+def precision_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Several bits and groups, of few entries, of all of them, and of none before the window, beside 16 bits."""
+    fields = {"window": WINDOW, "granularity": granularity, "policy": "snapkv(kernel=3)"}
+    made = [
+        configuration(14, precision="quantise(bits=4, group=4)", **fields),
+        configuration(14, precision="quantise(bits=2, group=3)", selection="attention", **fields),
+        configuration(14, **fields),
+        configuration(1.0, precision="quantise(bits=8)", **fields),
+        configuration(1.0, precision="quantise(bits=2, group=5)", **fields),
+        configuration(9, precision="quantise(bits=4, group=4, fill=8)", **fields),
+    ]
+    adakv = configuration(12, precision="quantise(bits=4, group=4)", **{**fields, "policy": "adakv(kernel=3)"})
+    return tuple(made) if granularity == "layer" else (*made, adakv)
 
 
 def attention_of(held: dict[str, np.ndarray], scale: float) -> np.ndarray:
@@ -110,6 +127,9 @@ class Reference:
     @functools.cache  # noqa: B019
     def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
         held, scale = self.layer(layer, 0), self.decoder.scale
+        if flat(config).fill:
+            entries = quantisation.entries_of(flat(config), self.n, self.decoder.d_head)
+            config = replace(config, budget=Budget(entries), precision=parse("full"))
         query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
         accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"])
         norms = theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads)
@@ -117,18 +137,35 @@ class Reference:
         place = (layer, self.decoder.layers, self.run.head_scores)
         return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place)
 
+    def stored(self, layer: int, config: EvictionConfig, inside: bool = False) -> list[dict[int, tuple[Any, Any]]]:
+        """Per query head what a configuration in few bits keeps, as it is stored; nothing in 16 bits."""
+        if not config.quantised:
+            return [{} for _ in range(self.decoder.heads)]
+        found = []
+        for head, (kept, _) in enumerate(self.kept(layer, config)):
+            own = head // (self.decoder.heads // self.decoder.kv_heads)
+            keys, values = self.decoder.keys[layer][own], self.decoder.values[layer][own]
+            held = [keys[position] for position in kept]
+            if inside:
+                place = self.decoder.places[layer]
+                unturned = [self.decoder.unrotated[place][own][position] for position in kept]
+                held = [self.decoder.rotate(one, stands, layer) for stands, one in enumerate(unturned)]
+            found.append(quantisation.stored(flat(config), kept, held, [values[i] for i in kept], self.n))
+        return found
+
     def evicted(self, config: EvictionConfig) -> list[Step]:
         """Decode again, entries outside the kept sets masked in every layer, from the question on."""
         decoder = Decoder(self.model)
         for token in self.ids[: self.n]:
             decoder.step(token)
-        sets = [self.kept(layer, config) for layer in range(decoder.layers)]
+        sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
+        stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
         records = []
         for later, token in enumerate((*self.ids[self.n :], *self.tokens[: self.run.steps])):
             masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
             for mask, layer_sets in zip(masks, sets, strict=True):
                 mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
-            records.append(decoder.step(token, masks, flat(config).positions == "in-cache"))
+            records.append(decoder.step(token, masks, inside == "in-cache", stored))
         return records[len(self.ids) - self.n :]
 
 
@@ -157,6 +194,11 @@ CASES = [
     ("phi3", "MQA", "query", "regular", "blocks"),
     ("llama", "GQA", "kv", "context-only", "selections"),
     ("phi3", "GQA", "kv", "regular", "selections"),
+    ("llama", "GQA", "kv", "regular", "precisions"),
+    ("qwen3", "GQA", "query", "context-only", "precisions"),
+    ("gpt_oss", "GQA", "query", "regular", "precisions"),
+    ("phi3", "MQA", "kv", "context-only", "precisions"),
+    ("llama", "GQA", "layer", "regular", "precisions"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -164,6 +206,7 @@ CONFIGS = {
     "policies": policy_configs,
     "positions": position_configs,
     "blocks": block_configs,
+    "precisions": precision_configs,
 }
 
 
@@ -207,15 +250,42 @@ def test_the_cache_holds_each_set_once_per_key_value_head(case: tuple[SampleTrac
     )
 
 
+def test_bytes_are_those_of_what_is_stored(case: tuple[SampleTrace, Reference]) -> None:
+    """A number takes its bits, a group 32 more, whatever type the run computes in."""
+    sample, reference = case
+    kv_heads, layers, d_head = reference.decoder.kv_heads, reference.decoder.layers, reference.decoder.d_head
+    assert sample.arrays["full_bytes"] == layers * kv_heads * reference.n * 2 * 2 * d_head
+    for index, config in enumerate(reference.run.configs):
+        sets = [reference.kept(layer, config) for layer in range(layers)]
+        stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
+        bits = [quantisation.bits_held(flat(config), len(kept), reference.n, d_head) for one in sets for kept, _ in one]
+        assert sample.arrays["held_bytes"][index] == sum(bits) * stored / len(sets[0]) / 8
+
+
 def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> None:
-    sample, _ = case
+    sample, reference = case
+    evicts = [index for index, config in enumerate(reference.run.configs) if not config.quantised]
     moved, theta, hat, relaxed = (
-        sample.arrays[name] for name in ("perturbation_isolated", "theta", "theta_hat", "theta_hat_relax")
+        sample.arrays[name][evicts] for name in ("perturbation_isolated", "theta", "theta_hat", "theta_hat_relax")
     )
     assert (moved <= theta * (1 + 1e-9) + 1e-12).all()
     assert (theta <= hat * (1 + 1e-9) + 1e-12).all()
-    evidence = sample.arrays["sigma_stage1"] > 0.5
+    evidence = sample.arrays["sigma_stage1"][evicts] > 0.5
     assert (hat <= relaxed * (1 + 1e-9) + 1e-12)[evidence].all()
+
+
+def quantised_output(
+    reference: Reference, layer: int, head: int, config: EvictionConfig, held: dict[str, Any], kept: list[bool]
+) -> np.ndarray:
+    """Σ A' V of one head, from the softmax over what is kept, as it is stored."""
+    own = head // (reference.decoder.heads // reference.decoder.kv_heads)
+    few = reference.stored(layer, config)[head]
+    seen = [i for i in range(len(held["key"][own])) if kept[i]]
+    keys = [few[i][0] if i in few else held["key"][own][i] for i in seen]
+    values = [few[i][1] if i in few else held["value"][own][i] for i in seen]
+    logits = [float(held["query"][head] @ key) * reference.decoder.scale for key in keys]
+    logits += [] if held["sinks"] is None else [float(held["sinks"][head])]
+    return np.sum([a * v for a, v in zip(theory.softmax(logits), values, strict=False)], axis=0)
 
 
 def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
@@ -242,8 +312,10 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                     entries = a[: len(a) - len(sunk)]
                     full = theory.head_output(a, values, projection)
                     evicted = theory.evicted_output(a, kept, values, projection)
+                    if config.quantised:
+                        evicted = quantised_output(reference, layer, head, config, held, kept) @ projection
                     expected = {
-                        "perturbation_isolated": theory.perturbation(a, kept, values, projection),
+                        "perturbation_isolated": theory.l1(full - evicted),
                         "perturbation_isolated_l2": theory.l2(full - evicted),
                         "perturbation_isolated_cosine": theory.cosine_distance(full, evicted),
                         "theta": theory.theta(a, v, kept),

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import FULL
 from perturbkv.configs.selections import GIVEN
 from perturbkv.errors import ConfigError
 from perturbkv.selection.policies.base import Policy
@@ -28,10 +29,10 @@ class Outside(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for a selection, a granularity or a protection of ours."""
+        """Raise ConfigError for a selection, a granularity, a protection or a precision of ours."""
         asked = {"selection": (config.selection.name, GIVEN), "granularity": (str(config.granularity), "kv"),
                  "window": (config.window, 0), "protect_first": (config.protect_first, 0),
-                 "protect_recent": (config.protect_recent, 0)}  # fmt: skip
+                 "protect_recent": (config.protect_recent, 0), "precision": (str(config.precision), FULL)}  # fmt: skip
         for what, (got, wanted) in asked.items():
             if got != wanted:
                 msg = (

@@ -1,0 +1,71 @@
+"""In how many bits an evicted cache stores what it keeps, and how many bytes that makes.
+
+A cache in full precision holds 16 bits a number, whatever a run computes in: that is the unit of every count of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.option import Option
+from perturbkv.errors import ConfigError
+
+FULL, QUANTISE = "full", "quantise"
+PRECISIONS = {
+    FULL: "16 bits a number, as the model's own cache",
+    QUANTISE: "what is kept before the window in few bits: keys per channel, values per entry (KIVI)",
+}
+PRECISION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    FULL: {},
+    QUANTISE: {
+        "bits": Option(4, "of a stored number: 8, 4 or 2", among=(8, 4, 2)),
+        "group": Option(32, "numbers that share a scale and a minimum", low=1),
+        "fill": Option(0, "head size d_h of a model, for which b counts bytes: as many entries as b of 16 bits take"),
+    },
+}
+FULL_BITS = 16
+_GROUP_BITS = 2 * 16
+"""A group's scale and minimum."""
+
+
+def bits_of(precision: Choice) -> int:
+    """Bits of a stored number."""
+    return int(precision.options.get("bits", FULL_BITS))
+
+
+def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
+    """Bits of a kept set's keys and values, scales and minima among them; `window` of its entries are in 16 bits."""
+    few = max(0, kept - window) if precision.name == QUANTISE else 0
+    whole = 2 * FULL_BITS * d_head * (kept - few)
+    if not few:
+        return whole
+    group = int(precision["group"])
+    keys, values = math.ceil(few / group) * d_head, few * math.ceil(d_head / group)
+    return whole + 2 * bits_of(precision) * d_head * few + _GROUP_BITS * (keys + values)
+
+
+def entries_within(precision: Choice, budget: int, window: int, most: int) -> int:
+    """Entries that fit where `budget` ones of 16 bits do, at most `most`; with no head size to fill, the budget."""
+    d_head = int(precision.options.get("fill", 0))
+    if not d_head:
+        return min(budget, most)
+    room = stored_bits(Choice(FULL), budget, window, d_head)
+    low, high = min(budget, window), most
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = stored_bits(precision, middle, window, d_head) <= room
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def check_fill(precisions: Iterable[Choice], d_head: int, model: str) -> None:
+    """Raise ConfigError where a precision counts bytes of heads of another size than the model's."""
+    for precision in precisions:
+        if precision.options.get("fill", 0) not in (0, d_head):
+            msg = (
+                f"fill of precision '{precision}' must be the size of a head, {d_head} in model '{model}', or 0, where "
+                f"b counts entries; got {precision['fill']}"
+            )
+            raise ConfigError(msg)

@@ -1,0 +1,138 @@
+"""`perturbkv bytes`, and few bits as an option of every command that makes a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perturbkv.storage.trace_file import read_trace
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def asked(model: Path, tmp_path: Path) -> list[object]:
+    """A run without budget: prompts of 182 tokens with accepted answers, window 8."""
+    text, rows = "The quick brown fox jumps over the lazy dog. " * 4, tmp_path / "prompts.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"p{i}", "prompt": f"{i} {text}", "answers": ["17"]}) for i in (1, 2)))
+    return ["--model", model, "--dataset", rows, "--samples", 2, "--window", 8]
+
+
+def test_a_budget_of_bytes_is_filled_with_entries(perturbkv: Run, asked: list[object]) -> None:
+    """One prefill a sample: every number of bits at every budget, everything in few bits, and answers of all."""
+    ran = perturbkv("bytes", *asked, "--answers", "--max-new-tokens", 3, "-o", "out", "--json", "--format", "png")
+    assert ran.code == 0, ran.err
+    told, trace = ran.json(), read_trace(Path("out/trace.h5"))
+    for one in told["settings"]:
+        base, *others = one["rows"]
+        assert [row["bits"] for row in one["rows"]] == [16, 8, 4, 2]
+        assert "precision" not in base["config"] and base["config"]["granularity"] == "kv"
+        assert base["held"] == pytest.approx(base["bytes"])
+        held = [row["held"] for row in one["rows"]]
+        assert held == sorted(held)
+        for row in others:
+            assert row["bytes"] <= base["bytes"]
+            assert row["held"] == 1 or row["bytes"] > 0.9 * base["bytes"]
+    assert [row["bits"] for row in told["everything"]] == [8, 4, 2]
+    assert all(row["held"] == 1 and row["kind"] == "quantised" for row in told["everything"])
+    assert len(told["settings"]) == 2 * 3
+    assert set(told["bytes_over_full"]) == set(trace.run.labels())
+    assert json.loads(Path("out/summary.json").read_text())["analyses"]["bytes"]["settings"] == told["settings"]
+    assert Path("out/bytes.png").exists()
+
+
+def test_a_finished_trace_is_enough(perturbkv: Run, asked: list[object]) -> None:
+    perturbkv("bytes", *asked, "--bits", 4, "--budget", 0.3, "-o", "out")
+    ran = perturbkv("bytes", "out/trace.h5", "-o", "again")
+    assert ran.code == 0, ran.err
+    assert "everything kept, in few bits" in ran.out and "the full cache's answers" not in ran.out
+    others = perturbkv("heads", "out/trace.h5", "-o", "again")
+    assert "what is stored: bytes over those of the full cache in 16 bits" in others.out, others.err
+
+
+def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, asked: list[object]) -> None:
+    """The configuration is the one that any other command has: what it keeps and loses is the same."""
+    few = ["--budget", 0.3, "--granularity", "kv"]
+    perturbkv("bytes", *asked, *few, "-o", "out")
+    perturbkv("trace", *asked, *few, "--selection", "attention", "--selection", "two-stage", "-o", "plain.h5")
+    out, plain = read_trace(Path("out/trace.h5")), read_trace(Path("plain.h5"))
+    places = [out.run.configs.index(config) for config in plain.run.configs]
+    for name in ("kept_count", "held_share", "held_bytes", "theta"):
+        assert np.array_equal(out.arrays[name][:, places], plain.arrays[name]), name
+    found, expected = (one.arrays["perturbation_propagated"] for one in (out, plain))
+    np.testing.assert_allclose(found[:, places], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_precisions_sweep_like_other_choices(perturbkv: Run, asked: list[object]) -> None:
+    Path("sweep.yaml").write_text("selection: attention\nbudget: 64\nprecision: [full, quantise]\nbits: [8, 2]\n")
+    told = perturbkv("trace", *asked, "--config", "sweep.yaml", "--dry-run", "--json").json()
+    labels = [one["config"]["label"].partition("query")[2] for one in told["kept"]]
+    assert labels == ["", " quantise(bits=8)", " quantise(bits=2)"]
+    both = ["--precision", "full", "--precision", "quantise(bits=2)", "--budget", 64]
+    told = perturbkv("heads", *asked, *both, "--dry-run", "--json").json()
+    assert len(told["kept"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--bits", 3], "--bits takes 16, 8, 4, 2, got 3"),
+        (["--bits", 16], "--bits takes 8, 4 or 2 to hold against 16, which is measured anyway; got 16 alone"),
+        (["--precision", "quantise"], "--precision has no effect on bytes: it measures several, which --bits names"),
+        (["--max-new-tokens", 5], "without --answers it has no effect; give both"),
+        (["--answers", "--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
+        (["--policy", "h2o", "--compare", "nothing"], "unknown selection 'nothing'"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(
+    perturbkv: Run, asked: list[object], options: list[object], said: str
+) -> None:
+    ran = perturbkv("bytes", *asked, *options, "-o", "out")
+    assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("quantise(bits=3)", "bits of precision 'quantise' is one of 8, 4, 2, got 3"),
+        ("quantise(group=0)", "group of precision 'quantise' must be at least 1, got 0"),
+        ("full(group=32)", "precision 'full' has no option 'group'"),
+        ("quantise(fill=3)", "fill of precision 'quantise(bits=4, fill=3)' must be the size of a head"),
+    ],
+)
+def test_a_precision_that_is_none_is_one_line(perturbkv: Run, tiny: list[object], precision: str, said: str) -> None:
+    ran = perturbkv("trace", *tiny, "--precision", precision, "-o", "t.h5")
+    assert ran.code == 2 and said in ran.err and not Path("t.h5").exists()
+
+
+def test_an_audit_knows_no_precision(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("audit", "kvpress:SnapKVPress", "--precision", "quantise", "-o", "out")
+    assert ran.code == 2 and "--precision" in ran.err and ran.err.count("\n") == 1
+
+
+def test_generate_says_what_its_caches_take(perturbkv: Run, tiny: list[object]) -> None:
+    ran = perturbkv("generate", *tiny, "--precision", "quantise(bits=2)", "--max-new-tokens", 3, "-o", "out")
+    assert ran.code == 0 and "of bytes" in ran.out
+
+
+def test_the_help_fits(perturbkv: Run) -> None:
+    lines = perturbkv("bytes", "--help").out.splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+
+
+def test_what_looks_at_answers_tells_bytes_too(perturbkv: Run, tiny: list[object]) -> None:
+    few = ["--precision", "full", "--precision", "quantise(bits=2)", "--selection", "attention", "--divergence"]
+    perturbkv("generate", *tiny, *few, "--max-new-tokens", 3, "-o", "out")
+    ran = perturbkv("divergence", "out/generation.jsonl", "--format", "png")
+    assert "what is stored: bytes over those of the full cache in 16 bits" in ran.out, ran.err
+    rows = [json.loads(line) for line in Path("out/generation.jsonl").read_text().splitlines()[1:]]
+    for row in rows:
+        whole, two = (made for label, made in sorted(row["evicted"].items(), key=lambda one: len(one[0])))
+        assert whole["bytes_share"] == pytest.approx(whole["held_share"])
+        assert two["bytes_share"] < two["held_share"] == whole["held_share"]
