@@ -1,0 +1,232 @@
+"""Two models on the same prompts, for docs/second_model.md: `python docs/second_model.py FOLDER FOLDER`.
+
+Each folder is one model's, as `make second-model` leaves it. Every table of the analyses stands once, with a row's
+numbers for one model beside those for the other; `--figures FOLDER` draws the ablation of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from needle import answer_places, digits_held
+from numpy.typing import NDArray
+from tables import TABLES, Made, analyses, number, percent, table
+
+from perturbkv.analyses import intervals
+from perturbkv.analyses.intervals import Scalar, share_of
+from perturbkv.analyses.naming import short
+from perturbkv.analyses.reading import held_shares
+from perturbkv.figures import style
+from perturbkv.schema import MEASURED
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.trace import Trace
+
+PARTS = ("heads", "ablation", "shares", "horizon")
+"""Folders of a model's runs that have a summary of analyses."""
+NEEDLE, NEWS = Path("needle", "needle", "trace.h5"), Path("heads", "trace.h5")
+SHOWN = {
+    "heads": (
+        ("setting", "treatment"),
+        ("held / full", "isolated: share", "isolated: Σ", "propagated: share", "propagated: Σ"),
+    ),
+    "layers": (
+        ("treatment, budget",),
+        ("after the first measured layer", "after the last measured layer", "samples better"),
+    ),
+    "bound-tightness": (("budget", "σ"), ("share", "L/θ", "L/θ̂", "θ̂/θ̂_relax")),
+    "rank agreement": (("budget", ""), ("θ", "θ̂", "1 − S")),
+    "assumption": (("budget",), ("top ⌊αb⌋: > 0.5", "stage 1: > 0.5", "S: > 0.5", "first layer, others (stage 1)")),
+    "ablation": (
+        ("", "α"),
+        ("held / full", "isolated Σ", "isolated better", "propagated Σ", "propagated better"),
+    ),
+    "horizon, over": (("selection",), ("first third", "last third")),
+    "horizon": (("selection", ""), ("first third", "last third", "growth")),
+}
+"""How a table's title begins -> the columns that name a row, and those that are shown of each model."""
+WINDOW = 512
+"""Tokens that a sliding layer of the second model sees: a number farther back is seen by its full layers alone."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model's runs, under the name that tables call it."""
+
+    name: str
+    folder: Path
+
+    def trace(self, part: Path) -> Trace:
+        """A run of it."""
+        return read_trace(self.folder / part)
+
+    def tables(self, part: str) -> list[Made]:
+        """Those of all analyses of one folder."""
+        found = analyses(self.folder / part / "summary.json")
+        return [made for name in TABLES if name in found for made in TABLES[name](found[name])]
+
+
+def main() -> None:
+    """Every table, and the figure where a folder for it is given."""
+    given = asked()
+    models = [Model(name, folder) for name, folder in zip(given.names, given.folders, strict=True)]
+    table("models", ["", *given.names], about(models))
+    for part in PARTS:
+        for pair in zip(*(model.tables(part) for model in models), strict=True):
+            table(*beside(pair, given.names))
+    table("needle", *needle(models))
+    if given.figures:
+        drawn = draw(models)
+        drawn.savefig(given.figures / "second-model.png", dpi=200)
+
+
+def asked() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs=2)
+    parser.add_argument("--names", nargs=2, default=("SmolLM2", "Gemma 3"))
+    parser.add_argument("--figures", type=Path)
+    return parser.parse_args()
+
+
+def about(models: Sequence[Model]) -> list[list[str]]:
+    """Which layers and heads were measured, and how long the same prompts are for each model."""
+    columns = []
+    for model in models:
+        news, hidden = model.trace(NEWS), model.trace(NEEDLE)
+        layers, heads = news.arrays["theta"].shape[-2:]
+        columns.append([
+            f"`{news.run.model}`",
+            news.attrs["weights_stored"] if "weights_stored" in news.attrs else news.attrs["weights"],
+            news.attrs.get(MEASURED) or f"all {layers}",
+            f"{layers * heads} of {layers} layers",
+            *(told(trace) for trace in (news, hidden)),
+        ])  # fmt: skip
+    rows = ["model", "weights", "layers measured", "heads", "news prompts", "needle prompts"]
+    return [[row, *cells] for row, *cells in zip(rows, *columns, strict=True)]
+
+
+def told(trace: Trace) -> str:
+    """How many prompts, and how many tokens they have."""
+    tokens = trace.arrays["prompt_tokens"][trace.ok]
+    return f"{len(tokens)}: {tokens.min():,} to {tokens.max():,} tokens, {tokens.mean():,.0f} on average"
+
+
+def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
+    """One table of two models' that have the same rows. Raises ValueError where they have not."""
+    (title, heads, _), (_, others, _) = pair
+    keys, shown = next(kept for start, kept in SHOWN.items() if title.startswith(start))
+    named = [[[row[heads.index(key)] for key in keys] for row in rows] for _, heads, rows in pair]
+    if heads != others or named[0] != named[1]:
+        msg = f"expected the two models' tables of '{title}' to have the same rows, got {named[0]} and {named[1]}"
+        raise ValueError(msg)
+    cells = [[[row[heads.index(column)] for column in shown] for row in rows] for _, heads, rows in pair]
+    joined = [[*key, *first, *second] for key, first, second in zip(named[0], *cells, strict=True)]
+    return title, [*keys, *(f"{name}: {column}" for name in names for column in shown)], joined
+
+
+def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
+    """What every cache finds of the hidden numbers, and what of a number its heads keep."""
+    traces = [model.trace(NEEDLE) for model in models]
+    places = [answer_places(trace) for trace in traces]
+    zones = zones_of(traces, places)
+    columns = [
+        [finding(trace, place, held, zones) for place in range(-1, len(trace.run.configs))]
+        for trace, held in zip(traces, places, strict=True)
+    ]
+    labels = ["full cache", *short(traces[0].run.configs)]
+    counts = [f"digits, {name} (n = {chosen.sum()})" for name, chosen in zones.items()]
+    heads = ["held / full", "whole number", *counts, "tokens kept", "in a row"]
+    named = [f"{model.name}: {head}" for model in models for head in heads]
+    rows = [[label, *first, *second] for label, first, second in zip(labels, *columns, strict=True)]
+    return ["", *named], rows
+
+
+def zones_of(traces: Sequence[Trace], places: Sequence[Sequence[range]]) -> dict[str, NDArray[np.bool_]]:
+    """Where a number stands before the prompt's end, for both models alike: in reach of a sliding layer, or farther.
+
+    A number in the window, which every configuration keeps, is in neither.
+    """
+    ends = [trace.arrays["prompt_tokens"] for trace in traces]
+    behind = np.array([[end - place.start for end, place in zip(*both, strict=True)]
+                       for both in zip(ends, places, strict=True)])  # fmt: skip
+    kept = max(config.window for trace in traces for config in trace.run.configs)
+    near, far = ((behind > kept) & (behind <= WINDOW)).all(axis=0), (behind > WINDOW).all(axis=0)
+    return {"near": near, "far": far}
+
+
+def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str, NDArray[np.bool_]]) -> list[str]:
+    """A row's numbers for one model; −1 is the full cache."""
+    full = config < 0
+    score, digits = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config]
+                     for name in ("score", "digits"))  # fmt: skip
+    cells = ["1.00" if full else number(float(held_shares(trace, "needle")[config]))]
+    cells += [shown(score, intervals.of_samples(score > 0))]
+    cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_of(0))) for chosen in zones.values()]
+    if full:
+        return [*cells, f"{len(places[0])} of {len(places[0])}", ""]
+    chosen = {sample: places[sample] for sample in np.flatnonzero(np.any(list(zones.values()), axis=0))}
+    kept, run = digits_held(trace, config, chosen)
+    return [*cells, number(kept), number(run)]
+
+
+def shown(values: NDArray[np.float64], interval: Scalar) -> str:
+    """A mean share with its interval."""
+    ends = interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
+    return percent(float(values.mean()) if len(values) else None, ends)
+
+
+def draw(models: Sequence[Model]) -> Figure:
+    """Both models' ablation, a kept set per query head: isolated and propagated sums over attention's."""
+    with style.use():
+        figure = style.figure(style.WIDE_MM, 92)
+        found = [analyses(model.folder / "ablation" / "summary.json")["ablation"]["settings"] for model in models]
+        rows = [next(one["rows"] for one in settings if _per_query(one)) for settings in found]
+        panels = figure.subplots(1, 2, sharey=True)
+        for panel, kind in zip(panels, ("isolated", "propagated"), strict=True):
+            for place, (model, own) in enumerate(zip(models, rows, strict=True)):
+                _points(panel, model.name, [row[kind] for row in own], place)
+            _axes(panel, kind, [_title(row) for row in rows[0]])
+        panels[0].legend(loc="lower right")
+        count = int(models[0].trace(NEWS).ok.sum())
+        style.lay_out_above(figure, 5)
+        figure.text(0.008, 0.006, f"{style.about(count)}; a kept set per query head", fontsize=5, color="0.35")
+    return figure
+
+
+def _per_query(setting: dict[str, Any]) -> bool:
+    return bool(setting["baseline"]["granularity"] == "query")
+
+
+def _title(row: dict[str, Any]) -> str:
+    return row["name"] if row["alpha"] is None else f"{row['name']}, α = {row['alpha']:g}"
+
+
+def _points(axes: Axes, name: str, kinds: Sequence[dict[str, Any]], place: int) -> None:
+    """One model's row of points, each with its interval."""
+    colour, ratios = style.category_colours(2)[place], [kind["sum_ratio"] for kind in kinds]
+    ends = [kind["sum_ratio_interval"] or dict.fromkeys(("low", "high"), kind["sum_ratio"]) for kind in kinds]
+    bars = [[ratio - end["low"] for ratio, end in zip(ratios, ends, strict=True)],
+            [end["high"] - ratio for ratio, end in zip(ratios, ends, strict=True)]]  # fmt: skip
+    heights = np.arange(len(kinds)) + (-0.15, 0.15)[place]
+    axes.errorbar(ratios, heights, xerr=bars, linestyle="", color=colour, marker="os"[place], markersize=3.2,
+                  linewidth=0.9, label=name)  # fmt: skip
+
+
+def _axes(axes: Axes, kind: str, titles: Sequence[str]) -> None:
+    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
+    axes.set_yticks(range(len(titles)), titles)
+    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="Σ L1 over attention's (log axis)")
+    axes.set_title(kind, loc="left")
+    style.log_axes(axes, x=True)
+    axes.grid(visible=True, axis="x")
+
+
+if __name__ == "__main__":
+    main()
