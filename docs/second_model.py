@@ -17,12 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from needle import answer_places, digits_held
 from numpy.typing import NDArray
-from tables import TABLES, Made, analyses, number, percent, table
+from tables import TABLES, Ends, Made, analyses, number, percent, table
 
-from perturbkv.analyses import intervals
+from perturbkv.analyses import intervals, naming
+from perturbkv.analyses.head_comparisons import compare_heads
+from perturbkv.analyses.heads import perturbed
 from perturbkv.analyses.intervals import Scalar, share_of
-from perturbkv.analyses.naming import short
-from perturbkv.analyses.reading import held_shares
+from perturbkv.analyses.reading import Floats, held_shares
 from perturbkv.figures import style
 from perturbkv.schema import MEASURED
 from perturbkv.storage.trace_file import read_trace
@@ -51,6 +52,7 @@ SHOWN = {
     "horizon": (("selection", ""), ("first third", "last third", "growth")),
 }
 """How a table's title begins -> the columns that name a row, and those that are shown of each model."""
+KINDS = ("isolated", "propagated")
 WINDOW = 512
 """Tokens that a sliding layer of the second model sees: a number farther back is seen by its full layers alone."""
 
@@ -80,6 +82,7 @@ def main() -> None:
     for part in PARTS:
         for pair in zip(*(model.tables(part) for model in models), strict=True):
             table(*beside(pair, given.names))
+    table("two-stage over attention, by layer", *by_layer(models))
     table("needle", *needle(models))
     if given.figures:
         drawn = draw(models)
@@ -131,6 +134,37 @@ def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
     return title, [*keys, *(f"{name}: {column}" for name in names for column in shown)], joined
 
 
+def by_layer(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
+    """Two-stage's sums over attention's in the first measured layer, and in all others."""
+    columns = [layer_ratios(model.trace(NEWS)) for model in models]
+    heads = [f"{model.name}: {kind} Σ" for model in models for kind in KINDS]
+    rows = [[*key, *(cell for column in columns for cell in column[key])] for key in columns[0]]
+    return ["setting", "layers", *heads], rows
+
+
+def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
+    """Setting and layers -> the ratios of both kinds of perturbation, with their intervals."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in compare_heads(trace, "attention", "two-stage"):
+        pair = (trace.config_index(one.baseline.label()), trace.config_index(one.treatment.label()))
+        for kind in KINDS:
+            both, _ = perturbed(trace, kind, "l1", pair, 0)
+            for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
+                sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
+                found.setdefault((naming.setting(one.baseline), name), []).append(over(*sums))
+    return found
+
+
+def over(baseline: Floats, treatment: Floats) -> str:
+    """The ratio of two sums over samples."""
+
+    def ratio(weights: Floats) -> Floats:
+        return np.asarray((weights @ treatment) / (weights @ baseline))
+
+    interval = intervals.scalar(ratio, len(baseline), intervals.RATIO)
+    return number(float(treatment.sum() / baseline.sum()), ends(interval))
+
+
 def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     """What every cache finds of the hidden numbers, and what of a number its heads keep."""
     traces = [model.trace(NEEDLE) for model in models]
@@ -140,7 +174,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
         [finding(trace, place, held, zones) for place in range(-1, len(trace.run.configs))]
         for trace, held in zip(traces, places, strict=True)
     ]
-    labels = ["full cache", *short(traces[0].run.configs)]
+    labels = ["full cache", *naming.short(traces[0].run.configs)]
     counts = [f"digits, {name} (n = {chosen.sum()})" for name, chosen in zones.items()]
     heads = ["held / full", "whole number", *counts, "tokens kept", "in a row"]
     named = [f"{model.name}: {head}" for model in models for head in heads]
@@ -178,8 +212,12 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
 
 def shown(values: NDArray[np.float64], interval: Scalar) -> str:
     """A mean share with its interval."""
-    ends = interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
-    return percent(float(values.mean()) if len(values) else None, ends)
+    return percent(float(values.mean()) if len(values) else None, ends(interval))
+
+
+def ends(interval: Scalar) -> Ends:
+    """An interval as summary.json has it."""
+    return interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
 
 
 def draw(models: Sequence[Model]) -> Figure:
@@ -189,7 +227,7 @@ def draw(models: Sequence[Model]) -> Figure:
         found = [analyses(model.folder / "ablation" / "summary.json")["ablation"]["settings"] for model in models]
         rows = [next(one["rows"] for one in settings if _per_query(one)) for settings in found]
         panels = figure.subplots(1, 2, sharey=True)
-        for panel, kind in zip(panels, ("isolated", "propagated"), strict=True):
+        for panel, kind in zip(panels, KINDS, strict=True):
             for place, (model, own) in enumerate(zip(models, rows, strict=True)):
                 _points(panel, model.name, [row[kind] for row in own], place)
             _axes(panel, kind, [_title(row) for row in rows[0]])

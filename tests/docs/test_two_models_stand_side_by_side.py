@@ -125,6 +125,20 @@ def test_a_row_holds_both_models_numbers(said: str, folders: list[Path]) -> None
             assert row[f"{name}: {kind}: Σ"].split()[0] == expected
 
 
+def test_the_first_measured_layer_stands_apart_from_all_others(said: str, folders: list[Path]) -> None:
+    first, others = tables(said)["two-stage over attention, by layer"]
+    assert (first["layers"], others["layers"]) == ("first measured", "all others")
+    for name, folder in zip("AB", folders, strict=True):
+        trace = read_trace(folder / "heads" / "trace.h5")
+        names = [config.selection.name for config in trace.run.configs]
+        for kind in ("isolated", "propagated"):
+            found = trace.arrays[f"perturbation_{kind}"][:, :, 0]
+            for row, layers in ((first, [0]), (others, range(1, found.shape[2]))):
+                sums = [sum(float(found[:, names.index(side), layer].sum()) for layer in layers)
+                        for side in ("attention", "two-stage")]  # fmt: skip
+                assert row[f"{name}: {kind} Σ"].split()[0] == f"{sums[1] / sums[0]:.2f}"
+
+
 def behind(prompts: Path) -> list[int]:
     """Bytes, which are tokens, from the number's first digit to the end of each needle prompt."""
     found = []
