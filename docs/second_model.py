@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from needle import answer_places, digits_held
 from numpy.typing import NDArray
+from second_figure import draw
 from tables import TABLES, Ends, Made, analyses, number, percent, table
 
 from perturbkv.analyses import intervals, naming
 from perturbkv.analyses.head_comparisons import compare_heads
 from perturbkv.analyses.heads import perturbed
 from perturbkv.analyses.intervals import Scalar, share_of
+from perturbkv.analyses.objects import config_of
 from perturbkv.analyses.reading import Floats, held_shares
 from perturbkv.figures import style
 from perturbkv.schema import MEASURED
@@ -31,7 +31,7 @@ from perturbkv.trace import Trace
 
 PARTS = ("heads", "ablation", "shares", "horizon")
 """Folders of a model's runs that have a summary of analyses."""
-NEEDLE, NEWS = Path("needle", "needle", "trace.h5"), Path("heads", "trace.h5")
+NEWS, SHARES, NEEDLE = Path("heads", "trace.h5"), Path("shares", "trace.h5"), Path("needle", "needle", "trace.h5")
 SHOWN = {
     "heads": (
         ("setting", "treatment"),
@@ -85,7 +85,8 @@ def main() -> None:
     table("two-stage over attention, by layer", *by_layer(models))
     table("needle", *needle(models))
     if given.figures:
-        drawn = draw(models)
+        settings = [per_query(model.folder / "ablation" / "summary.json") for model in models]
+        drawn = draw(given.names, [setting["rows"] for setting in settings], foot(models, settings[0]))
         drawn.savefig(given.figures / "second-model.png", dpi=200)
 
 
@@ -107,12 +108,17 @@ def about(models: Sequence[Model]) -> list[list[str]]:
         columns.append([
             f"`{news.run.model}`",
             news.attrs["weights_stored"] if "weights_stored" in news.attrs else news.attrs["weights"],
-            news.attrs.get(MEASURED) or f"all {layers}",
+            measured(news),
             f"{layers * heads} of {layers} layers",
             *(told(trace) for trace in (news, hidden)),
         ])  # fmt: skip
     rows = ["model", "weights", "layers measured", "heads", "news prompts", "needle prompts"]
     return [[row, *cells] for row, *cells in zip(rows, *columns, strict=True)]
+
+
+def measured(trace: Trace) -> str:
+    """Which layers."""
+    return str(trace.attrs.get(MEASURED) or f"all {trace.arrays['theta'].shape[-2]}")
 
 
 def told(trace: Trace) -> str:
@@ -136,7 +142,7 @@ def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
 
 def by_layer(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     """Two-stage's sums over attention's in the first measured layer, and in all others."""
-    columns = [layer_ratios(model.trace(NEWS)) for model in models]
+    columns = [layer_ratios(model.trace(NEWS)) | layer_ratios(model.trace(SHARES)) for model in models]
     heads = [f"{model.name}: {kind} Σ" for model in models for kind in KINDS]
     rows = [[*key, *(cell for column in columns for cell in column[key])] for key in columns[0]]
     return ["setting", "layers", *heads], rows
@@ -220,50 +226,18 @@ def ends(interval: Scalar) -> Ends:
     return interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
 
 
-def draw(models: Sequence[Model]) -> Figure:
-    """Both models' ablation, a kept set per query head: isolated and propagated sums over attention's."""
-    with style.use():
-        figure = style.figure(style.WIDE_MM, 92)
-        found = [analyses(model.folder / "ablation" / "summary.json")["ablation"]["settings"] for model in models]
-        rows = [next(one["rows"] for one in settings if _per_query(one)) for settings in found]
-        panels = figure.subplots(1, 2, sharey=True)
-        for panel, kind in zip(panels, KINDS, strict=True):
-            for place, (model, own) in enumerate(zip(models, rows, strict=True)):
-                _points(panel, model.name, [row[kind] for row in own], place)
-            _axes(panel, kind, [_title(row) for row in rows[0]])
-        panels[0].legend(loc="lower right")
-        count = int(models[0].trace(NEWS).ok.sum())
-        style.lay_out_above(figure, 5)
-        figure.text(0.008, 0.006, f"{style.about(count)}; a kept set per query head", fontsize=5, color="0.35")
-    return figure
+def per_query(summary: Path) -> dict[str, Any]:
+    """The ablation with a kept set per query head."""
+    settings: list[dict[str, Any]] = analyses(summary)["ablation"]["settings"]
+    return next(one for one in settings if one["baseline"]["granularity"] == "query")
 
 
-def _per_query(setting: dict[str, Any]) -> bool:
-    return bool(setting["baseline"]["granularity"] == "query")
-
-
-def _title(row: dict[str, Any]) -> str:
-    return row["name"] if row["alpha"] is None else f"{row['name']}, α = {row['alpha']:g}"
-
-
-def _points(axes: Axes, name: str, kinds: Sequence[dict[str, Any]], place: int) -> None:
-    """One model's row of points, each with its interval."""
-    colour, ratios = style.category_colours(2)[place], [kind["sum_ratio"] for kind in kinds]
-    ends = [kind["sum_ratio_interval"] or dict.fromkeys(("low", "high"), kind["sum_ratio"]) for kind in kinds]
-    bars = [[ratio - end["low"] for ratio, end in zip(ratios, ends, strict=True)],
-            [end["high"] - ratio for ratio, end in zip(ratios, ends, strict=True)]]  # fmt: skip
-    heights = np.arange(len(kinds)) + (-0.15, 0.15)[place]
-    axes.errorbar(ratios, heights, xerr=bars, linestyle="", color=colour, marker="os"[place], markersize=3.2,
-                  linewidth=0.9, label=name)  # fmt: skip
-
-
-def _axes(axes: Axes, kind: str, titles: Sequence[str]) -> None:
-    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_yticks(range(len(titles)), titles)
-    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="Σ L1 over attention's (log axis)")
-    axes.set_title(kind, loc="left")
-    style.log_axes(axes, x=True)
-    axes.grid(visible=True, axis="x")
+def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
+    """What the figure is of: n, the setting, and each model's layers."""
+    traces = [model.trace(NEWS) for model in models]
+    layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
+    said = naming.setting(config_of(setting["baseline"]), "alpha")
+    return f"{style.about(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
 
 
 if __name__ == "__main__":

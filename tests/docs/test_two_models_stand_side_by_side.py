@@ -126,7 +126,10 @@ def test_a_row_holds_both_models_numbers(said: str, folders: list[Path]) -> None
 
 
 def test_the_first_measured_layer_stands_apart_from_all_others(said: str, folders: list[Path]) -> None:
-    first, others = tables(said)["two-stage over attention, by layer"]
+    first, others, *shares = tables(said)["two-stage over attention, by layer"]
+    assert [row["setting"].partition(" ")[0] for row in (first, others, *shares)] == [
+        *["b=40"] * 2, *["b=0.1"] * 2, *["b=0.4"] * 2
+    ]  # fmt: skip
     assert (first["layers"], others["layers"]) == ("first measured", "all others")
     for name, folder in zip("AB", folders, strict=True):
         trace = read_trace(folder / "heads" / "trace.h5")
