@@ -172,6 +172,7 @@ second-model: longbench develop $(WEIGHTS)/.installed
 	$(PY) docs/second_prompts.py $(LONGBENCH) $(SECOND)
 	$(foreach model,$(BESIDE),$(call measured,$(model)))
 	$(PY) docs/second_model.py $(foreach model,$(BESIDE),$(SECOND)/$(model)) --figures docs/figures
+	$(PY) docs/readings.py $(SECOND)/$(GEMMA)/heads/trace.h5 --token 5 1 23
 
 define measured
 	$(BIN) heads $(TEXTS) --model $(1) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output $(SECOND)/$(1)/heads --overwrite

@@ -182,7 +182,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     ]
     labels = ["full cache", *naming.short(traces[0].run.configs)]
     counts = [f"digits, {name} (n = {chosen.sum()})" for name, chosen in zones.items()]
-    heads = ["held / full", "whole number", *counts, "tokens kept", "in a row"]
+    heads = ["held / full", "whole number", *counts, "tokens kept"]
     named = [f"{model.name}: {head}" for model in models for head in heads]
     rows = [[label, *first, *second] for label, first, second in zip(labels, *columns, strict=True)]
     return ["", *named], rows
@@ -210,10 +210,10 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
     cells += [shown(score, intervals.of_samples(score > 0))]
     cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_of(0))) for chosen in zones.values()]
     if full:
-        return [*cells, f"{len(places[0])} of {len(places[0])}", ""]
+        return [*cells, f"{len(places[0])} of {len(places[0])}"]
     chosen = {sample: places[sample] for sample in np.flatnonzero(np.any(list(zones.values()), axis=0))}
-    kept, run = digits_held(trace, config, chosen)
-    return [*cells, number(kept), number(run)]
+    kept, _ = digits_held(trace, config, chosen)
+    return [*cells, number(kept)]
 
 
 def shown(values: NDArray[np.float64], interval: Scalar) -> str:

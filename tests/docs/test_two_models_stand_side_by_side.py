@@ -142,6 +142,21 @@ def test_the_first_measured_layer_stands_apart_from_all_others(said: str, folder
                 assert row[f"{name}: {kind} Σ"].split()[0] == f"{sums[1] / sums[0]:.2f}"
 
 
+def test_what_one_token_is_to_one_head_is_told(folders: list[Path]) -> None:
+    path = folders[1] / "heads" / "trace.h5"
+    trace, position = read_trace(path), 7
+    for config, line in enumerate(script("readings", path, "--token", 3, 1, position).splitlines()):
+        with_it: list[float] = []
+        without: list[float] = []
+        for sample in range(2):
+            kept = trace.kept(sample, config, 1, 1).tolist()  # layer 3 is the second that is measured
+            lost = float(trace.arrays["perturbation_isolated"][sample, config, 0, 1, 1])
+            (with_it if position in kept else without).append(lost)
+        means = [f"{sum(some) / len(some):.1f}" if some else "–" for some in (with_it, without)]
+        assert f": {len(with_it)} of 2 keep token 7 in head 3-1; " in line
+        assert line.endswith(": " + ", ".join(means))
+
+
 def behind(prompts: Path) -> list[int]:
     """Bytes, which are tokens, from the number's first digit to the end of each needle prompt."""
     found = []
