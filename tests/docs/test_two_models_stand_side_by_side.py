@@ -16,8 +16,9 @@ from tests.support.scripts import functions, perturbkv, script
 LONGEST, AROUND = 500, 83 + 58
 """Tokens of a prompt; bytes of LongBench's words before and after a multi_news context."""
 NEEDLES = 12
-WINDOW, SLIDING = 8, 512
-SMALL = ["--window", WINDOW, "--format", "png", "--no-chat-template"]
+WINDOW, SLIDING = 120, 512
+"""Of needle prompts: bytes that are always kept, a number at the text's end among them, and a sliding layer's reach."""
+SMALL = ["--format", "png", "--no-chat-template"]
 SIDES = ["--compare", "attention,two-stage,two-stage-uniform,attention-unpooled"]
 Tables = dict[str, list[dict[str, str]]]
 
@@ -61,8 +62,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory, models: list[Path], prompt
     """What the commands of `make second-model` leave, of two news prompts and twelve numbers."""
     made = [tmp_path_factory.mktemp("runs") / name for name in ("plain", "mixed")]
     for model, folder in zip(models, made, strict=True):
-        news = ["--model", model, "--dataset", prompts / "news.jsonl", "--samples", 2, *SMALL]
-        hidden = ["--model", model, "--dataset", prompts / "needle.jsonl", "--samples", NEEDLES, *SMALL]
+        news = ["--model", model, "--dataset", prompts / "news.jsonl", "--samples", 2, "--window", 8, *SMALL]
+        hidden = [
+            "--model",
+            model,
+            "--dataset",
+            prompts / "needle.jsonl",
+            "--samples",
+            NEEDLES,
+            "--window",
+            WINDOW,
+            *SMALL,
+        ]
         both = ["--granularity", "query", "--granularity", "kv", "--compare", "attention,two-stage"]
         perturbkv("heads", *news, "--budget", 40, *SIDES, "-o", folder / "heads")
         perturbkv("ablation", *news, "--budget", 40, "-o", folder / "ablation")
@@ -70,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, models: list[Path], prompt
         perturbkv("assumption", folder / "shares" / "trace.h5", "--format", "png")
         perturbkv("layers", folder / "shares" / "trace.h5", "--per-sample", "--format", "png")
         perturbkv("horizon", *news, "--budget", 40, "--steps", 6, "-o", folder / "horizon")
-        perturbkv("quality", *hidden, *both, "--budget", 40, "--max-new-tokens", 4, "-o", folder / "needle")
+        perturbkv("quality", *hidden, *both, "--budget", 160, "--max-new-tokens", 4, "-o", folder / "needle")
     return made
 
 
