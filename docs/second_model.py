@@ -130,6 +130,7 @@ def told(trace: Trace) -> str:
 def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
     """One table of two models' that have the same rows. Raises ValueError where they have not."""
     (title, heads, _), (_, others, _) = pair
+    titles = dict.fromkeys(made[0] for made in pair)
     keys, shown = next(kept for start, kept in SHOWN.items() if title.startswith(start))
     named = [[[row[heads.index(key)] for key in keys] for row in rows] for _, heads, rows in pair]
     if heads != others or named[0] != named[1]:
@@ -137,7 +138,7 @@ def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
         raise ValueError(msg)
     cells = [[[row[heads.index(column)] for column in shown] for row in rows] for _, heads, rows in pair]
     joined = [[*key, *first, *second] for key, first, second in zip(named[0], *cells, strict=True)]
-    return title, [*keys, *(f"{name}: {column}" for name in names for column in shown)], joined
+    return " | ".join(titles), [*keys, *(f"{name}: {column}" for name in names for column in shown)], joined
 
 
 def by_layer(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:

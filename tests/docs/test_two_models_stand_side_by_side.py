@@ -216,6 +216,7 @@ def test_a_table_of_both_has_each_rows_name_once_and_no_other_rows() -> None:
     assert title == "layers"
     assert rows == [["two-stage, 0.1", "a1", "a3", "a4", "b1", "b3", "b4"]]
     assert [column.partition(": ")[0] for column in columns] == ["treatment, budget", *"AAABBB"]
+    assert beside([("layers, 8", heads, [first]), ("layers, 9", heads, [second])], "AB")[0] == "layers, 8 | layers, 9"
     second[0] = "two-stage, 0.2"
     with pytest.raises(ValueError, match="two-stage, 0.1.*two-stage, 0.2"):
         beside([("layers", heads, [first]), ("layers", heads, [second])], ["A", "B"])
