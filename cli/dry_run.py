@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
+from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
 from perturbkv.visible import line
 
@@ -42,6 +43,7 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         ("dataset", line(planned.run.dataset)),
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
         ("cut in the middle", f"{document['cut_samples']} samples"),
+        *([("layers measured", document["measured_layers"])] if document["measured_layers"] else []),
         ("scenario", planned.run.scenario),
         ("decode steps", str(planned.run.steps)),
         ("weights", f"{document['weights_mib']:,.0f} MiB"),
@@ -68,12 +70,14 @@ def describe(planned: Plan) -> dict[str, Any]:
     run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()
-    shape = Shape.of(planned.files.config, planned.placement.dtype.itemsize, parameters)
+    weights = planned.files.weights_bytes(planned.placement.dtype)
+    shape = Shape.of(planned.files.config, planned.placement.dtype.itemsize, weights)
     longest = max(lengths)
     compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
     return {
         "model": run.model,
         "model_parameters": parameters,
+        "measured_layers": layer_types.told(planned.files.config),
         "dataset": run.dataset,
         "samples": len(lengths),
         "tokens_min": min(lengths),
@@ -82,7 +86,7 @@ def describe(planned: Plan) -> dict[str, Any]:
         "scenario": run.scenario,
         "compressed_tokens_max": compressed,
         "steps": run.steps,
-        "weights_mib": parameters * planned.placement.dtype.itemsize / _MIB,
+        "weights_mib": weights / _MIB,
         "full_cache_mib": shape.full_cache_bytes(longest) / _MIB,
         "evicted_caches_mib": sum(shape.kept_bytes(eviction, compressed) for eviction in run.configs) / _MIB,
         "batches": len(batches.places),

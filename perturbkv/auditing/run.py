@@ -22,7 +22,7 @@ from perturbkv.auditing.positions_file import KeptFile
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableError
-from perturbkv.models.adapter import Adapter, check_sliding_window
+from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 
 POSITIONS = "positions file"
 _DEFAULT = Resources()
@@ -94,7 +94,9 @@ def audit(
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
     check_length(prompt, adapter.positions, steps)
-    check_sliding_window(adapter.config, len(prompt.token_ids) + steps, prompt.sample_id, adapter.name, steps)
+    tokens = len(prompt.token_ids)
+    check_sliding_window(adapter.config, tokens + steps, prompt.sample_id, adapter.name, steps)
+    check_long_rotations(adapter.config, tokens, tokens + steps, prompt.sample_id, adapter.name, steps)
     if len(prompt.token_ids) <= situations.BLOCK:
         msg = f"expected prompts of more than {situations.BLOCK} tokens, sample '{prompt.sample_id}' is shorter"
         raise ConfigError(msg)

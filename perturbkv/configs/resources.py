@@ -47,7 +47,7 @@ def parse_size(option: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape, as far as memory depends on it; `itemsize` in bytes per number.
+    """A model's shape, as far as memory depends on it; `itemsize` in bytes per number of the caches.
 
     `layers` are measured; `sliding` ones beside them hold at most their `window` of entries.
     """
@@ -59,26 +59,21 @@ class Shape:
     d_model: int
     vocab: int
     itemsize: int
-    parameters: int
+    weights_bytes: int
     sliding: int = 0
     window: int = 0
 
     @classmethod
-    def of(cls, config: Any, itemsize: int, parameters: int) -> Self:
+    def of(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
         """From transformers' configuration of a model."""
         heads = int(config.num_attention_heads)
         d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
         layers = len(layer_types.measured(config))
         return cls(
             layers, heads, int(config.num_key_value_heads), int(d_head), int(config.hidden_size),
-            int(config.vocab_size), itemsize, parameters, int(config.num_hidden_layers) - layers,
+            int(config.vocab_size), itemsize, weights_bytes, int(config.num_hidden_layers) - layers,
             layer_types.own_window(config) or 0,
         )  # fmt: skip
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights."""
-        return self.parameters * self.itemsize
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Bytes of the full cache of a prompt."""

@@ -136,7 +136,8 @@ class Adapter:
     @cached_property
     def shape(self) -> Shape:
         """What the model's memory depends on."""
-        return Shape.of(self.config, self.dtype.itemsize, sum(weight.numel() for weight in self.model.parameters()))
+        floats = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
+        return Shape.of(self.config, self.dtype.itemsize, self.stored.nbytes or floats)
 
     @property
     def positions(self) -> int:
@@ -202,5 +203,20 @@ def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after
         msg = (
             f"model '{name}' attends to a sliding window of {window} entries, fewer than the {tokens} of sample "
             f"'{sample}'; use {instead}"
+        )
+        raise ModelError(msg)
+
+
+def check_long_rotations(config: Any, read: int, tokens: int, sample: str, name: str, after: int) -> None:
+    """Raise ModelError where LongRoPE's factors change behind the `read` tokens that a cache is made of.
+
+    Keys that were cached with one set of factors would be asked with the other; transformers reads such a text anew.
+    """
+    rotations = getattr(config, "rope_parameters", None) or {}
+    switch = rotations.get("original_max_position_embeddings")
+    if rotations.get("rope_type") == "longrope" and switch is not None and read <= switch < tokens:
+        msg = (
+            f"sample '{sample}' is read to {read} tokens and goes on to {tokens}, and model '{name}' rotates otherwise "
+            f"above {switch} (LongRoPE); use --max-tokens {max(1, switch - after)} or less, or a longer prompt"
         )
         raise ModelError(msg)

@@ -27,11 +27,13 @@ class Family:
         special: what a reader of its numbers has to know.
         sinks: whether each head has a sink in its softmax, the parameter `sinks` of its attention: an entry that
             always stays and has no value (METHOD: Attention sinks in the softmax).
+        by_layer: whether its code gives each layer the attention that `layer_types` names; others pass that key over.
     """
 
     name: str
     special: str = ""
     sinks: bool = False
+    by_layer: bool = False
 
     @property
     def kernel(self) -> str:
@@ -42,15 +44,20 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama"),
     "mistral": Family("Mistral"),
-    "qwen2": Family("Qwen2"),
-    "qwen3": Family("Qwen3"),
+    "qwen2": Family("Qwen2", by_layer=True),
+    "qwen3": Family("Qwen3", by_layer=True),
     "phi3": Family("Phi-3"),
-    "gemma3_text": Family("Gemma 3", f"{_WINDOWS}; {_NORM_AFTER}"),
+    "gemma3_text": Family("Gemma 3", f"{_WINDOWS}; {_NORM_AFTER}", by_layer=True),
     "qwen3_moe": Family("Qwen3-MoE", _EXPERTS),
     "mixtral": Family("Mixtral", _EXPERTS),
     "olmo2": Family("OLMo 2", _NORM_AFTER),
-    "olmo3": Family("OLMo 3", f"{_WINDOWS}; {_NORM_AFTER}"),
-    "gpt_oss": Family("gpt-oss", f"{_WINDOWS}; a sink in each head's softmax, which always stays; {_EXPERTS}", True),
+    "olmo3": Family("OLMo 3", f"{_WINDOWS}; {_NORM_AFTER}", by_layer=True),
+    "gpt_oss": Family(
+        "gpt-oss",
+        f"{_WINDOWS}; a sink in each head's softmax, which always stays; {_EXPERTS}",
+        sinks=True,
+        by_layer=True,
+    ),
     "granite": Family("Granite", "what attention adds is scaled before the residual stream: o_h and L stand before it"),
 }
 """transformers' model_type -> family."""
@@ -103,6 +110,8 @@ def _unlike_softmax(config: Any) -> Iterator[str]:
         yield "has attention sinks beside its entries"
     if getattr(config, "use_bidirectional_attention", None):
         yield "attends to later tokens (use_bidirectional_attention)"
+    if not getattr(config, "is_causal", True):
+        yield "attends to later tokens (is_causal)"
 
 
 def _unknown_layers(config: Any) -> Iterator[str]:
@@ -113,5 +122,7 @@ def _unknown_layers(config: Any) -> Iterator[str]:
     yield from (f"has layers of the type '{kind}'" for kind in types if kind not in (FULL, SLIDING))
     if len(types) != config.num_hidden_layers:
         yield f"names the types of {len(types)} layers (layer_types) and has {config.num_hidden_layers}"
-    if is_mixed(config) and (own_window(config) or 0) < 2:
+    if not FAMILIES[config.model_type].by_layer and (set(types) != {FULL} or own_window(config)):
+        yield "names kinds of layers (layer_types), which the code of its family passes over"
+    if SLIDING in types and (own_window(config) or 0) < 2:
         yield f"has sliding layers with a window of {own_window(config)} entries (sliding_window)"

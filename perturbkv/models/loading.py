@@ -101,6 +101,10 @@ class ModelFiles:
         """How many weights the model has. Raises ModelError where no model can be made of its configuration."""
         return sum(weight.numel() for weight in self._skeleton.parameters())
 
+    def weights_bytes(self, dtype: torch.dtype) -> int:
+        """What its weights take on a device, quantised ones of the hub as if they were floats."""
+        return self.stored.nbytes or self.parameters() * dtype.itemsize
+
 
 @quiet()
 def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
@@ -182,11 +186,11 @@ def load_weights(
 
 def check_room(files: ModelFiles, dtype: torch.dtype, device: torch.device, beside: int = 0) -> None:
     """Raise NoMemoryError where a device does not hold the weights and `beside` bytes; nothing is known of quantised
-    ones.
+    ones that are not here yet.
     """
-    if getattr(files.config, "quantization_config", None) is None:
+    if files.stored.nbytes or getattr(files.config, "quantization_config", None) is None:
         what = f"model '{files.name}' and its caches need" if beside else f"the weights of model '{files.name}' need"
-        room.check(files.parameters() * dtype.itemsize + beside, device, what, "a smaller model or --dtype takes less")
+        room.check(files.weights_bytes(dtype) + beside, device, what, "a smaller model or --dtype takes less")
 
 
 def _placed(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:

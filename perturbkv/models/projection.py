@@ -6,7 +6,8 @@ rows that unit vectors are taken to. What is no matrix at all, as it rounds its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -94,13 +95,27 @@ def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float,
 
 def _applied(projection: Any) -> Callable[[Tensor], Tensor]:
     """What a projection multiplies by: its forward without its bias, past all hooks, which are others'."""
-    bias = getattr(projection, "bias", None)
 
     def apply(rows: Tensor) -> Tensor:
-        found = cast("Tensor", projection.forward(rows))
-        return found if bias is None else (found.float() - bias.float()).to(found.dtype)
+        with _without_bias(projection):
+            return cast("Tensor", projection.forward(rows))
 
     return apply
+
+
+@contextmanager
+def _without_bias(projection: Any) -> Iterator[None]:
+    """The bias is 0 inside the block: taken off what comes out, it would leave what was rounded to its size."""
+    bias = getattr(projection, "bias", None)
+    if bias is None:
+        yield
+        return
+    held = bias.detach().clone()
+    bias.detach().zero_()
+    try:
+        yield
+    finally:
+        bias.detach().copy_(held)
 
 
 def _of_unit_vectors(projection: Any, width: int, dtype: torch.dtype) -> Tensor:

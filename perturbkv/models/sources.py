@@ -19,8 +19,10 @@ from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
 from perturbkv.models.hub_repository import Repository
 
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-_IN_HUB = re.compile(r"([^/:]+/[^/:]+):(.+\.gguf)")
+_IN_HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+\.gguf)", re.ASCII)
 """owner/name:file.gguf, a file of a hub's repository."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+"""Of the characters that the hub allows in names."""
 _LONGEST = 480
 """Characters of another library's message."""
 _NO_FILES = {
@@ -117,9 +119,14 @@ def _resolve(name: str) -> Source:
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
         msg = f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither"
         raise ModelError(msg)
-    if name.count("/") == 1:
+    if _HUB_ID.fullmatch(name):
         return Source(name, name, hub_id=name)
-    raise UnknownNameError(name, "model", ALIASES, "a hub id (owner/name), a folder or a .gguf file works too")
+    raise UnknownNameError(
+        name,
+        "model",
+        ALIASES,
+        "a hub id (owner/name), a hub's file (owner/name:file.gguf), a folder or a .gguf file works too",
+    )
 
 
 def _path(name: str) -> Path:

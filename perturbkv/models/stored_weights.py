@@ -32,11 +32,14 @@ class Stored:
         kind: the type of most of them: a dtype, a GGUF type such as Q4_1, or a way to quantise.
         detail: more in words, where there are several types.
         quantised: True where they are rounded to fewer levels than a floating-point type has.
+        nbytes: what they take where they are computed with as they are stored; 0 where they are computed with as
+            floats, or where that is not known before they are here.
     """
 
     kind: str
     detail: str = ""
     quantised: bool = False
+    nbytes: int = 0
 
     def as_run(self, dtype: str) -> str:
         """Storage type → the type that a run computes with; one word where they are the same."""
@@ -55,9 +58,12 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
     Of a hub's model, and of one without a source, the configuration's word on its dtype is taken. Raises ModelError for
     files that cannot be read, and for weights of no floating-point type that are not quantised.
     """
+    here = files(source.path) if source is not None and not source.hub_id else []
     if about := getattr(config, "quantization_config", None):
-        return Stored(quantisers.kind(about), _READ, quantised=True)
-    kinds = _kinds(source) if source is not None and not source.hub_id else Counter()
+        packed = quantisers.method(about) in quantisers.PACKAGES  # the others may be read as floats
+        size = sum(file.stat().st_size for file in here) if packed else 0
+        return Stored(quantisers.kind(about), _READ, quantised=True, nbytes=size)
+    kinds = _kinds(source) if source is not None and here else Counter()
     if kinds:
         return Stored(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
     return Stored(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))

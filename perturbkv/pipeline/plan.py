@@ -16,7 +16,7 @@ from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
-from perturbkv.models.adapter import check_sliding_window
+from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_room, load_weights
 from perturbkv.pipeline import grading, sources
 from perturbkv.selection import compatibility
@@ -145,7 +145,7 @@ def plan(
     )
     for name in compatibility.counted_twice(run.configs):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
-    shape = Shape.of(files.config, placement.dtype.itemsize, files.parameters())
+    shape = Shape.of(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
     if generate and settings.scored:
         resources = _with_room(resources, shape, run, prompts, placement, loaded)
     batches = _batches(shape, run, prompts, resources)
@@ -199,10 +199,11 @@ def fitting(
 def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, after: int, name: str) -> None:
     """Raise DatasetError where a prompt and the `after` tokens decoded behind it are more than the model can take."""
     for prompt in prompts:
-        prompt.parts(scenario)
+        read, total = len(prompt.parts(scenario)[0]), len(prompt.token_ids) + after
         check_vocabulary(prompt, int(model_config.vocab_size), name)
         check_length(prompt, int(model_config.max_position_embeddings), after)
-        check_sliding_window(model_config, len(prompt.token_ids) + after, prompt.sample_id, name, after)
+        check_sliding_window(model_config, total, prompt.sample_id, name, after)
+        check_long_rotations(model_config, read, total, prompt.sample_id, name, after)
 
 
 def _with_room(

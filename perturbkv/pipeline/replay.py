@@ -15,7 +15,7 @@ from transformers import Cache
 from perturbkv.cache.whole import put_back, windows
 from perturbkv.datasets.templates import after_turn
 from perturbkv.errors import DatasetError
-from perturbkv.models.adapter import Adapter, check_sliding_window
+from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.finite import FiniteCheck
 from perturbkv.pipeline.timing import phase
@@ -96,6 +96,7 @@ def check_fits(adapter: Adapter, context: int, replayed: int, sample: str) -> No
         )
         raise DatasetError(msg)
     check_sliding_window(adapter.config, context + replayed, sample, adapter.name, replayed)
+    check_long_rotations(adapter.config, context, context + replayed, sample, adapter.name, replayed)
 
 
 class _Pass:

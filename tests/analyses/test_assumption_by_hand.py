@@ -35,7 +35,8 @@ def test_shares_and_heads_below() -> None:
     assert reading.share == 5 / 8
     assert reading.layer_share.tolist() == [0.25, 1.0]
     assert reading.share_interval == Interval(0.5, 0.75, "range")  # of two samples: 3/4 and 2/4
-    assert [head["head"] for head in reading.to_dict()["heads_at_most_half"]] == [0, 1]
+    listed = reading.to_dict((5, 11).__getitem__)["heads_at_most_half"]
+    assert [(head["layer"], head["head"]) for head in listed] == [(5, 0), (5, 1)]  # under the layer's own index
 
 
 def test_three_readings_stand_side_by_side_under_their_names() -> None:

@@ -183,6 +183,23 @@ def test_positions_that_a_models_rotations_cannot_take(perturbkv: Run, tiny: lis
         assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(("switch", "taken"), [(2, True), (500, True), (64, False)])
+def test_a_text_whose_rotations_change_on_its_way(
+    perturbkv: Run, tiny: list[object], tmp_path: Path, switch: int, taken: bool
+) -> None:
+    """LongRoPE: read below the switch and decoded above it; a text on one side of it is measured."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+    asked = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": switch, **factors}
+    more = {"original_max_position_embeddings": switch}
+    model = model_folder(tmp_path / "changing", "phi3", rope_parameters=asked, eos_token_id=None, **more)
+    limit = ["--max-tokens", 64, "-o", "out", "--dry-run"]
+    ran = perturbkv("trace", *instead(tiny, "--model", model), *limit)
+    if taken:
+        assert ran.code == 0, ran.err
+    else:
+        refused(ran, "rotates otherwise above 64 (LongRoPE); use --max-tokens 63 or less", "changing")
+
+
 def test_nothing_is_left_behind(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     perturbkv("heads", *tiny, "--alpha", 7, "-o", "out")
     perturbkv("heads", *instead(tiny, "--dataset", "missing.jsonl"))

@@ -36,6 +36,9 @@ def options(mixed: Path, data: Path) -> list[object]:
 
 
 def test_a_trace_names_the_layers_that_were_measured(perturbkv: Run, options: list[object]) -> None:
+    planned = json.loads(perturbkv("trace", *options, "--dry-run", "--json").out)
+    assert planned["measured_layers"] == "2 5 of 6"
+    assert "2 5 of 6" in perturbkv("trace", *options, "--dry-run").out
     ran = perturbkv("trace", *options, "-o", "t.h5")
     assert ran.code == 0
     assert "layers 2 5 of 6 are measured: the others keep their own sliding window" in ran.err
@@ -70,7 +73,7 @@ def test_analyses_name_layers_by_their_indices(perturbkv: Run, options: list[obj
     trace = read_trace("t.h5")
     for found in (pk.compare_heads(trace), pk.layer_drift(trace), pk.assumption(trace), pk.bound_tightness(trace)):
         assert {row["layer"] for row in found.records()} == {2, 5}
-        assert "layers 2 5 of 6 measured" in repr(found)
+        assert "layers 2 5 of 6 measured" in " ".join(repr(found).split())
     flagged = pk.compare_heads(trace)[0].to_dict()["flagged_heads"]
     assert {name.split("-")[0] for name in flagged} <= {"2", "5"}
     drift = pk.layer_drift(trace).plot()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from perturbkv.errors import ModelError
+from perturbkv.errors import ModelError, UnknownNameError
 from perturbkv.models.loading import load_model, open_model, pick_device
 from perturbkv.models.sources import explained, resolve
 from tests.support.folders import model_folder
@@ -43,6 +43,15 @@ def refused(name: object, *words: str) -> None:
     assert "\n" not in str(raised.value)
     for word in words:
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["owner/name:", "owner/name:Q4_K_M", "owner/name:file.ggufx", "own er/name", "owner/näme", "own er/name:f.gguf?"],
+)
+def test_what_no_repository_can_be_called_is_no_name_that_the_hub_is_asked_for(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown model .* a hub's file .owner/name:file\.gguf., a folder or"):
+        resolve(name)
 
 
 @pytest.mark.parametrize("value", [0, -1, 10**20, float("nan"), float("inf"), "many", [32], {}, 1.5, True, None])
@@ -87,6 +96,25 @@ def test_a_size_that_is_none_is_refused_by_its_name(folder: Path, key: str, valu
 def test_values_that_no_model_has_are_refused(folder: Path, values: dict[str, Any], words: list[str]) -> None:
     say(folder, **values)
     refused(folder, *words)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "words"),
+    [
+        ("gemma3_text", "query_pre_attn_scalar", -4, "a finite number above 0, got -4"),
+        ("granite", "attention_multiplier", float("nan"), "a finite number above 0, got nan"),
+        ("granite", "logits_scaling", 0.0, "a finite number above 0, got 0.0"),
+        ("mixtral", "num_experts_per_tok", 5, "at most its 4 experts, got 5"),
+        ("qwen3_moe", "num_experts_per_tok", 5, "at most its 4 experts, got 5"),
+        ("gpt_oss", "num_experts_per_tok", 0, "a whole number from 1 to 65536, got 0"),
+    ],
+)
+def test_values_that_no_model_of_a_family_has_are_refused(
+    tmp_path: Path, family: str, key: str, value: float, words: str
+) -> None:
+    folder = model_folder(tmp_path / family, family)
+    say(folder, **{key: value})
+    refused(folder, f"expected {key} of model", words)
 
 
 def test_what_a_model_may_leave_open_is_taken(folder: Path) -> None:

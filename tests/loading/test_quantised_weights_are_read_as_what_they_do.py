@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 import perturbkv as pk
 from perturbkv.errors import ModelError
-from perturbkv.models import projection, quantisers
+from perturbkv.models import projection, quantisers, stored_weights
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.given import fingerprint
 from perturbkv.models.loading import open_model
+from perturbkv.models.sources import Source
 from perturbkv.models.wholeness import check_finite
 from perturbkv.trace import Trace
 from tests.support import quantised
@@ -58,6 +59,28 @@ def test_a_quantised_projection_is_the_matrix_that_it_multiplies_by(
     module = Int8Linear(linear(bias), rounding)
     projection.check(module, 64, torch.float32)
     torch.testing.assert_close(projection.read(module, 64, torch.float32), module.matrix, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.5, 50.0])
+def test_a_bias_far_larger_than_the_matrix_costs_it_no_digits(size: float, dtype: torch.dtype) -> None:
+    """Rounded together with it, what the matrix makes of a unit vector would keep the bias' digits alone."""
+    module = Int8Linear(linear(bias=True)).to(dtype)
+    bias = module.bias.detach().normal_(std=size).clone()
+    projection.check(module, 64, dtype)
+    assert torch.equal(projection.read(module, 64, dtype), module.matrix)
+    assert torch.equal(module.bias, bias)
+
+
+def test_the_bias_is_back_after_an_error() -> None:
+    def fail(rows: Tensor) -> Tensor:
+        raise RuntimeError
+
+    module = Int8Linear(linear(bias=True), fail)
+    bias = module.bias.detach().clone()
+    with pytest.raises(projection.NoMatrixError):
+        projection.check(module, 64, torch.float32)
+    assert torch.equal(module.bias, bias)
 
 
 def test_a_weight_that_knows_its_values_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +169,23 @@ def test_int8_weights_give_the_perturbations_of_the_dequantised_model(family: st
         matrix = model.model.layers[index].self_attn.o_proj.matrix
         torch.testing.assert_close(ours.output_projection(layer), matrix, rtol=0, atol=1e-6)
     assert_within_noise(found, expected)
+
+
+def test_memory_is_planned_by_the_bytes_that_a_given_model_holds(tokenizer: Any) -> None:
+    model = in_int8(tiny_model())
+    floats = pk.load_model(model, tokenizer=tokenizer).shape.weights_bytes
+    model.config.quantization_config = {"quant_method": "quanto", "weights": "int8"}
+    given = pk.load_model(model, tokenizer=tokenizer)
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert given.shape.weights_bytes == held != floats
+
+
+@pytest.mark.parametrize(("method", "packed"), [("quanto", True), ("mxfp4", False)])
+def test_memory_is_planned_by_the_files_of_weights_that_stay_packed(method: str, packed: bool, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    about = AutoConfig.for_model("llama", quantization_config={"quant_method": method, "weights": "int8"})
+    stored = stored_weights.of_safetensors(Source("tiny", str(folder)), about)
+    assert stored.nbytes == ((folder / "model.safetensors").stat().st_size if packed else 0)
 
 
 def test_heads_are_captured_while_the_projection_is_read(tokenizer: Any) -> None:

@@ -28,7 +28,7 @@ from perturbkv.scoring.replay_view import Replay
 from perturbkv.scoring.scores.kvzip import KVzip
 from perturbkv.selection.grid import configuration
 from tests.oracle import later_scores as naive
-from tests.support.models import EXPERTS, FAMILIES, HEADS, PLAIN, exact_adapter, tiny_adapter, token_ids
+from tests.support.models import EXPERTS, FAMILIES, HEADS, MIXED, PLAIN, exact_adapter, tiny_adapter, token_ids
 
 LENGTH, QUESTION, CHUNK, SINKS = 23, 6, 9, 3
 PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
@@ -66,7 +66,7 @@ def test_a_part_shorter_than_eight_tokens_reminds_of_itself_alone() -> None:
 
 @pytest.mark.parametrize("policy", ["kvzip", "kvzip-plus"])
 @pytest.mark.parametrize(
-    ("family", "heads"), [*((family, "GQA") for family in (*PLAIN, "gemma3_text")), ("llama", "MHA"), ("qwen3", "MQA")]
+    ("family", "heads"), [*((family, "GQA") for family in (*PLAIN, *MIXED)), ("llama", "MHA"), ("qwen3", "MQA")]
 )
 def test_scores_of_a_replay(family: str, heads: str, policy: str) -> None:
     """Every entry's largest weight in its own part's pass; parts of 9, 9 and 5 tokens."""

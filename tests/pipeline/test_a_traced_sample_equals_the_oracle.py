@@ -35,6 +35,10 @@ def configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return (*(replace(base, selection=parse(name)) for name in names), wide, ends)
 
 
+def pair(granularity: str) -> tuple[EvictionConfig, ...]:
+    return configs(granularity)[:2]
+
+
 def policy_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     fields = {"window": WINDOW, "kernel": 3, "granularity": granularity, "history": 12}
     names = ("pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova")
@@ -128,15 +132,16 @@ class Reference:
         return records[len(self.ids) - self.n :]
 
 
+WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
+"""Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
     *((family, "GQA", "query", "regular", "selections") for family in FAMILIES),
+    *((family, "GQA", *way, "pair") for family in FAMILIES for way in WAYS),
     ("gpt_oss", "GQA", "kv", "context-only", "selections"),
     ("gpt_oss", "GQA", "kv", "context-only", "policies"),
     ("gemma3_text", "GQA", "kv", "context-only", "positions"),
     ("llama", "MHA", "query", "regular", "selections"),
     ("qwen3", "MQA", "kv", "regular", "selections"),
-    ("llama", "GQA", "kv", "context-only", "selections"),
-    ("phi3", "GQA", "kv", "regular", "selections"),
     ("llama", "GQA", "query", "regular", "policies"),
     ("qwen3", "GQA", "kv", "regular", "policies"),
     ("llama", "GQA", "query", "context-only", "policies"),
@@ -150,8 +155,16 @@ CASES = [
     ("qwen3", "GQA", "kv", "context-only", "blocks"),
     ("llama", "MHA", "layer", "context-only", "blocks"),
     ("phi3", "MQA", "query", "regular", "blocks"),
+    ("llama", "GQA", "kv", "context-only", "selections"),
+    ("phi3", "GQA", "kv", "regular", "selections"),
 ]
-CONFIGS = {"selections": configs, "policies": policy_configs, "positions": position_configs, "blocks": block_configs}
+CONFIGS = {
+    "pair": pair,
+    "selections": configs,
+    "policies": policy_configs,
+    "positions": position_configs,
+    "blocks": block_configs,
+}
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

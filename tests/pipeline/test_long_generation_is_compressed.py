@@ -19,7 +19,7 @@ from perturbkv.selection.grid import configuration
 from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
-from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.models import MIXED, exact_adapter, tiny_adapter, token_ids
 
 PROMPT = Prompt("s", token_ids(14, seed=4), 0)
 BUDGET, LIMIT, WINDOW, TOKENS = 12, 24, 4, 40
@@ -76,8 +76,8 @@ class Naive:
             queries = [self.queries[layer][position][head] for position in held[-WINDOW:]]
             for query, position in zip(queries, held[-WINDOW:], strict=True):
                 seen = [place for place in held if place <= position]
-                weights = theory.softmax([self.scale * float(query @ key) for key in keys[: len(seen)]])
-                for place, weight in enumerate(weights):
+                weights = self._softmax(layer, head, query, keys[: len(seen)])
+                for place, weight in enumerate(weights[: len(seen)]):
                     if first + place < prefix:
                         votes[head, first + place] += weight / WINDOW
             columns = theory.head_slice(self._w_o(layer), head, decoder.d_head)
@@ -112,11 +112,20 @@ class Naive:
         held = self.held[layer][head]
         keys, values = self._entries(layer, head)
         query = self.queries[layer][-1][head]
-        weights = theory.softmax([self.scale * float(query @ key) for key in keys])
+        weights = self._softmax(layer, head, query, keys)
         columns = theory.head_slice(self._w_o(layer), head, self.decoder.d_head)
-        moved = theory.perturbation(weights, [place in positions for place in held], values, columns)
+        stays = [place in positions for place in held]
+        if len(weights) > len(held):  # the sink: an entry that always stays, without a value
+            stays, values = [*stays, True], [*values, np.zeros(self.decoder.d_head)]
+        moved = theory.perturbation(weights, stays, values, columns)
         self.held[layer][head] = positions
         return moved
+
+    def _softmax(self, layer: int, head: int, query: np.ndarray, keys: list[np.ndarray]) -> list[float]:
+        """Of entries and, behind them, of the head's sink where there is one."""
+        sinks = self.decoder.sinks(layer)
+        beside = [] if sinks is None else [float(sinks[head])]
+        return theory.softmax([*(self.scale * float(query @ key) for key in keys), *beside])
 
     def _budgets(self, pooled: list[list[float]], longest: int) -> list[int]:
         if self.config.policy.name == "snapkv":
@@ -170,8 +179,9 @@ def test_uneven_sets_of_whole_blocks_stay_in_whole_blocks() -> None:
 @pytest.mark.parametrize(
     ("policy", "fields"), [("snapkv", {}), ("adakv", {}), ("snapkv", {"protect_first": 2, "protect_recent": 7})]
 )
-def test_compressions_equal_the_naive_runs(policy: str, fields: dict[str, int]) -> None:
-    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config(policy, **fields)
+@pytest.mark.parametrize("family", ["llama", *MIXED])
+def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dict[str, int]) -> None:
+    adapter, chosen = exact_adapter(family, 4, 2, seed=1), config(policy, **fields)
     naive = Naive(adapter, chosen)
     expected = naive.generate()
     found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)

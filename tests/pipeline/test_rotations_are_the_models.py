@@ -10,8 +10,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partly
 
+from perturbkv.auditing import run
 from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import replay
 from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.prefill import prefill
 from perturbkv.pipeline.rotations import Rotations
@@ -91,3 +95,16 @@ def test_asking_for_later_positions_changes_nothing_of_the_model() -> None:
     grown = adapter.rotary(drawn(1, 1), torch.tensor([list(range(60, 100))]))[0][0]
     assert not torch.equal(adapter.rotary.inv_freq, before), "the model's own module changes when it is asked"
     torch.testing.assert_close(later.cosine, grown)
+
+
+def test_replays_and_audits_stay_on_one_side_of_a_change_of_rotations() -> None:
+    """LongRoPE: keys that were cached below the switch are not asked with factors from above."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+    asked = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    adapter = tiny_adapter("phi3", rope_parameters=asked, original_max_position_embeddings=32)
+    replay.check_fits(adapter, 40, 20, "s")
+    with pytest.raises(ModelError, match=r"sample 's' is read to 30 tokens and goes on to 50, .*LongRoPE"):
+        replay.check_fits(adapter, 30, 20, "s")
+    audited = Prompt("s", token_ids(32), 0)
+    with pytest.raises(ModelError, match=r"sample 's' is read to 32 tokens and goes on to 34, .*LongRoPE"):
+        run._check_length(adapter, audited, 2)

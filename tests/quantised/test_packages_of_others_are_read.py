@@ -85,6 +85,8 @@ def test_perturbations_are_those_of_the_dequantised_model(
         assert torch.equal(ours.output_projection(layer), exact.output_projection(layer))
         assert not torch.equal(ours.output_projection(layer), pk.load_model(str(plain)).output_projection(layer))
     assert_within_noise(measured(ours), measured(exact))
+    given = pk.load_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer=ours.tokenizer)
+    assert max(ours.shape.weights_bytes, given.shape.weights_bytes) < 0.8 * exact.shape.weights_bytes
 
 
 def test_the_command_measures_them_and_says_how_they_are_stored(
