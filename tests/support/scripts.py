@@ -45,5 +45,11 @@ def functions(name: str) -> dict[str, Any]:
 
 
 def _run(path: str, name: str) -> dict[str, Any]:
-    with mock.patch.object(sys, "path", [str(DOCS), *sys.path]), mock.patch.dict(sys.modules):
-        return runpy.run_path(path, run_name=name)
+    """The script's names; scripts that it imports are forgotten afterwards: theirs are other modules' names too."""
+    try:
+        with mock.patch.object(sys, "path", [str(DOCS), *sys.path]):
+            return runpy.run_path(path, run_name=name)
+    finally:
+        for module in [*sys.modules.values()]:
+            if str(getattr(module, "__file__", None)).startswith(f"{DOCS}/"):
+                del sys.modules[module.__name__]
