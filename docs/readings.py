@@ -1,8 +1,9 @@
-"""The numbers that docs/results.md adds to its tables: `python docs/readings.py TRACE.h5 [LONGBENCH]`.
+"""The numbers that pages add to their tables: `python docs/readings.py TRACE.h5 [LONGBENCH]`, for docs/results.md.
 
 From a trace of `perturbkv heads` or `bound-tightness`: retained mass and runs of kept neighbours per configuration,
 what L and θ are made of, what the treatment does in the first layer, and single heads that decide. With LongBench's
 folder also how widely ν and the window's attention vary, for which the trace's model reads its prompts once more.
+`python docs/readings.py TRACE.h5 --token LAYER HEAD POSITION`, for docs/second_model.md: what one token is to one head.
 """
 
 from __future__ import annotations
@@ -108,8 +109,22 @@ def spread(trace: Trace, data_dir: Path) -> None:
         say(f"coefficient of variation of {name}: {min(values):.2f} to {max(values):.2f} over samples")
 
 
+def one_token(trace: Trace, layer: int, head: int, position: int) -> None:
+    """In how many samples a head keeps the token at a position, and its mean L with it and without it."""
+    place = [trace.layer_name(place) for place in range(trace.arrays["theta"].shape[3])].index(layer)
+    for config, label in enumerate(trace.run.labels()):
+        lost = trace.arrays["perturbation_isolated"][:, config, 0, place, head]
+        keeps = np.array([position in trace.kept(sample, config, place, head) for sample in range(len(lost))])
+        means = (f"{lost[some].mean():.1f}" if some.any() else "–" for some in (keeps, ~keeps))
+        say(f"{label}: {keeps.sum()} of {len(keeps)} keep token {position} in head {layer}-{head}; "
+            f"L with it and without it: {', '.join(means)}")  # fmt: skip
+
+
 if __name__ == "__main__":
     opened = read_trace(Path(sys.argv[1]))
+    if sys.argv[2:3] == ["--token"]:
+        one_token(opened, *map(int, sys.argv[3:]))
+        sys.exit()
     configurations(opened)
     decomposition(opened)
     first_layer(opened)

@@ -15,6 +15,8 @@ from perturbkv.configs.choice import parse
 CONTENDERS = 4
 """Selections that rank by the window's attention; the others are controls."""
 Cells = list[list[str]]
+Made = tuple[str, list[str], Cells]
+"""A table: its title, its heads, its rows."""
 Ends = dict[str, Any] | None
 """An interval as summary.json has it: low, high, and whether it is an `interval` or a `range`."""
 
@@ -61,8 +63,12 @@ def selection(config: dict[str, Any]) -> str:
     return parse(config["selection"]).name
 
 
-def bound_tightness(found: dict[str, Any]) -> None:
+def bound_tightness(found: dict[str, Any]) -> list[Made]:
     """The two-stage selection's ratios, then rank agreement."""
+    return [_ratios(found), _agreement(found)]
+
+
+def _ratios(found: dict[str, Any]) -> Made:
     rows = []
     for config in found["configurations"]:
         if selection(config["config"]) != "two-stage":
@@ -79,7 +85,10 @@ def bound_tightness(found: dict[str, Any]) -> None:
                 percent(1 - share if where == "evidence" else share),
                 *(f"{median} ({cell})" for median, cell in zip(medians, cells, strict=True)),
             ])  # fmt: skip
-    table("bound-tightness, two-stage", ["budget", "S", "σ", "share", "L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax"], rows)
+    return "bound-tightness, two-stage", ["budget", "S", "σ", "share", "L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax"], rows
+
+
+def _agreement(found: dict[str, Any]) -> Made:
     rows = []
     for agreement in found["rank_agreement"]:
         ranked = [one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS]
@@ -91,7 +100,7 @@ def bound_tightness(found: dict[str, Any]) -> None:
             pairs = [one for one in agreement["concordance"] if (one["first"], one["second"]) == (first, "two-stage")]
             shares = [_proven(one, percent(one["evidence_share"], one["evidence_interval"])) for one in pairs]
             rows.append(["", name, *shares])
-    table("rank agreement", ["budget", "", "θ", "θ̂", "1 − S"], rows)
+    return "rank agreement", ["budget", "", "θ", "θ̂", "1 − S"], rows
 
 
 def _proven(one: dict[str, Any], shown: str) -> str:
@@ -100,7 +109,7 @@ def _proven(one: dict[str, Any], shown: str) -> str:
     return f"{shown}; {counts}" if one["evidence_samples"] >= LEAST else f"–; {counts}"
 
 
-def assumption(found: dict[str, Any]) -> None:
+def assumption(found: dict[str, Any]) -> list[Made]:
     """Shares above a half, both readings, and the layers of the heads below."""
     rows = []
     for config in found["configurations"]:
@@ -114,10 +123,10 @@ def assumption(found: dict[str, Any]) -> None:
         rows.append(cells)
     heads = ["budget", "top ⌊αb⌋: > 0.5", "heads below", "stage 1: > 0.5", "heads below", "S: > 0.5", "heads below",
              "first layer, others (stage 1)"]  # fmt: skip
-    table("assumption", heads, rows)
+    return [("assumption", heads, rows)]
 
 
-def layers(found: dict[str, Any]) -> None:
+def layers(found: dict[str, Any]) -> list[Made]:
     """Median drift after some layers and the ratio of its means; per sample; against the budget."""
     rows = []
     samples = found.get("per_sample", [None] * len(found["drifts"]))
@@ -130,13 +139,12 @@ def layers(found: dict[str, Any]) -> None:
         if sample:
             cells.append(percent(sample["improved_share"], sample["improved_share_interval"]))
         rows.append(cells)
-    heads = ["treatment, budget", *(f"after layer {layer}" for layer in (0, last // 2, last))]
-    table("layers", [*heads, "samples better"] if samples[0] else heads, rows)
-    if "budgets" in found:
-        budgets(found["budgets"]["curves"])
+    heads = ["treatment, budget", *(f"after the {place} measured layer" for place in ("first", "middle", "last"))]
+    made = [("layers", [*heads, "samples better"] if samples[0] else heads, rows)]
+    return [*made, budgets(found["budgets"]["curves"])] if "budgets" in found else made
 
 
-def budgets(curves: list[dict[str, Any]]) -> None:
+def budgets(curves: list[dict[str, Any]]) -> Made:
     """Every curve's numbers per budget, the smallest first; a dash where a curve has none of that budget."""
     kept = {size: share for curve in curves for size, share in zip(curve["budgets"], curve["kept"], strict=True)}
     rows = []
@@ -145,7 +153,7 @@ def budgets(curves: list[dict[str, Any]]) -> None:
                 for curve in curves]  # fmt: skip
         rows.append([str(size), *(cell for cells in each for cell in cells)])
     names = [f"{curve['name']}: {what}" for curve in curves for what in ("held", "drift", "KL, nat", "same token")]
-    table("budgets", ["budget", *names], rows)
+    return "budgets", ["budget", *names], rows
 
 
 def _budget(curve: dict[str, Any], place: int) -> list[str]:
@@ -158,8 +166,9 @@ def _budget(curve: dict[str, Any], place: int) -> list[str]:
     ]
 
 
-def ablation(found: dict[str, Any]) -> None:
+def ablation(found: dict[str, Any]) -> list[Made]:
     """L1 over the baseline's for every row and α, isolated and propagated."""
+    made = []
     for setting in found["settings"]:
         shared = naming.setting(config_of(setting["baseline"]), "alpha", "product")
         for part in ("rows", "brings"):
@@ -180,10 +189,11 @@ def ablation(found: dict[str, Any]) -> None:
                 "held / full",
                 *(f"{side} {what}" for side in sides for what in ("Σ", "median head", "better")),
             ]
-            table(f"ablation, {shared}: {part}", heads, rows)
+            made.append((f"ablation, {shared}: {part}", heads, rows))
+    return made
 
 
-def heads(found: dict[str, Any]) -> None:
+def heads(found: dict[str, Any]) -> list[Made]:
     """Every treatment against its baseline, isolated and propagated."""
     rows, before = [], ""
     for one in found["comparisons"]:
@@ -198,10 +208,10 @@ def heads(found: dict[str, Any]) -> None:
         rows.append(cells)
         before = setting
     sides = [f"{side}: {what}" for side in ("isolated", "propagated") for what in ("+ / = / −", "share", "Σ", "median")]
-    table("heads", ["setting", "treatment", "held / full", *sides], rows)
+    return [("heads", ["setting", "treatment", "held / full", *sides], rows)]
 
 
-def horizon(found: dict[str, Any]) -> None:
+def horizon(found: dict[str, Any]) -> list[Made]:
     """First and last third of the steps, and how many heads grow or shrink beyond chance."""
     rows = []
     for config in found["configs"]:
@@ -210,20 +220,27 @@ def horizon(found: dict[str, Any]) -> None:
             rows.append([selection(config["config"]), curve["kind"], number(curve["first"], digits=3),
                          number(curve["last"], digits=3), number(curve["growth"], curve["growth_interval"]),
                          f"{decided['above']} / {decided['below']}"])  # fmt: skip
-    table(
-        f"horizon, {found['samples_with_growth']} samples",
-        ["", "", "first third", "last third", "growth", "+ / −"],
-        rows,
-    )
+    heads = ["selection", "", "first third", "last third", "growth", "+ / −"]
+    return [(f"horizon, {found['samples_with_growth']} samples", heads, rows), _leads(found)]
 
 
-def methods(found: dict[str, Any]) -> None:
+def _leads(found: dict[str, Any]) -> Made:
+    """The treatment over the baseline, propagated, in the first and in the last third of the steps."""
+    thirds = ("first", "last")
+    rows = [[selection(one["treatment"]), *(number(one[third], one[f"{third}_interval"]) for third in thirds)]
+            for one in found["leads"]]  # fmt: skip
+    return "horizon, over attention", ["selection", "first third", "last third"], rows
+
+
+def methods(found: dict[str, Any]) -> list[Made]:
     """Every method over SnapKV, over random entries with its own protection, and what comes out."""
+    made = []
     for one in found["settings"]:
         rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
         rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
         heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
-        table(f"methods, {naming.setting(config_of(one['baseline']))}", heads, rows)
+        made.append((f"methods, {naming.setting(config_of(one['baseline']))}", heads, rows))
+    return made
 
 
 def _method(name: str, controls: dict[str, Any], row: dict[str, Any], kl: dict[str, Any]) -> list[str]:
@@ -242,7 +259,16 @@ TABLES = {
     "methods": methods,
     "horizon": horizon,
 }
+
+
+def analyses(summary: Path) -> dict[str, dict[str, Any]]:
+    """What a summary.json holds: analysis -> its numbers."""
+    found: dict[str, dict[str, Any]] = json.loads(summary.read_text())["analyses"]
+    return found
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        for analysis, numbers in json.loads(Path(name).read_text())["analyses"].items():
-            TABLES[analysis](numbers)
+        for analysis, numbers in analyses(Path(name)).items():
+            for made in TABLES[analysis](numbers):
+                table(*made)

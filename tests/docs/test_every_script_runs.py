@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import runpy
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from perturbkv.cli import console
-from perturbkv.cli.main import main
 from tests.support.folders import model_folder
+from tests.support.scripts import DOCS, perturbkv, script
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-BY_OTHERS = {"coverage.py"}
+BY_OTHERS = {"coverage.py", "second_figure.py", "second_model.py", "second_prompts.py"}
 """Scripts that have a test of their own."""
 SMALL = ["--budget", 40, "--window", 8, "--format", "png"]
 GRID = ["--lengths", "300,340", "--depths", "0.5", "--haystack", "noise", "--max-new-tokens", 2, "--steps", 1]
 SIDES = ["--compare", "snapkv:attention,snapkv:two-stage"]
-
-
-def quietly(work: Callable[[], object], *arguments: object) -> str:
-    """What `work` writes to stdout with these arguments on its command line."""
-    out = io.StringIO()
-    screens = mock.patch.multiple(console, out=console.Console(file=out), err=console.Console(file=io.StringIO()))
-    with contextlib.redirect_stdout(out), screens, mock.patch.object(sys, "argv", [*map(str, arguments)]):
-        try:
-            work()
-        except SystemExit as left:
-            assert not left.code, out.getvalue()
-    return out.getvalue()
-
-
-def perturbkv(*arguments: object) -> None:
-    quietly(main, "perturbkv", *arguments)
-
-
-def script(name: str, *arguments: object) -> str:
-    """What a script says, run as `python docs/name.py` runs it."""
-    path = str(DOCS / f"{name}.py")
-    return quietly(lambda: runpy.run_path(path, run_name="__main__"), path, *arguments)
 
 
 @pytest.fixture(scope="module")
