@@ -1,4 +1,4 @@
-"""At equal bytes, is it better to evict or to quantise?."""
+"""Whether it is better to evict or to quantise, at equal bytes."""
 
 from __future__ import annotations
 
