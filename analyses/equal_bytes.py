@@ -118,7 +118,7 @@ class EqualBytes(Result):
             "ratio of both means. KL: median over samples. Both are of one step, where an answer need not be lost: "
             f"step {self.step}. Score differences are of the same prompts. "
             f"{numbers.about_held([row.held for row in self.rows])}"
-            f"{f' Left out, as their bytes are none of a budget: {left}.' if left else ''}"
+            f"{f' Left out, as their bytes are none of a budget at which 16 bits evict: {left}.' if left else ''}"
         )
 
     def to_dict(self) -> dict[str, Any]:
