@@ -142,6 +142,15 @@ def test_without_equal_bytes_there_is_nothing_to_compare() -> None:
         equal_bytes(older)
 
 
+def test_what_takes_less_than_its_budget_is_told(found: EqualBytes) -> None:
+    """Once everything fits more bytes buy nothing: such rows are of fewer bytes than evicting alone."""
+    trace = made()
+    for sample in trace.arrays["evicted"]:
+        sample[CONFIGS.index(CONFIGS[0])] = 0
+    assert "Where 2 bits hold everything they take less than b" in equal_bytes(trace).notes()
+    assert "less than b" not in found.notes()
+
+
 def test_a_budget_that_holds_everything_is_no_setting() -> None:
     """What evicts nothing in 16 bits perturbs by rounding alone: a ratio over that says nothing of eviction."""
     trace = made()
