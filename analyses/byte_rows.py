@@ -142,14 +142,18 @@ def _mean(each: Floats, kind: intervals.Kind) -> Mean:
 
 
 def settings(found: Measured) -> tuple[Setting, ...]:
-    """Every setting, by budget as the run has them. Raises TraceError where there is none."""
-    made = [_setting(found, place) for place, config in enumerate(found.configs) if not config.quantised]
+    """Every setting, by budget as the run has them; none at a budget that holds everything in 16 bits already.
+
+    Raises TraceError where there is none.
+    """
+    alone = [place for place, config in enumerate(found.configs) if not config.quantised and found.evicts[place]]
+    made = [_setting(found, place) for place in alone]
     several = tuple(one for one in made if len(one.rows) > 1)
     if not several:
         held = ", ".join(dict.fromkeys(str(config.precision) for config in found.configs))
         msg = (
-            f"{ANALYSIS} needs a configuration in 16 bits and one like it in quantise(bits=…, fill=…), whose budget "
-            f"counts bytes; got a trace of {held}; perturbkv bytes makes one"
+            f"{ANALYSIS} needs a configuration in 16 bits that evicts something and one like it in quantise(bits=…, "
+            f"fill=…), whose budget counts bytes; got a trace of {held}; perturbkv bytes makes one"
         )
         raise TraceError(msg)
     return several
@@ -177,6 +181,6 @@ def apart(found: Measured, shown: Sequence[Setting]) -> tuple[Row, ...]:
     places = [
         place
         for place, config in enumerate(found.configs)
-        if config.quantised and config not in there and not found.evicts[place]
+        if config.quantised and not _fills(config) and config not in there and not found.evicts[place]
     ]
     return tuple(found.row(place) for place in sorted(places, key=lambda place: -found.configs[place].bits))

@@ -116,10 +116,16 @@ class EqualBytes(Result):
             "16 bits; in fewer bits more entries take it. bytes / full: of the cache in 16 bits, window, scales and "
             "minima counted. Perturbation: propagated L1 of the last layer's heads over ‖o‖₁; over evicting alone: the "
             "ratio of both means. KL: median over samples. Both are of one step, where an answer need not be lost: "
-            f"step {self.step}. Score differences are of the same prompts. "
+            f"step {self.step}. Score differences are of the same prompts. {self._unfilled()}"
             f"{numbers.about_held([row.held for row in self.rows])}"
-            f"{f' Left out, as their bytes are none of a budget: {left}.' if left else ''}"
+            f"{f' Left out, as their bytes are none of a budget at which 16 bits evict: {left}.' if left else ''}"
         )
+
+    def _unfilled(self) -> str:
+        """Which numbers of bits do not use a budget up, as everything fits into less: bytes are not equal there."""
+        bits = {row.config.bits for one in self.settings for row in one.rows[1:] if not row.evicts}
+        told = ", ".join(str(count) for count in sorted(bits, reverse=True))
+        return f"Where {told} bits hold everything they take less than b (bytes / full). " if bits else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""

@@ -134,12 +134,32 @@ def test_tables_fit_80_columns() -> None:
 
 def test_without_equal_bytes_there_is_nothing_to_compare() -> None:
     trace = made(configs=(CONFIGS[1], CONFIGS[5], CONFIGS[6]))
-    with pytest.raises(TraceError, match=r"needs a configuration in 16 bits and one like it in quantise.* got a trace"):
+    with pytest.raises(TraceError, match=r"in 16 bits that evicts something and one like it.* got a trace"):
         settings(Measured.of(trace, 0))
     older = made()
     del older.arrays["held_bytes"]  # type: ignore[attr-defined]
     with pytest.raises(TraceError, match="bytes needs the variable 'held_bytes'"):
         equal_bytes(older)
+
+
+def test_what_takes_less_than_its_budget_is_told(found: EqualBytes) -> None:
+    """Once everything fits more bytes buy nothing: such rows are of fewer bytes than evicting alone."""
+    trace = made()
+    for sample in trace.arrays["evicted"]:
+        sample[CONFIGS.index(CONFIGS[0])] = 0
+    assert "Where 2 bits hold everything they take less than b" in equal_bytes(trace).notes()
+    assert "less than b" not in found.notes()
+
+
+def test_a_budget_that_holds_everything_is_no_setting() -> None:
+    """What evicts nothing in 16 bits perturbs by rounding alone: a ratio over that says nothing of eviction."""
+    trace = made()
+    for sample in trace.arrays["evicted"]:
+        sample[[CONFIGS.index(config) for config in (CONFIGS[0], CONFIGS[4])]] = 0
+    found = equal_bytes(trace)
+    assert [one.baseline for one in found.settings] == [CONFIGS[1]]
+    assert [row.config for row in found.everything] == [CONFIGS[5]], "in few bits once, not once per budget"
+    assert {CONFIGS[0], CONFIGS[4]} <= set(found.others) and "b=0.4" not in found.conclusion()
 
 
 @pytest.mark.parametrize("width", [84, 174])
