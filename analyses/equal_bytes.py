@@ -60,8 +60,8 @@ class EqualBytes(Result):
     def conclusion(self) -> str:
         """Of each number of bits whether more entries in it perturb less than fewer in 16, and what answers say."""
         bits = sorted({row.config.bits for one in self.settings for row in one.rows[1:]}, reverse=True)
-        said = [compared(f"filling it in {count} bits", "evicting alone", self._cases(count)) for count in bits]
-        told = f"of a budget in bytes, {'; '.join(said)} (last layer, {over(self.identity.samples)})"
+        said = [compared(f"storing {count} bits", "evicting alone", self._cases(count)) for count in bits]
+        told = f"within a budget of bytes, {'; '.join(said)} (last layer, {over(self.identity.samples)})"
         return sentence("; ".join(filter(None, [told, self._answered(bits)])))
 
     def _cases(self, bits: int) -> list[tuple[str, float, intervals.Scalar]]:

@@ -106,7 +106,7 @@ def test_bytes_and_kinds_are_told(found: EqualBytes) -> None:
 
 def test_the_conclusion_says_what_is_decided(found: EqualBytes) -> None:
     assert found.conclusion() == (
-        "Of a budget in bytes, filling it in 4 bits perturbs 50 % [50, 50] less than evicting alone; filling it in 2 "
+        "Within a budget of bytes, storing 4 bits perturbs 50 % [50, 50] less than evicting alone; storing 2 "
         "bits perturbs more than evicting alone in both cases: 100 % [100, 100] more at b=0.2 to 800 % [800, 800] more "
         "at b=0.4 (last layer, n = 6 samples); answers from 4 bits score higher, by 20.0 [8.2, 31.8] points of 100; "
         "answers from 2 bits score lower in both cases, by −90.0 [−100.0, −66.3] at b=0.4 to −20.0 [−25.9, −14.1] at "
