@@ -143,10 +143,13 @@ def test_ctrl_c_in_the_final_write_ends_it_between_samples(
         if len(written) == 1:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trace_writing, "_write_sample", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(trace_writing, "_write_sample", interrupted)
             measured_run.finish()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [path.name for path in tmp_path.iterdir()] == ["t.h5.journal"]
     assert_same_file(measured_run.finish(), fill(opened(tmp_path / "expected.h5", CONFIGS)))
 
