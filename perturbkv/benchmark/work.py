@@ -27,7 +27,8 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
 from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.capture import decode_from
-from perturbkv.pipeline.generation import generate, read_evicting
+from perturbkv.pipeline.evicting import read_evicting
+from perturbkv.pipeline.generation import generate
 from perturbkv.pipeline.plan import Placement, Settings, plan
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.timing import timed

@@ -11,11 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import room
-from perturbkv.cache import positions, quantisation
-from perturbkv.cache.compact import CompactCache, CompactLayer
-from perturbkv.cache.entries import borrow
-from perturbkv.cache.gather import keep, lengths
-from perturbkv.cache.whole import beside
+from perturbkv.cache.compact import CompactCache
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
@@ -24,14 +20,11 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import quantised
 from perturbkv.pipeline.capture import Observer, capture, decode_from
 from perturbkv.pipeline.divergence import Divergence, follow
+from perturbkv.pipeline.evicting import read_evicting
 from perturbkv.pipeline.finite import LOGITS, FiniteCheck
-from perturbkv.pipeline.prefill import Statistics, prefill
 from perturbkv.pipeline.recompression import Compression, Compressor
-from perturbkv.pipeline.sources import sources
-from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
 
 if TYPE_CHECKING:
@@ -71,84 +64,6 @@ def check_memory(planned: Plan) -> None:
             f"{planned.batches.rows - 1} of {configs} configurations; raise it or ask for fewer"
         )
         raise ConfigError(msg)
-
-
-@dataclass(frozen=True)
-class Evicted:
-    """A prompt whose cache was evicted while it was read.
-
-    Attributes:
-        cache: one row per configuration, behind a row that keeps everything where `with_full` asked for it.
-        logits: of the context's last position.
-        queries: per layer the last queries (head, query, d_head), as many as the largest window.
-    """
-
-    cache: CompactCache
-    logits: Float[Tensor, " vocab"]
-    queries: list[Tensor]
-
-
-def read_evicting(
-    adapter: Adapter,
-    context: Sequence[int],
-    configs: Sequence[EvictionConfig],
-    sample: str,
-    *,
-    with_full: bool = False,
-    layout: str = "ragged",
-    head_scores: Sequence[Sequence[float]] = (),
-    above: int = 0,
-    resources: Resources = _DEFAULT,
-) -> Evicted:
-    """Prefill, and evict each layer as soon as it is read: at no time does more than one layer's full cache lie there.
-
-    `with_full` puts a row that keeps everything first, for which all layers stay. So they do until the prompt is read
-    where a configuration looks at all layers or at a replay; then one is let go after the other. A prompt of at most
-    `above` entries is kept whole, for compressions that come later.
-
-    Raises what `positions.check` raises.
-    """
-    positions.check(configs, adapter.config, adapter.name)
-    layers: list[CompactLayer] = []
-    queries: list[Tensor] = []
-    window = max((config.window for config in configs), default=1)
-    whole = len(context) <= above
-
-    waits = not whole and any(compatibility.needs_all_layers(config) for config in configs)
-    given = sources(adapter, context, [] if whole else configs, {})
-    stored = FiniteCheck()
-
-    def evict(found: Statistics, layer: int, keys: Tensor, values: Tensor) -> None:
-        everything = [borrow(keys, values)] if with_full else []
-        if whole or not configs:
-            whole_row = borrow(keys, values)
-            rows = [quantisation.quantised(whole_row, one) if one.quantised else whole_row for one in configs]
-        else:
-            chosen = found.groups(configs, layer, keys, values)
-            (counts,) = lengths([chosen], len(configs), keys.device)
-            kept = keep(chosen, range(len(configs)), counts, keys, values)
-            kept = quantisation.stored(positions.in_cache(kept, configs, adapter.frequencies), configs)
-            rows = [kept.entries[place] for place in range(len(configs))]
-        for row, config in zip(rows, configs, strict=True):
-            if config.quantised:
-                quantised.look(stored, adapter.layer_indices[layer], row)
-        layers.append(CompactLayer([*everything, *rows], adapter.heads, found.tokens, layout))
-
-    def take(found: Statistics, seen: LayerView) -> None:
-        queries.append(seen.queries[:, -window:].clone())
-        if not waits:
-            evict(found, seen.layer, seen.keys, seen.values)
-
-    read = prefill(adapter, context, configs, resources, sample, head_scores, take, given, whole=waits)
-    read.finite.raise_if_not(sample)
-    for layer in range(len(adapter.layers) if waits else 0):
-        held = adapter.held(read.cache, layer)
-        evict(read.statistics, layer, held.keys[0], held.values[0])
-        held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
-    stored.raise_if_not(sample)
-    behind = [0] * len(configs) if whole else positions.behind(configs, len(context))
-    cache = CompactCache(beside(adapter, layers, read.windows), [*([0] if with_full else []), *behind])
-    return Evicted(cache, read.logits, queries)
 
 
 @torch.inference_mode()

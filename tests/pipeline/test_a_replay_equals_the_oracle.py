@@ -17,7 +17,8 @@ from perturbkv.errors import DatasetError, PluginError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.tokenization import ByteTokenizer
 from perturbkv.pipeline import prefill as reading
-from perturbkv.pipeline.generation import answer, read_evicting
+from perturbkv.pipeline.evicting import read_evicting
+from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.prefill import asked, prefill
 from perturbkv.pipeline.replay import passes
 from perturbkv.pipeline.samples import trace_sample

@@ -2,212 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from perturbkv.configs.budget import Budget
-from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace
-from tests.oracle import policies, quantisation, selection, theory
-from tests.oracle.decoder import Decoder, Step
+from tests.oracle import quantisation, theory
+from tests.oracle.decoder import Step
+from tests.oracle.sample import QUESTION, Reference, attention_of
 from tests.support.configs import flat
-from tests.support.models import FAMILIES, HEADS, exact_adapter, token_ids
+from tests.support.models import HEADS, exact_adapter, token_ids
+from tests.support.oracle_cases import CASES, CONFIGS
 
-LENGTH, WINDOW, STEPS, QUESTION = 36, 5, 2, 7
+LENGTH, STEPS = 36, 2
 HEAD_SCORES = ((1.0, 5.0, 2.0, 2.0), (3.0, 1.0, 1.0, 9.0))
 RELATIVE = 1e-5
-
-
-def configs(granularity: str) -> tuple[EvictionConfig, ...]:
-    base = EvictionConfig(14, "snapkv(kernel=3)", window=WINDOW, granularity=granularity)
-    names = ("attention", "two-stage", "hindsight", "value")
-    wide = replace(base, budget=Budget(0.6), selection=parse("two-stage(alpha=0.5, score=pooled, epsilon=1e-4)"))
-    ends = replace(base, selection=parse("hindsight-attention"), protect_first=3, protect_recent=0.5)
-    return (*(replace(base, selection=parse(name)) for name in names), wide, ends)
-
-
-def pair(granularity: str) -> tuple[EvictionConfig, ...]:
-    return configs(granularity)[:2]
-
-
-def policy_configs(granularity: str) -> tuple[EvictionConfig, ...]:
-    fields = {"window": WINDOW, "kernel": 3, "granularity": granularity, "history": 12}
-    names = ("pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova")
-    made = [configuration(14, policy=name, **fields) for name in names]
-    adakv = parse("adakv(safeguard=guaranteed, floor=0.7, kernel=3)")
-    guaranteed = replace(made[1], policy=adakv, protect_first=2, selection=parse("two-stage(split=total)"))
-    return (*made, replace(made[1], selection=parse("attention")), replace(made[3], window=3), guaranteed)
-
-
-def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
-    """Rows at the prompt's positions and rows at those of their own cache, of several lengths, in one batch."""
-    base = EvictionConfig(14, "streaming-llm", "position", WINDOW, granularity=granularity)
-    inside = replace(base, policy=parse("streaming-llm(positions=in-cache)"))
-    without = parse("streaming-llm(positions=in-cache, sinks=0)")
-    some = (inside, replace(inside, budget=Budget(9), policy=without), replace(inside, protect_first=6), base)
-    return (
-        *some,
-        EvictionConfig(Budget(14), window=WINDOW, granularity=granularity),
-        replace(inside, budget=Budget(0.7)),
-        replace(inside, precision="quantise(bits=4, group=6)"),
-    )
-
-
-def block_configs(granularity: str) -> tuple[EvictionConfig, ...]:
-    """Whole blocks of several sizes beside single entries, in one batch."""
-    fields = {"window": WINDOW, "kernel": 3, "granularity": granularity}
-    made = [
-        configuration(15, block=4, **fields),
-        configuration(15, block=4, selection="attention", block_score="max", **fields),
-        configuration(22, block=8, alpha=0.5, **fields),
-        configuration(21, block=4, protect_first=3, protect_recent=7, **fields),
-        configuration(18, block=4, policy="pyramidkv(beta=4)", **fields),
-        configuration(18, block=4, policy="h2o", **fields),
-        configuration(14, **fields),
-        configuration(18, policy="streaming-llm(positions=in-cache)", block=4, window=WINDOW, granularity=granularity),
-    ]
-    return tuple(made) if granularity == "layer" else (*made, configuration(18, block=4, policy="adakv", **fields))
-
-
-def precision_configs(granularity: str) -> tuple[EvictionConfig, ...]:
-    """Several bits and groups, of few entries, of all of them, and of none before the window, beside 16 bits."""
-    fields = {"window": WINDOW, "granularity": granularity, "policy": "snapkv(kernel=3)"}
-    made = [
-        configuration(14, precision="quantise(bits=4, group=4)", **fields),
-        configuration(14, precision="quantise(bits=2, group=3)", selection="attention", **fields),
-        configuration(14, **fields),
-        configuration(1.0, precision="quantise(bits=8)", **fields),
-        configuration(1.0, precision="quantise(bits=2, group=5)", **fields),
-        configuration(9, precision="quantise(bits=4, group=4, fill=8)", **fields),
-    ]
-    adakv = configuration(12, precision="quantise(bits=4, group=4)", **{**fields, "policy": "adakv(kernel=3)"})
-    return tuple(made) if granularity == "layer" else (*made, adakv)
-
-
-def attention_of(held: dict[str, np.ndarray], scale: float) -> np.ndarray:
-    """(head, key), with a sink's weight behind the entries' where there is one."""
-    return theory.decode_attention(held["query"], held["key"], scale, held["sinks"])
-
-
-class Reference:
-    """Everything the oracle says of one sample."""
-
-    def __init__(self, model: object, ids: tuple[int, ...], run: RunConfig) -> None:
-        self.run, self.decoder = run, Decoder(model)
-        self.n = len(ids) - (QUESTION if run.scenario == "context-only" else 0)
-        self.prompt = [self.decoder.step(token) for token in ids]
-        self.tokens = [int(np.argmax(self.prompt[-1].logits))]
-        self.full: list[Step] = []
-        for _ in range(run.steps):
-            self.full.append(self.decoder.step(self.tokens[-1]))
-            self.tokens.append(int(np.argmax(self.full[-1].logits)))
-        self.model, self.ids = model, ids
-
-    def layer(self, layer: int, step: int) -> dict[str, np.ndarray]:
-        entries = len(self.ids) + step + 1
-        cell = self.decoder
-        return {
-            "query": self.full[step].query[layer],
-            "key": np.array(cell.keys[layer])[:, :entries],
-            "value": np.array(cell.values[layer])[:, :entries],
-            "w_o": cell.w_o(layer),
-            "sinks": cell.sinks(layer),
-        }
-
-    @functools.cache  # noqa: B019
-    def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
-        held, scale = self.layer(layer, 0), self.decoder.scale
-        if flat(config).fill:
-            entries = quantisation.entries_of(flat(config), self.n, self.decoder.d_head)
-            config = replace(config, budget=Budget(entries), precision=parse("full"))
-        query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
-        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"])
-        norms = theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads)
-        realised = attention_of(held, scale)[:, : held["key"].shape[1]]
-        place = (layer, self.decoder.layers, self.run.head_scores)
-        return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place)
-
-    def stored(self, layer: int, config: EvictionConfig, inside: bool = False) -> list[dict[int, tuple[Any, Any]]]:
-        """Per query head what a configuration in few bits keeps, as it is stored; nothing in 16 bits."""
-        if not config.quantised:
-            return [{} for _ in range(self.decoder.heads)]
-        found = []
-        for head, (kept, _) in enumerate(self.kept(layer, config)):
-            own = head // (self.decoder.heads // self.decoder.kv_heads)
-            keys, values = self.decoder.keys[layer][own], self.decoder.values[layer][own]
-            held = [keys[position] for position in kept]
-            if inside:
-                place = self.decoder.places[layer]
-                unturned = [self.decoder.unrotated[place][own][position] for position in kept]
-                held = [self.decoder.rotate(one, stands, layer) for stands, one in enumerate(unturned)]
-            found.append(quantisation.stored(flat(config), kept, held, [values[i] for i in kept], self.n))
-        return found
-
-    def evicted(self, config: EvictionConfig) -> list[Step]:
-        """Decode again, entries outside the kept sets masked in every layer, from the question on."""
-        decoder = Decoder(self.model)
-        for token in self.ids[: self.n]:
-            decoder.step(token)
-        sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
-        stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
-        records = []
-        for later, token in enumerate((*self.ids[self.n :], *self.tokens[: self.run.steps])):
-            masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
-            for mask, layer_sets in zip(masks, sets, strict=True):
-                mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
-            records.append(decoder.step(token, masks, inside == "in-cache", stored))
-        return records[len(self.ids) - self.n :]
-
-
-WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
-"""Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
-CASES = [
-    *((family, "GQA", "query", "regular", "selections") for family in FAMILIES),
-    *((family, "GQA", *way, "pair") for family in FAMILIES for way in WAYS),
-    ("gpt_oss", "GQA", "kv", "context-only", "selections"),
-    ("gpt_oss", "GQA", "kv", "context-only", "policies"),
-    ("gemma3_text", "GQA", "kv", "context-only", "positions"),
-    ("llama", "MHA", "query", "regular", "selections"),
-    ("qwen3", "MQA", "kv", "regular", "selections"),
-    ("llama", "GQA", "query", "regular", "policies"),
-    ("qwen3", "GQA", "kv", "regular", "policies"),
-    ("llama", "GQA", "query", "context-only", "policies"),
-    ("llama", "MHA", "query", "regular", "positions"),
-    ("phi3", "GQA", "kv", "regular", "positions"),
-    ("qwen3", "MQA", "query", "regular", "positions"),
-    ("llama", "GQA", "query", "context-only", "positions"),
-    ("phi3", "MQA", "kv", "context-only", "positions"),
-    ("qwen3", "GQA", "layer", "regular", "selections"),
-    ("llama", "GQA", "layer", "regular", "blocks"),
-    ("qwen3", "GQA", "kv", "context-only", "blocks"),
-    ("llama", "MHA", "layer", "context-only", "blocks"),
-    ("phi3", "MQA", "query", "regular", "blocks"),
-    ("llama", "GQA", "kv", "context-only", "selections"),
-    ("phi3", "GQA", "kv", "regular", "selections"),
-    ("llama", "GQA", "kv", "regular", "precisions"),
-    ("qwen3", "GQA", "query", "context-only", "precisions"),
-    ("gpt_oss", "GQA", "query", "regular", "precisions"),
-    ("phi3", "MQA", "kv", "context-only", "precisions"),
-    ("llama", "GQA", "layer", "regular", "precisions"),
-]
-CONFIGS = {
-    "pair": pair,
-    "selections": configs,
-    "policies": policy_configs,
-    "positions": position_configs,
-    "blocks": block_configs,
-    "precisions": precision_configs,
-}
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

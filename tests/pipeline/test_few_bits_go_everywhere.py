@@ -14,7 +14,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, ConfigError
-from perturbkv.pipeline.generation import answer, read_evicting
+from perturbkv.pipeline.evicting import read_evicting
+from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.recompression import Compressor
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection import compatibility

@@ -12,7 +12,8 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import generation
-from perturbkv.pipeline.generation import answer, read_evicting
+from perturbkv.pipeline.evicting import read_evicting
+from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.recompression import mean_entries
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration

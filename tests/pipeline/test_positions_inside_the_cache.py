@@ -21,7 +21,8 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import decode_from
-from perturbkv.pipeline.generation import answer, read_evicting
+from perturbkv.pipeline.evicting import read_evicting
+from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration

@@ -17,10 +17,12 @@ from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import generation
 from perturbkv.pipeline.capture import decode_from
-from perturbkv.pipeline.generation import answer, generate, read_evicting
+from perturbkv.pipeline.evicting import read_evicting
+from perturbkv.pipeline.generation import answer, generate
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
+from tests.oracle.sample import Reference
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
 
 LENGTH, QUESTION = 40, 9
@@ -92,8 +94,6 @@ class Naive:
     """Greedy generation by the naive decoder, evicted entries masked; compressed again above a limit, if any."""
 
     def __init__(self, adapter: Adapter, run: RunConfig, chosen: EvictionConfig) -> None:
-        from tests.pipeline.test_a_traced_sample_equals_the_oracle import Reference
-
         self.reference = Reference(adapter.model, PROMPT.token_ids, run)
         self.reference.n = len(PROMPT.parts(run.scenario)[0])
         self.decoder, self.config, self.run = Decoder(adapter.model), chosen, run

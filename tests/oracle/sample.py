@@ -1,0 +1,95 @@
+"""Everything the naive decoder says of one sample: what each configuration keeps, and how it decodes from that."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import parse
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
+from tests.oracle import policies, quantisation, selection, theory
+from tests.oracle.decoder import Decoder, Step
+from tests.support.configs import flat
+
+QUESTION = 7
+"""Tokens of a prompt's question, its last."""
+
+
+def attention_of(held: dict[str, np.ndarray], scale: float) -> np.ndarray:
+    """(head, key), with a sink's weight behind the entries' where there is one."""
+    return theory.decode_attention(held["query"], held["key"], scale, held["sinks"])
+
+
+class Reference:
+    """Everything the oracle says of one sample."""
+
+    def __init__(self, model: object, ids: tuple[int, ...], run: RunConfig) -> None:
+        self.run, self.decoder = run, Decoder(model)
+        self.n = len(ids) - (QUESTION if run.scenario == "context-only" else 0)
+        self.prompt = [self.decoder.step(token) for token in ids]
+        self.tokens = [int(np.argmax(self.prompt[-1].logits))]
+        self.full: list[Step] = []
+        for _ in range(run.steps):
+            self.full.append(self.decoder.step(self.tokens[-1]))
+            self.tokens.append(int(np.argmax(self.full[-1].logits)))
+        self.model, self.ids = model, ids
+
+    def layer(self, layer: int, step: int) -> dict[str, np.ndarray]:
+        entries = len(self.ids) + step + 1
+        cell = self.decoder
+        return {
+            "query": self.full[step].query[layer],
+            "key": np.array(cell.keys[layer])[:, :entries],
+            "value": np.array(cell.values[layer])[:, :entries],
+            "w_o": cell.w_o(layer),
+            "sinks": cell.sinks(layer),
+        }
+
+    @functools.cache  # noqa: B019
+    def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
+        held, scale = self.layer(layer, 0), self.decoder.scale
+        if flat(config).fill:
+            entries = quantisation.entries_of(flat(config), self.n, self.decoder.d_head)
+            config = replace(config, budget=Budget(entries), precision=parse("full"))
+        query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
+        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"])
+        norms = theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads)
+        realised = attention_of(held, scale)[:, : held["key"].shape[1]]
+        place = (layer, self.decoder.layers, self.run.head_scores)
+        return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place)
+
+    def stored(self, layer: int, config: EvictionConfig, inside: bool = False) -> list[dict[int, tuple[Any, Any]]]:
+        """Per query head what a configuration in few bits keeps, as it is stored; nothing in 16 bits."""
+        if not config.quantised:
+            return [{} for _ in range(self.decoder.heads)]
+        found = []
+        for head, (kept, _) in enumerate(self.kept(layer, config)):
+            own = head // (self.decoder.heads // self.decoder.kv_heads)
+            keys, values = self.decoder.keys[layer][own], self.decoder.values[layer][own]
+            held = [keys[position] for position in kept]
+            if inside:
+                place = self.decoder.places[layer]
+                unturned = [self.decoder.unrotated[place][own][position] for position in kept]
+                held = [self.decoder.rotate(one, stands, layer) for stands, one in enumerate(unturned)]
+            found.append(quantisation.stored(flat(config), kept, held, [values[i] for i in kept], self.n))
+        return found
+
+    def evicted(self, config: EvictionConfig) -> list[Step]:
+        """Decode again, entries outside the kept sets masked in every layer, from the question on."""
+        decoder = Decoder(self.model)
+        for token in self.ids[: self.n]:
+            decoder.step(token)
+        sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
+        stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
+        records = []
+        for later, token in enumerate((*self.ids[self.n :], *self.tokens[: self.run.steps])):
+            masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
+            for mask, layer_sets in zip(masks, sets, strict=True):
+                mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
+            records.append(decoder.step(token, masks, inside == "in-cache", stored))
+        return records[len(self.ids) - self.n :]

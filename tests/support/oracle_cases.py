@@ -1,0 +1,120 @@
+"""Which models, granularities, scenarios and configurations a traced sample is held to the oracle in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.choice import parse
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.selection.grid import configuration
+from tests.support.models import FAMILIES
+
+WINDOW = 5
+
+
+def configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    base = EvictionConfig(14, "snapkv(kernel=3)", window=WINDOW, granularity=granularity)
+    names = ("attention", "two-stage", "hindsight", "value")
+    wide = replace(base, budget=Budget(0.6), selection=parse("two-stage(alpha=0.5, score=pooled, epsilon=1e-4)"))
+    ends = replace(base, selection=parse("hindsight-attention"), protect_first=3, protect_recent=0.5)
+    return (*(replace(base, selection=parse(name)) for name in names), wide, ends)
+
+
+def pair(granularity: str) -> tuple[EvictionConfig, ...]:
+    return configs(granularity)[:2]
+
+
+def policy_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    fields = {"window": WINDOW, "kernel": 3, "granularity": granularity, "history": 12}
+    names = ("pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova")
+    made = [configuration(14, policy=name, **fields) for name in names]
+    adakv = parse("adakv(safeguard=guaranteed, floor=0.7, kernel=3)")
+    guaranteed = replace(made[1], policy=adakv, protect_first=2, selection=parse("two-stage(split=total)"))
+    return (*made, replace(made[1], selection=parse("attention")), replace(made[3], window=3), guaranteed)
+
+
+def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Rows at the prompt's positions and rows at those of their own cache, of several lengths, in one batch."""
+    base = EvictionConfig(14, "streaming-llm", "position", WINDOW, granularity=granularity)
+    inside = replace(base, policy=parse("streaming-llm(positions=in-cache)"))
+    without = parse("streaming-llm(positions=in-cache, sinks=0)")
+    some = (inside, replace(inside, budget=Budget(9), policy=without), replace(inside, protect_first=6), base)
+    return (
+        *some,
+        EvictionConfig(Budget(14), window=WINDOW, granularity=granularity),
+        replace(inside, budget=Budget(0.7)),
+        replace(inside, precision="quantise(bits=4, group=6)"),
+    )
+
+
+def block_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Whole blocks of several sizes beside single entries, in one batch."""
+    fields = {"window": WINDOW, "kernel": 3, "granularity": granularity}
+    made = [
+        configuration(15, block=4, **fields),
+        configuration(15, block=4, selection="attention", block_score="max", **fields),
+        configuration(22, block=8, alpha=0.5, **fields),
+        configuration(21, block=4, protect_first=3, protect_recent=7, **fields),
+        configuration(18, block=4, policy="pyramidkv(beta=4)", **fields),
+        configuration(18, block=4, policy="h2o", **fields),
+        configuration(14, **fields),
+        configuration(18, policy="streaming-llm(positions=in-cache)", block=4, window=WINDOW, granularity=granularity),
+    ]
+    return tuple(made) if granularity == "layer" else (*made, configuration(18, block=4, policy="adakv", **fields))
+
+
+def precision_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Several bits and groups, of few entries, of all of them, and of none before the window, beside 16 bits."""
+    fields = {"window": WINDOW, "granularity": granularity, "policy": "snapkv(kernel=3)"}
+    made = [
+        configuration(14, precision="quantise(bits=4, group=4)", **fields),
+        configuration(14, precision="quantise(bits=2, group=3)", selection="attention", **fields),
+        configuration(14, **fields),
+        configuration(1.0, precision="quantise(bits=8)", **fields),
+        configuration(1.0, precision="quantise(bits=2, group=5)", **fields),
+        configuration(9, precision="quantise(bits=4, group=4, fill=8)", **fields),
+    ]
+    adakv = configuration(12, precision="quantise(bits=4, group=4)", **{**fields, "policy": "adakv(kernel=3)"})
+    return tuple(made) if granularity == "layer" else (*made, adakv)
+
+
+WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
+"""Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
+CASES = [
+    *((family, "GQA", "query", "regular", "selections") for family in FAMILIES),
+    *((family, "GQA", *way, "pair") for family in FAMILIES for way in WAYS),
+    ("gpt_oss", "GQA", "kv", "context-only", "selections"),
+    ("gpt_oss", "GQA", "kv", "context-only", "policies"),
+    ("gemma3_text", "GQA", "kv", "context-only", "positions"),
+    ("llama", "MHA", "query", "regular", "selections"),
+    ("qwen3", "MQA", "kv", "regular", "selections"),
+    ("llama", "GQA", "query", "regular", "policies"),
+    ("qwen3", "GQA", "kv", "regular", "policies"),
+    ("llama", "GQA", "query", "context-only", "policies"),
+    ("llama", "MHA", "query", "regular", "positions"),
+    ("phi3", "GQA", "kv", "regular", "positions"),
+    ("qwen3", "MQA", "query", "regular", "positions"),
+    ("llama", "GQA", "query", "context-only", "positions"),
+    ("phi3", "MQA", "kv", "context-only", "positions"),
+    ("qwen3", "GQA", "layer", "regular", "selections"),
+    ("llama", "GQA", "layer", "regular", "blocks"),
+    ("qwen3", "GQA", "kv", "context-only", "blocks"),
+    ("llama", "MHA", "layer", "context-only", "blocks"),
+    ("phi3", "MQA", "query", "regular", "blocks"),
+    ("llama", "GQA", "kv", "context-only", "selections"),
+    ("phi3", "GQA", "kv", "regular", "selections"),
+    ("llama", "GQA", "kv", "regular", "precisions"),
+    ("qwen3", "GQA", "query", "context-only", "precisions"),
+    ("gpt_oss", "GQA", "query", "regular", "precisions"),
+    ("phi3", "MQA", "kv", "context-only", "precisions"),
+    ("llama", "GQA", "layer", "regular", "precisions"),
+]
+CONFIGS = {
+    "pair": pair,
+    "selections": configs,
+    "policies": policy_configs,
+    "positions": position_configs,
+    "blocks": block_configs,
+    "precisions": precision_configs,
+}
