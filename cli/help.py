@@ -23,9 +23,11 @@ class Compact:
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
         """Print usage, what the command does, its options and its subcommands."""
-        _paragraph(f"Usage: {_usage(self, ctx)}")
+        _line(f"Usage: {_usage(self, ctx)}")
+        console.out.print()
         for text in (self.help or "").split("\n\n"):
-            _paragraph(" ".join(text.split()))
+            _line(" ".join(text.split()))
+        console.out.print()
         found = {**_options(self, ctx), **_commands(self)}
         column = max(len(name) for rows in found.values() for name, _ in rows)
         for title, rows in found.items():
@@ -46,7 +48,7 @@ def _options(command: Any, ctx: Any) -> Sections:
     """Group -> names and texts; arguments come first."""
     found: Sections = {}
     for one in sorted(command.get_params(ctx), key=lambda one: one.param_type_name != "argument"):
-        if not one.hidden:
+        if not one.hidden and one.name != "help":  # who reads this has found it
             panel = getattr(one, "rich_help_panel", None) or _OWN
             found.setdefault(panel, []).append((_name(one), _about(one, ctx)))
     return found
@@ -82,9 +84,8 @@ def _about(parameter: Any, ctx: Any) -> str:
     return f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
 
 
-def _paragraph(text: str) -> None:
+def _line(text: str) -> None:
     console.out.print(text, markup=False, highlight=False, emoji=False, width=_width())
-    console.out.print()
 
 
 def _section(title: str, rows: list[tuple[str, str]], column: int) -> None:
