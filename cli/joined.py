@@ -137,13 +137,13 @@ def _say_unshared(planned: Sequence[Plan], name: str) -> None:
 
 def _made(runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path) -> list[Path]:
     """The traces, one after the other, by one model."""
-    from perturbkv.engines.here import HereTogether
+    from perturbkv.engines import choosing
 
-    engine = HereTogether(planned)
-    return [
-        make_trace(run, one, path, engine=engine, folder=folder)
-        for run, one, path in zip(runs, planned, paths, strict=True)
-    ]
+    with choosing.engine(runs[0].spread, planned) as engine:
+        return [
+            make_trace(run, one, path, engine=engine, folder=folder)
+            for run, one, path in zip(runs, planned, paths, strict=True)
+        ]
 
 
 def _study(name: str, paths: Sequence[Path], folder: Path, look: TracesOptions, run: RunOptions) -> Study:

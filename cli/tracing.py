@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,8 @@ from perturbkv.errors import InterruptedRunError
 from perturbkv.visible import line
 
 if TYPE_CHECKING:
+    from perturbkv.engines.choosing import Measuring
     from perturbkv.pipeline.plan import Plan
-    from perturbkv.pipeline.run import Engine
 
 
 def run_folder(options: DataOptions, output: Path | None) -> Path:
@@ -32,20 +33,21 @@ def slug(name: str) -> str:
 
 
 def make_trace(
-    options: RunOptions, planned: Plan, path: Path, *, engine: Engine | None = None, folder: Path | None = None
+    options: RunOptions, planned: Plan, path: Path, *, engine: Measuring | None = None, folder: Path | None = None
 ) -> Path:
     """Run what is missing of a trace and finish its file; the weights are loaded only where something is.
 
-    `engine` measures, by default one that is made for this run. `folder` is the --output that goes on with it, where
+    `engine` measures, by default one that is chosen for this run. `folder` is the --output that goes on with it, where
     that is neither the file nor its folder: of a run of several traces. Raises PerturbkvErrors; finished samples
     survive all of them.
     """
-    from perturbkv.engines.here import Here
+    from perturbkv.engines import choosing
     from perturbkv.pipeline.run import run_to_file
 
-    measuring, what = engine or Here(), "samples" if folder is None else f"{planned.run.dataset}: samples"
+    what = "samples" if folder is None else f"{planned.run.dataset}: samples"
+    chosen = choosing.engine(options.spread, [planned]) if engine is None else nullcontext(engine)
     try:
-        with console.progress(line(what)) as bar:
+        with chosen as measuring, console.progress(line(what), beside=measuring.alive) as bar:
             return run_to_file(planned, measuring, path, overwrite=options.overwrite, wait=options.wait,
                                progress=bar.at)  # fmt: skip
     except InterruptedRunError as error:

@@ -6,20 +6,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from perturbkv.api.planning import planned
+from perturbkv.configs.engine import EngineConfig
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.engines.here import Here
-from perturbkv.errors import UnknownNameError
+from perturbkv.engines import choosing
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Settings
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
+from perturbkv.pipeline.run import run_in_memory, run_to_file
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
-ENGINES = ("here",)
 _DEFAULT = Resources()
 
 
@@ -32,6 +31,10 @@ def measure(
     scenario: str = "regular",
     path: str | Path | None = None,
     engine: str = "here",
+    workers: int | None = None,
+    ray_address: str | None = None,
+    cpus_per_worker: int | None = None,
+    timeout_per_sample: float | None = None,
     save_outputs: bool = False,
     text: bool = True,
     cache: str = "ragged",
@@ -52,7 +55,12 @@ def measure(
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
         path: where the trace goes. A run that was killed goes on, and one that asks for more prompts or
             configurations measures those alone. None: everything stays in memory.
-        engine: where samples are measured: `here`.
+        engine: where samples are measured: `here`; in `workers`, processes of this machine, or on `ray`, a cluster,
+            which open the model by its name.
+        workers: how many; None: one per GPU, or as many as the cores allow.
+        ray_address: of the cluster's head, host:port; None: what RAY_ADDRESS says.
+        cpus_per_worker: cores of each; None: OMP_NUM_THREADS, or an even share.
+        timeout_per_sample: seconds after which a worker is ended and its sample measured again, once.
         save_outputs: keep head outputs, hidden states and attention too.
         text: keep each prompt's tokens and text too, which `tokens` shows. No number depends on it: a run that goes on
             adds it to the samples that are there, or takes it out of them.
@@ -65,21 +73,19 @@ def measure(
         resources: memory and kernels.
         progress: whether a bar is shown.
 
-    Raises BudgetError, ConfigError, DatasetError, ModelError, OutputError, TraceError; InterruptedRunError on Ctrl-C
-    with a path.
+    Raises BudgetError, ConfigError, DatasetError, ModelError, OutputError, TraceError, WorkerError;
+    InterruptedRunError on Ctrl-C with a path.
     """
+    chosen = EngineConfig(engine, workers, ray_address, cpus_per_worker, timeout_per_sample)
     save = ("outputs",) if save_outputs else ()
     settings = Settings(steps, scenario, cache, save, generate, head_scores, text)
     ready = planned(model, prompts, configs, settings, resources, kept=path is not None)
-    with bar("samples", shown=progress) as drawn, given.evaluating(model):
+    with (
+        choosing.engine(chosen, [ready]) as measuring,
+        bar("samples", shown=progress, beside=measuring.alive) as drawn,
+        given.evaluating(model),
+    ):
         if path is None:
-            return run_in_memory(ready, _engine(engine), drawn.at)
-        chosen = _engine(engine)
-        made = run_to_file(ready, chosen, Path(path), overwrite=overwrite, wait=wait, progress=drawn.at)
+            return run_in_memory(ready, measuring, drawn.at)
+        made = run_to_file(ready, measuring, Path(path), overwrite=overwrite, wait=wait, progress=drawn.at)
         return read_trace(made)
-
-
-def _engine(name: str) -> Engine:
-    if name not in ENGINES:
-        raise UnknownNameError(name, "engine", ENGINES)
-    return Here()
