@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,8 @@ def show_log() -> None:
     log.handlers = [_Notes()]
 
 
-def progress(what: str, total: int | None = None, done: int = 0) -> AbstractContextManager[Bar]:
-    """A bar with the time left on stderr; nothing where stderr is no terminal."""
-    return bar(what, total, done, console=err)
+def progress(
+    what: str, total: int | None = None, done: int = 0, beside: Callable[[], str] = str
+) -> AbstractContextManager[Bar]:
+    """A bar with the time left on stderr, and what `beside` says; nothing where stderr is no terminal."""
+    return bar(what, total, done, console=err, beside=beside)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.cli.data_options import DataOptions
+from perturbkv.configs.engine import NEEDS as ENGINES
+from perturbkv.configs.engine import needs as engine_needs
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import STAGED
 from perturbkv.errors import ConfigError
@@ -63,6 +65,11 @@ def _made(option: str) -> Callable[[DataOptions, EvictionConfig], bool]:
     return looks
 
 
+def _engine(option: str) -> Need:
+    """What an option of many processes needs."""
+    return Need(lambda run, config: getattr(run, "engine", "") in ENGINES[option], engine_needs(option))
+
+
 NEEDS: Mapping[str, Need] = {
     "length": Need(_made("lengths"), "--dataset needle or a ruler: task"),
     "depth": Need(_made("depths"), "--dataset needle"),
@@ -71,8 +78,12 @@ NEEDS: Mapping[str, Need] = {
     "seed": Need(_random, "--dataset needle or a ruler: task, a random: model, or a random selection or policy"),
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.given, "a policy of ours: a press has a window of its own"),
-    "shard_by": Need(lambda run, config: "shard" in run.typed, "--shard"),
+    "shard_by": Need(
+        lambda run, config: "shard" in run.typed or run.engine in ENGINES["by_configs"],
+        f"--shard, or {engine_needs('by_configs')}",
+    ),
     "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),
+    **{name: _engine(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},
 }
 """Option -> what it needs. Options of a policy, a selection or a granularity say themselves what they need."""
 

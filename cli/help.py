@@ -13,25 +13,25 @@ from perturbkv.cli import console
 
 Sections = dict[str, list[tuple[str, str]]]
 _WIDEST = 100
-_OWN = "Options"
+_OWN, _HELP = "Options", "help"
 _NO_DEFAULT = ("", "None", "False")
 _LEGEND = "  [default]  … repeatable"
 
 
 class Compact:
-    """A command that prints its help itself, and leaves Click's formatter empty."""
+    """A command that draws its help itself; every line counts, as it has to fit a screen."""
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
-        """Print usage, what the command does, its options and its subcommands."""
-        _line(f"Usage: {_usage(self, ctx)}")
-        console.out.print()
-        for text in (self.help or "").split("\n\n"):
-            _line(" ".join(text.split()))
-        console.out.print()
-        found = {**_options(self, ctx), **_commands(self)}
-        column = max(len(name) for rows in found.values() for name, _ in rows)
-        for title, rows in found.items():
-            _section(title, rows, column)
+        """Write usage, what the command does, its options and its subcommands."""
+        with console.out.capture() as drawn:
+            _text(f"Usage: {_usage(self, ctx)}")
+            for text in (self.help or "").split("\n\n"):
+                _paragraph(" ".join(text.split()))
+            found = {**_options(self, ctx), **_commands(self)}
+            column = max((len(name) for rows in found.values() for name, _ in rows), default=0)
+            for title, rows in found.items():
+                _section(title, rows, column)
+        formatter.write(drawn.get())
 
 
 def _usage(command: Any, ctx: Any) -> str:
@@ -48,7 +48,7 @@ def _options(command: Any, ctx: Any) -> Sections:
     """Group -> names and texts; arguments come first."""
     found: Sections = {}
     for one in sorted(command.get_params(ctx), key=lambda one: one.param_type_name != "argument"):
-        if not one.hidden and one.name != "help":  # who reads this has found it
+        if not one.hidden and one.name != _HELP:
             panel = getattr(one, "rich_help_panel", None) or _OWN
             found.setdefault(panel, []).append((_name(one), _about(one, ctx)))
     return found
@@ -84,8 +84,13 @@ def _about(parameter: Any, ctx: Any) -> str:
     return f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
 
 
-def _line(text: str) -> None:
+def _text(text: str) -> None:
     console.out.print(text, markup=False, highlight=False, emoji=False, width=_width())
+
+
+def _paragraph(text: str) -> None:
+    _text(text)
+    console.out.print()
 
 
 def _section(title: str, rows: list[tuple[str, str]], column: int) -> None:

@@ -137,13 +137,13 @@ def _say_unshared(planned: Sequence[Plan], name: str) -> None:
 
 def _made(runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path) -> list[Path]:
     """The traces, one after the other, by one model; with --shard the command ends here unless all are whole."""
-    from perturbkv.engines.here import HereTogether
+    from perturbkv.engines import choosing
 
-    engine = HereTogether(planned)
-    made = [
-        measure(run, one, path, engine=engine, folder=folder)
-        for run, one, path in zip(runs, planned, paths, strict=True)
-    ]
+    with choosing.engine(runs[0].spread, planned) as engine:
+        made = [
+            measure(run, one, path, engine=engine, folder=folder)
+            for run, one, path in zip(runs, planned, paths, strict=True)
+        ]
     return sharding.whole_or_left(made, runs[0].as_json)
 
 

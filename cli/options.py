@@ -15,6 +15,7 @@ from perturbkv.cli.choices import apart, check_choice
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.figure_options import LOOK, FigureOptions
 from perturbkv.configs.budget import Budget
+from perturbkv.configs.engine import EngineConfig, check_alone
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check
 from perturbkv.configs.presets import PRESETS
@@ -28,7 +29,7 @@ from perturbkv.selection.grid import FIELDS, every, names_policy
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
 _MOST_MIB = 2**20
-_EVICT, _RUN = "Eviction", "Running and output"
+_EVICT, _RUN, _MANY = "Eviction", "Running and output", "Many processes"
 
 _BY_PRESET = "by preset"
 _JSON = "Print JSON (docs/json.md) instead of tables"
@@ -54,6 +55,15 @@ def _evict(*names: str, **more: Any) -> Any:
 
 def _run(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=_RUN, **more)
+
+
+def _many(*names: str, **more: Any) -> Any:
+    return Option(*names, rich_help_panel=_MANY, **more)
+
+
+def _more(*names: str, **more: Any) -> Any:
+    """An option that one command's help alone shows."""
+    return _many(*names, hidden=True, **more)
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,23 @@ class RunOptions(DataOptions):
     wait: Annotated[bool, _run("--wait", help="Wait while another process writes there")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Tell samples, configurations, memory; run nothing")] = False
     as_json: Annotated[bool, _run("--json", help=_JSON)] = False
+    engine: Annotated[str, _many(metavar="NAME", help="What measures: here, workers, ray")] = "here"
+    workers: Annotated[
+        int | None, _many(metavar="N", help="How many processes; more in trace --help", show_default="one per GPU")
+    ] = None
+    ray_address: Annotated[
+        str | None, _more(metavar="ADDR", help="Of the Ray cluster's head: host:port", show_default="RAY_ADDRESS")
+    ] = None
+    cpus_per_worker: Annotated[
+        int | None, _more(metavar="N", help="Cores of each worker", show_default="an even share")
+    ] = None
+    timeout_per_sample: Annotated[
+        float | None, _more(metavar="S", help="Seconds after which a worker is ended", show_default="never")
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_alone(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
         check("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
@@ -153,6 +177,18 @@ class RunOptions(DataOptions):
     def part(self) -> Shard | None:
         """The shard of the run that is measured; None: all of it. Raises ConfigError for text that is none."""
         return None if self.shard is None else Shard.parse(self.shard, self.shard_by)
+
+    @property
+    def spread(self) -> EngineConfig:
+        """Where the run is measured. Raises ConfigError for a choice that makes no difference there."""
+        return EngineConfig(
+            self.engine,
+            self.workers,
+            self.ray_address,
+            self.cpus_per_worker,
+            self.timeout_per_sample,
+            by_configs=self.shard is None and self.shard_by != BY[0],
+        )
 
     @property
     def resources(self) -> Resources:

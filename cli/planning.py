@@ -53,7 +53,8 @@ def plan(
         raise ConfigError(msg)
     from perturbkv.cache import positions
     from perturbkv.datasets import registry as datasets
-    from perturbkv.models.loading import open_model, pick_device, pick_dtype
+    from perturbkv.engines import choosing
+    from perturbkv.models.loading import open_model, pick_dtype
     from perturbkv.pipeline.plan import Placement, Settings
     from perturbkv.pipeline.plan import plan as plan_run
     from perturbkv.scoring import head_scores, value_norms
@@ -61,7 +62,7 @@ def plan(
     from perturbkv.selection.policies import registry as policies
 
     datasets.check_name(options.dataset)
-    resources, device = options.resources, pick_device(options.device)
+    resources, device = options.resources, choosing.device(options.spread, options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
     files = files or open_model(options.model, options.seed, options.revision or "")

@@ -43,24 +43,35 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def showing(**defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Say in a command's help what its own defaults are of options that it shares with others."""
+    return _changing({name: {"show_default": default} for name, default in defaults.items()})
 
-    def shown(command: Callable[..., None]) -> Callable[..., None]:
+
+def telling(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a command's help tell of options that are hidden elsewhere."""
+    return _changing({name: {"hidden": False} for name in names})
+
+
+def _changing(
+    changes: Mapping[str, Mapping[str, Any]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that gives a command some options of its own, which differ from the shared ones in this."""
+
+    def changed(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        parameters = [_with_default(one, defaults) for one in signature.parameters.values()]
+        parameters = [_with(one, changes.get(one.name, {})) for one in signature.parameters.values()]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {one.name: one.annotation for one in parameters}
         return command
 
-    return shown
+    return changed
 
 
-def _with_default(parameter: inspect.Parameter, defaults: Mapping[str, str]) -> inspect.Parameter:
-    """The parameter with an option of its own, whose help shows this default."""
-    if parameter.name not in defaults:
+def _with(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> inspect.Parameter:
+    if not changes:
         return parameter
     kind, option = get_args(parameter.annotation)
     own = copy.copy(option)
-    own.show_default = defaults[parameter.name]
+    vars(own).update(changes)
     return parameter.replace(annotation=Annotated[kind, own])
 
 

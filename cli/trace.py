@@ -14,7 +14,7 @@ from perturbkv.cli import console, dry_run, effects
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import reachable
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import telling, with_options
 from perturbkv.cli.sweeping import resolve
 from perturbkv.cli.tracing import make_trace, run_folder
 
@@ -25,6 +25,7 @@ HDF5 = (".h5", ".hdf5")
 """How the --output ends that is a trace itself, and not its folder."""
 
 
+@telling("ray_address", "cpus_per_worker", "timeout_per_sample")
 @with_options
 def trace(
     run: RunOptions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,8 @@ from perturbkv.errors import InterruptedRunError
 from perturbkv.visible import line
 
 if TYPE_CHECKING:
+    from perturbkv.engines.choosing import Measuring
     from perturbkv.pipeline.plan import Plan
-    from perturbkv.pipeline.run import Engine
     from perturbkv.pipeline.sharding import ShardDone
 
 
@@ -41,19 +42,20 @@ def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
 
 
 def measure(
-    options: RunOptions, planned: Plan, path: Path, *, engine: Engine | None = None, folder: Path | None = None
+    options: RunOptions, planned: Plan, path: Path, *, engine: Measuring | None = None, folder: Path | None = None
 ) -> Path | ShardDone:
     """Run what is missing of a trace, or of the shard of it that is asked for.
 
-    `engine` measures, by default one that is made for this run. `folder` is the --output that goes on with it, where
+    `engine` measures, by default one that is chosen for this run. `folder` is the --output that goes on with it, where
     that is neither the file nor its folder: of a run of several traces. Raises PerturbkvErrors; finished samples
     survive all of them.
     """
-    from perturbkv.engines.here import Here
+    from perturbkv.engines import choosing
 
-    measuring, what = engine or Here(), "samples" if folder is None else f"{planned.run.dataset}: samples"
+    what = "samples" if folder is None else f"{planned.run.dataset}: samples"
+    chosen = choosing.engine(options.spread, [planned]) if engine is None else nullcontext(engine)
     try:
-        with console.progress(line(what)) as bar:
+        with chosen as measuring, console.progress(line(what), beside=measuring.alive) as bar:
             return sharding.run(options, planned, measuring, path, bar.at)
     except InterruptedRunError as error:
         again = folder or (path if path == options.output else path.parent)

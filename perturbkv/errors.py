@@ -121,6 +121,12 @@ class FailedRunError(PerturbkvError):
         )
 
 
+class WorkerError(PerturbkvError):
+    """Workers that end whatever they are given to do, so that none is left to go on with."""
+
+    exit_code = 1
+
+
 class InterruptedRunError(PerturbkvError):
     """Ctrl-C during a run: `kept` of `total` samples are in the journal beside `path`, and a same run goes on."""
 

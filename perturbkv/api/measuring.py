@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any, overload
 
 from perturbkv.api.planning import planned
+from perturbkv.configs.engine import EngineConfig
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.shard import BY, Shard
 from perturbkv.datasets.encode import Prompt
-from perturbkv.engines.here import Here
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.engines import choosing
+from perturbkv.errors import ConfigError
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Settings
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.run import Engine, run_in_memory, run_to_file
+from perturbkv.pipeline.run import run_in_memory, run_to_file
 from perturbkv.pipeline.sharding import ShardDone, run_shard
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
-ENGINES = ("here",)
 _DEFAULT = Resources()
 
 
@@ -47,6 +47,10 @@ def measure(  # type: ignore[misc]  # the options above are those below
     scenario: str = "regular",
     path: str | Path | None = None,
     engine: str = "here",
+    workers: int | None = None,
+    ray_address: str | None = None,
+    cpus_per_worker: int | None = None,
+    timeout_per_sample: float | None = None,
     save_outputs: bool = False,
     text: bool = True,
     cache: str = "ragged",
@@ -69,7 +73,12 @@ def measure(  # type: ignore[misc]  # the options above are those below
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
         path: where the trace goes. A run that was killed goes on, and one that asks for more prompts or
             configurations measures those alone. None: everything stays in memory.
-        engine: where samples are measured: `here`.
+        engine: where samples are measured: `here`; in `workers`, processes of this machine, or on `ray`, a cluster,
+            which open the model by its name.
+        workers: how many; None: one per GPU, or as many as the cores allow.
+        ray_address: of the cluster's head, host:port; None: what RAY_ADDRESS says.
+        cpus_per_worker: cores of each; None: OMP_NUM_THREADS, or an even share.
+        timeout_per_sample: seconds after which a worker is ended and its sample measured again, once.
         save_outputs: keep head outputs, hidden states and attention too.
         text: keep each prompt's tokens and text too, which `tokens` shows. No number depends on it: a run that goes on
             adds it to the samples that are there, or takes it out of them.
@@ -79,41 +88,42 @@ def measure(  # type: ignore[misc]  # the options above are those below
         head_scores: one row per layer, for the policy `headkv`.
         shard: `3/16`: measure every 16th sample from the third on, and keep it beside `path`. The one that ends last
             joins all of them and gives the trace; the others give what they measured, and `merge` joins them too.
-        shard_by: `samples`, or `configs`: every sample for every 16th configuration.
+        shard_by: `samples`, or `configs`: every sample for every 16th configuration. Without a shard: the workers share
+            out each sample's configurations, for few prompts that are long.
         overwrite: replace a trace of another run at `path`, which stays until the new one is whole.
         wait: where another process writes `path`, wait until it is done, then go on from there.
         resources: memory and kernels.
         progress: whether a bar is shown.
 
-    Raises BudgetError, ConfigError, DatasetError, ModelError, OutputError, TraceError; InterruptedRunError on Ctrl-C
-    with a path.
+    Raises BudgetError, ConfigError, DatasetError, ModelError, OutputError, TraceError, WorkerError;
+    InterruptedRunError on Ctrl-C with a path.
     """
-    part = _part(shard, shard_by, path)
+    part = _part(shard, shard_by, path, engine)
+    by_configs = part is None and shard_by != BY[0]
+    chosen = EngineConfig(engine, workers, ray_address, cpus_per_worker, timeout_per_sample, by_configs)
     save = ("outputs",) if save_outputs else ()
     settings = Settings(steps, scenario, cache, save, generate, head_scores, text)
     ready = planned(model, prompts, configs, settings, resources, kept=path is not None)
-    with bar("samples", shown=progress) as drawn, given.evaluating(model):
+    with (
+        choosing.engine(chosen, [ready]) as measuring,
+        bar("samples", shown=progress, beside=measuring.alive) as drawn,
+        given.evaluating(model),
+    ):
         if path is None:
-            return run_in_memory(ready, _engine(engine), drawn.at)
-        chosen = _engine(engine)
+            return run_in_memory(ready, measuring, drawn.at)
         if part is not None:
-            left = run_shard(ready, chosen, Path(path), part, overwrite=overwrite, wait=wait, progress=drawn.at)
+            left = run_shard(ready, measuring, Path(path), part, overwrite=overwrite, wait=wait, progress=drawn.at)
             return left if isinstance(left, ShardDone) else read_trace(left)
-        made = run_to_file(ready, chosen, Path(path), overwrite=overwrite, wait=wait, progress=drawn.at)
+        made = run_to_file(ready, measuring, Path(path), overwrite=overwrite, wait=wait, progress=drawn.at)
         return read_trace(made)
 
 
-def _part(shard: str | None, by: str, path: str | Path | None) -> Shard | None:
+def _part(shard: str | None, by: str, path: str | Path | None, engine: str) -> Shard | None:
     """The share that is measured; None: all of it. Raises ConfigError for one without a path, or by nothing."""
-    if shard is None and by == BY[0]:
+    if shard is None and (by == BY[0] or (by in BY and engine != "here")):
         return None
     if shard is None or path is None:
-        msg = f"expected {'shard_by with a shard' if shard is None else 'a path with a shard'}, got none; give both"
+        lacking = "shard_by with a shard, or an engine of several workers" if shard is None else "a path with a shard"
+        msg = f"expected {lacking}, got none; give both"
         raise ConfigError(msg)
     return Shard.parse(shard, by)
-
-
-def _engine(name: str) -> Engine:
-    if name not in ENGINES:
-        raise UnknownNameError(name, "engine", ENGINES)
-    return Here()

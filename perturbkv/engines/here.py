@@ -9,6 +9,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.run import Finished, Missing
 from perturbkv.pipeline.samples import trace
+from perturbkv.trace import FailedSample, SampleTrace
 
 
 class Here:
@@ -18,7 +19,11 @@ class Here:
         """Measure the samples in their order. Raises ModelError where the model cannot be loaded."""
         todo = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
         wanted = {name: tuple(configs) for name, configs in missing.items()}
-        trace(planned.model(), todo, planned.run, planned.resources, finished, wanted)
+
+        def measured(sample: SampleTrace | FailedSample) -> None:
+            finished(sample, wanted[sample.sample_id])
+
+        trace(planned.model(), todo, planned.run, planned.resources, measured, wanted)
 
 
 class HereTogether:
@@ -32,3 +37,7 @@ class HereTogether:
         """As `Here`; there has to be room for the caches of the run that takes most."""
         self._model = self._model or self._largest.model()
         Here().measure(replace(planned, loaded=self._model), missing, finished)
+
+    def alive(self) -> str:
+        """Nobody but this process."""
+        return ""

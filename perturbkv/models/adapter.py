@@ -24,6 +24,15 @@ from perturbkv.models.families import FAMILIES, Family, check_family, check_laye
 from perturbkv.models.stored_weights import Stored
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What `models.loading.open_model` takes to open the same model; a hub's `revision` is the commit."""
+
+    name: str
+    seed: int
+    revision: str
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Adapter:
     """A loaded model with the shapes and modules that measurements need.
@@ -34,6 +43,7 @@ class Adapter:
         name: as the user named it; `revision` pins the weights.
         random_weights: True where the weights were drawn at random.
         stored: how its weights are stored.
+        opened: how another process opens it; None where it was given, not opened.
     """
 
     model: Any
@@ -42,6 +52,7 @@ class Adapter:
     revision: str = ""
     random_weights: bool = False
     stored: Stored = Stored("unknown")
+    opened: Opened | None = None
 
     def __post_init__(self) -> None:
         check_family(self.model.config, self.name)

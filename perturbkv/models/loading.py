@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from perturbkv import room
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import from_hub, gguf_cache, gguf_header, quantisers, sanity, stored_weights, user_cache
 from perturbkv.models import revision as fingerprint
-from perturbkv.models.adapter import Adapter, check_projections
+from perturbkv.models.adapter import Adapter, Opened, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.families import FAMILIES, check_family, check_layers
 from perturbkv.models.quiet import quiet
@@ -51,11 +51,16 @@ def pick_device(name: str) -> torch.device:
     if device.type not in _DEVICES:
         msg = f"expected a device such as cpu, cuda or cuda:1, got '{name}'"
         raise ConfigError(msg)
-    count = _DEVICES[device.type]()
-    if (device.index or 0) >= count:
+    if not there(device):
+        count = _DEVICES[device.type]()
         msg = f"device '{name}' is not there: this machine has {count} {device.type.upper()} devices; use --device cpu"
         raise ConfigError(msg)
     return device
+
+
+def there(device: torch.device) -> bool:
+    """Whether this machine has a device, which may be a cluster's."""
+    return (device.index or 0) < _DEVICES[device.type]()
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -71,7 +76,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 class ModelFiles:
     """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory.
 
-    `source` is None where there are no files: weights are drawn, or the model was given.
+    `source` is None where there are no files: weights are drawn, or the model was given. `opened` is None where it was
+    given.
     """
 
     name: str
@@ -81,11 +87,15 @@ class ModelFiles:
     revision: str
     stored: Stored
     random_weights: bool = False
+    opened: Opened | None = None
 
     @classmethod
     def of(cls, model: Adapter) -> ModelFiles:
         """What is known of a model whose weights are loaded already."""
-        return cls(model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights)
+        return cls(
+            model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
+            model.opened,
+        )  # fmt: skip
 
     @cached_property
     def _skeleton(self) -> Any:
@@ -119,14 +129,15 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
         if revision:
             msg = f"a revision pins a model of the hub, and the weights of '{name}' are drawn; leave out --revision"
             raise ModelError(msg)
-        drawn = f"random weights, seed {seed}"
-        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), drawn, Stored("random"), True)
+        drawn, again = f"random weights, seed {seed}", Opened(name, seed, "")
+        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), drawn, Stored("random"), True, again)
     source = from_hub.opened(resolve(name, revision))
+    again = Opened(name, seed, revision if source.repository is None else source.repository.commit)
     if source.gguf_file is not None:
-        return _open_gguf(source)
+        return replace(_open_gguf(source), opened=again)
     config, tokenizer = _read(source)
     stored = stored_weights.of_safetensors(source, config)
-    return ModelFiles(name, source, config, tokenizer, _revision(source), stored)
+    return ModelFiles(name, source, config, tokenizer, _revision(source), stored, opened=again)
 
 
 def _open_gguf(source: Source) -> ModelFiles:
@@ -179,7 +190,9 @@ def load_weights(
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
         model = _read_weights(files.source, files.config, dtype, _placed(files, device, spread))
     model = _settled(model, files.name, device, spread)
-    found = Adapter(model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored)
+    found = Adapter(
+        model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored, files.opened
+    )
     check_projections(found)
     return found
 

@@ -18,7 +18,7 @@ from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
-from perturbkv.models.loading import ModelFiles, check_room, load_weights
+from perturbkv.models.loading import ModelFiles, check_room, load_weights, there
 from perturbkv.pipeline import grading, sources
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
@@ -221,7 +221,7 @@ def _with_room(
     Every batch decodes whole answers, so that fewer and larger ones are worth memory: at most half of what is free
     beside weights and full cache, and at most twice what these take.
     """
-    if resources.max_bytes is not None or placement.device_map != "none":
+    if resources.max_bytes is not None or placement.device_map != "none" or not there(placement.device):
         return resources
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
     whole = shape.weights_bytes + shape.full_cache_bytes(tokens)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 
 class Bar(Protocol):
@@ -24,44 +34,70 @@ class Bar(Protocol):
 
 @contextmanager
 def bar(
-    what: str, total: int | None = None, done: int = 0, *, shown: bool = True, console: Console | None = None
+    what: str,
+    total: int | None = None,
+    done: int = 0,
+    *,
+    shown: bool = True,
+    console: Console | None = None,
+    beside: Callable[[], str] = str,
 ) -> Iterator[Bar]:
     """A bar with the time left: in the notebook's cell, or on stderr unless a console is given.
+
+    `beside` is asked what stands beside it whenever it is drawn, such as `7 of 8 workers`.
 
     Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. Nothing is left of it
     behind the block.
     """
     screen = console or Console(stderr=True)
     if shown and screen.is_jupyter:
-        with _in_notebook(what, total, done) as drawn:
+        with _in_notebook(what, total, done, beside) as drawn:
             yield drawn
     else:
-        with _in_terminal(what, total, done, screen, shown) as drawn:
+        with _in_terminal(what, total, done, screen, shown, beside) as drawn:
             yield drawn
 
 
 @contextmanager
-def _in_terminal(what: str, total: int | None, done: int, screen: Console, shown: bool) -> Iterator[Bar]:
+def _in_terminal(
+    what: str, total: int | None, done: int, screen: Console, shown: bool, beside: Callable[[], str]
+) -> Iterator[Bar]:
+    alone = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    shared = (BarColumn(bar_width=12), MofNCompleteColumn(), _Told(lambda task: _rate(task.speed)))
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        *(shared if beside() else alone),
         TextColumn("left"),
         TimeRemainingColumn(),
+        *([_Told(lambda task: beside())] if beside() else []),
     )
     visible = shown and screen.is_terminal
     with Progress(*columns, console=screen, disable=not visible, transient=True) as drawn:
         yield _TerminalBar(drawn, what, total, done)
 
 
+class _Told(ProgressColumn):
+    """What a function says whenever the bar is drawn."""
+
+    def __init__(self, told: Callable[[Task], str]) -> None:
+        super().__init__()
+        self._told = told
+
+    def render(self, task: Task) -> Text:
+        return Text(self._told(task))
+
+
+def _rate(per_second: float | None) -> str:
+    return "" if per_second is None else f"{60 * per_second:.3g}/min"
+
+
 @contextmanager
-def _in_notebook(what: str, total: int | None, done: int) -> Iterator[Bar]:
+def _in_notebook(what: str, total: int | None, done: int, beside: Callable[[], str]) -> Iterator[Bar]:
     from IPython.display import display
 
     handle = display(_mime(what), raw=True, display_id=True)
     try:
-        yield _NotebookBar(handle, what, total, done)
+        yield _NotebookBar(handle, what, total, done, beside)
     finally:
         handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
@@ -80,8 +116,9 @@ class _TerminalBar:
 class _NotebookBar:
     """What rich would draw needs a package of its own in a notebook; a browser draws a bar by itself."""
 
-    def __init__(self, handle: Any, what: str, total: int | None, done: int) -> None:
+    def __init__(self, handle: Any, what: str, total: int | None, done: int, beside: Callable[[], str]) -> None:
         self._handle, self._what, self._total, self._done = handle, what, total, done
+        self._beside = beside
         self._first, self._began = done, time.monotonic()
         self._draw()
 
@@ -100,7 +137,9 @@ class _NotebookBar:
         total, new = self._total, self._done - self._first
         count = f"{self._done}" if total is None else f"{self._done} of {total}"
         left = f", about {_clock(gone / new * (total - self._done))} left" if total is not None and new > 0 else ""
-        text = f"{self._what}: {count}, {_clock(gone)}{left}"
+        crew = self._beside()
+        rate = f", {_rate(new / gone)}, {crew}" if crew and new > 0 else f", {crew}" if crew else ""
+        text = f"{self._what}: {count}, {_clock(gone)}{left}{rate}"
         drawn = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
         self._handle.update(_mime(text, drawn), raw=True)
 

@@ -16,13 +16,15 @@ from perturbkv.pipeline.texts import PromptTexts
 from perturbkv.storage.joining import taken_over, together
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.memory import in_memory
+from perturbkv.storage.merge import join
 from perturbkv.storage.places import check_place
 from perturbkv.storage.texts import Texts, with_text
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 _log = logging.getLogger(__name__)
-Finished = Callable[[SampleTrace | FailedSample], None]
+Finished = Callable[[SampleTrace | FailedSample, Sequence[EvictionConfig]], None]
+"""Gets a sample and the configurations that it was measured for, all that it lacked or some of them."""
 Missing = Mapping[str, Sequence[EvictionConfig]]
 """Sample id -> the configurations that it still lacks."""
 Progress = Callable[[int, int], None]
@@ -33,7 +35,10 @@ class Engine(Protocol):
     """Where the samples of a run are measured."""
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure the samples that `missing` names; `finished` gets each as it is ready, failed ones too."""
+        """Measure the samples that `missing` names; `finished` gets each as it is ready, failed ones too.
+
+        A sample may come in parts, each with other configurations of those that it lacks.
+        """
 
 
 class Writer(Protocol):
@@ -90,10 +95,15 @@ def measure_missing(
     missing = writer.missing()
     _say_what_is_special(planned)
 
-    def finished(sample: SampleTrace | FailedSample) -> None:
+    left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
+
+    def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
         lock.check()
-        writer.append(sample, missing[sample.sample_id])
-        progress(len(writer.done()), total)
+        writer.append(sample, configs)
+        left[sample.sample_id] = 0 if isinstance(sample, FailedSample) else left[sample.sample_id] - len(configs)
+        if left[sample.sample_id] <= 0:
+            done.add(sample.sample_id)
+        progress(total - len(missing) + len(done), total)
 
     try:
         if missing:
@@ -112,18 +122,29 @@ def measure_missing(
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
     """Measure every sample and keep everything in memory. Raises PerturbkvErrors."""
     _say_what_is_special(planned)
-    measured: dict[str, SampleTrace | FailedSample] = {}
+    measured: dict[str, list[tuple[SampleTrace | FailedSample, list[str]]]] = {}
     total = len(planned.prompts)
     progress(0, total)
 
-    def finished(sample: SampleTrace | FailedSample) -> None:
-        measured[sample.sample_id] = sample
+    def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
+        measured.setdefault(sample.sample_id, []).append((sample, [config.label() for config in configs]))
         progress(len(measured), total)
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
-    texts = texts_of(planned)
-    samples = [with_text(measured[name], texts) for name in planned.prompts.ids]
+    texts, labels = texts_of(planned), planned.run.labels()
+    samples = [with_text(_whole(measured[name], labels), texts) for name in planned.prompts.ids]
     return in_memory(planned.run, samples, provenance(planned))
+
+
+def _whole(
+    parts: Sequence[tuple[SampleTrace | FailedSample, list[str]]], labels: Sequence[str]
+) -> SampleTrace | FailedSample:
+    """A sample from its parts; one of which a part failed is failed."""
+    failed = [sample for sample, _ in parts if isinstance(sample, FailedSample)]
+    if failed:
+        return failed[-1]
+    measured = [(sample, own) for sample, own in parts if isinstance(sample, SampleTrace)]
+    return measured[0][0] if len(measured) == 1 else join(measured, labels)
 
 
 def texts_of(planned: Plan) -> Texts:

@@ -52,7 +52,7 @@ def test_nothing_is_written_where_no_bar_is_wanted(
         (lambda model: pk.measure(model, [], CONFIGS), DatasetError, "at least one prompt"),
         (lambda model: pk.measure(model, [prompt(model)] * 2, CONFIGS), DatasetError, "'0' twice"),
         (lambda model: pk.measure(model, [prompt(model)], []), ConfigError, "at least one eviction"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, engine="rae"), UnknownNameError, "known: here"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, engine="rae"), UnknownNameError, "known: ray"),
         (lambda model: pk.measure(model, [prompt(model)], CONFIGS, scenario="x"), PerturbkvError, "regular"),
         (lambda model: pk.load_model(model.model), ModelError, "tokenizer="),
         (lambda model: pk.load_model(3), ModelError, "got int"),

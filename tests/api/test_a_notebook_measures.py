@@ -101,8 +101,8 @@ def test_a_run_that_fails_midway_has_not_touched_the_trace_that_it_was_to_replac
     content, original = path.read_bytes(), here.Here.measure
 
     def failing(self: Any, planned: Any, missing: Any, finished: Any) -> None:
-        def first_alone(sample: Any) -> None:
-            finished(sample)
+        def first_alone(sample: Any, configs: Any) -> None:
+            finished(sample, configs)
             where = "the logits"
             raise ActivationError(where, "p0")
 

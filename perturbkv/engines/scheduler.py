@@ -1,0 +1,168 @@
+"""Hands the items of a run to workers one by one, and survives what ends a worker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from perturbkv.engines.attempts import Waiting
+from perturbkv.engines.crew import Crew, Gone, Work
+from perturbkv.engines.task import Task
+from perturbkv.engines.worker import Reply, Said
+from perturbkv.errors import WorkerError
+
+_log = logging.getLogger(__name__)
+_LONGEST_WAIT = 1.0
+"""Seconds without a look at whether a worker hangs."""
+_MOST_STARTS = 2
+"""Of a worker that ends before it could do anything."""
+_MOST_ENDS = 10
+"""Workers that may end one after the other without an item done between."""
+_REMEMBERED = 1000
+"""Log lines that are not said again."""
+
+
+@dataclass
+class _Seat:
+    """A worker's place: who sits there, and what was asked of them.
+
+    Attributes:
+        there: whether a worker does.
+        asked: what its next answer is about: `start`, `begin`, an item's place, or None where nothing was asked.
+        since: when that was asked, on the monotonic clock.
+        task: what it is prepared for.
+        in_vain: how often in a row it ended before it was ready.
+    """
+
+    there: bool = False
+    asked: str | int | None = None
+    since: float = 0.0
+    task: Task | None = None
+    in_vain: int = 0
+
+
+class Scheduler:
+    """Keeps workers busy.
+
+    Args:
+        crew: the workers; they stay from one run to the next.
+        timeout: seconds after which a worker that does an item counts as hanging; None: never.
+    """
+
+    def __init__(self, crew: Crew, timeout: float | None = None) -> None:
+        self._crew, self._timeout = crew, timeout
+        self._seats = [_Seat() for _ in crew.places]
+        self._said: dict[Said, None] = {}
+        self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._seats))
+
+    def alive(self) -> str:
+        """For a progress bar: `7 of 8 workers`."""
+        there = sum(seat.there and seat.asked != "start" for seat in self._seats)
+        return f"{there} of {len(self._seats)} workers"
+
+    def run(self, work: Work) -> None:
+        """Do every item: `done` or `failed` gets each, as it is ready.
+
+        An item whose worker ends is done again, once, and given up when that worker ends too.
+
+        Raises what a worker raises, its message beginning with the worker's name; WorkerError where no worker is left.
+        """
+        waiting, self._ends = Waiting(work.sizes), 0
+        while True:
+            self._hand_out(work, waiting)
+            if not waiting and not any(isinstance(seat.asked, int) for seat in self._seats):
+                return
+            for place, answer in self._crew.heard(self._patience()):
+                if isinstance(answer, Gone):
+                    self._gone(work, waiting, place, answer.how)
+                else:
+                    self._answered(work, waiting, place, answer)
+            self._end_hanging(work, waiting)
+
+    def _hand_out(self, work: Work, waiting: Waiting) -> None:
+        """Something to do for every worker that has nothing, as long as items wait."""
+        coming = sum(isinstance(seat.asked, str) for seat in self._seats)
+        for place, seat in enumerate(self._seats):
+            if not waiting:
+                return
+            if seat.asked is None and seat.there:
+                self._next(work, waiting, place, seat)
+        for place, seat in enumerate(self._seats):
+            if coming < len(waiting) and not seat.there and seat.in_vain < _MOST_STARTS:
+                self._crew.hire(place)
+                seat.there, seat.task, seat.asked = True, None, "start"
+            coming += seat.asked == "start"
+
+    def _next(self, work: Work, waiting: Waiting, place: int, seat: _Seat) -> None:
+        if seat.task is not work.task:
+            self._crew.begin(place, work.task)
+            seat.task, seat.asked = work.task, "begin"
+        else:
+            seat.asked, seat.since = waiting.take(), time.monotonic()
+            self._crew.do(place, work.item(seat.asked))
+
+    def _patience(self) -> float:
+        """Seconds until a worker may count as hanging."""
+        if self._timeout is None:
+            return _LONGEST_WAIT
+        left = [seat.since + self._timeout for seat in self._seats if isinstance(seat.asked, int)]
+        return max(0.0, min([_LONGEST_WAIT, *(end - time.monotonic() for end in left)]))
+
+    def _answered(self, work: Work, waiting: Waiting, place: int, answer: Reply) -> None:
+        seat = self._seats[place]
+        asked, seat.asked = seat.asked, None
+        for line in answer.said:
+            self._say(line)
+        if error := answer.raised(self._name(place)):
+            raise error
+        if asked == "begin":
+            seat.in_vain = 0
+        if isinstance(asked, int):
+            self._ends = 0
+            waiting.done(asked)
+            work.done(asked, answer.value)
+
+    def _gone(self, work: Work, waiting: Waiting, place: int, how: str) -> None:
+        """A worker ended, doing an item or not."""
+        seat = self._seats[place]
+        asked, seat.asked, seat.there = seat.asked, None, False
+        self._ends += 1
+        if not isinstance(asked, int):
+            seat.in_vain += 1
+            self._check_some_left(how)
+        elif reason := waiting.ended(asked, how):
+            work.failed(asked, reason)
+        else:
+            _log.warning("%s ended (%s); what it did is done again", self._name(place), how)
+        if self._ends >= self._most_ends:
+            msg = (
+                f"{self._ends} workers ended without a sample done between, the last by {how}; look for what ends them"
+            )
+            raise WorkerError(msg)
+
+    def _check_some_left(self, how: str) -> None:
+        if all(not seat.there and seat.in_vain >= _MOST_STARTS for seat in self._seats):
+            msg = f"every worker ended before it could measure, the last by {how}; fewer --workers need less memory"
+            raise WorkerError(msg)
+
+    def _end_hanging(self, work: Work, waiting: Waiting) -> None:
+        if self._timeout is None:
+            return
+        for place, seat in enumerate(self._seats):
+            if isinstance(seat.asked, int) and time.monotonic() - seat.since >= self._timeout:
+                self._crew.dismiss(place)
+                self._gone(work, waiting, place, f"over {self._timeout:g} seconds")
+
+    def _say(self, line: Said) -> None:
+        """Log a worker's line, once however many workers say it."""
+        if line not in self._said:
+            if len(self._said) >= _REMEMBERED:
+                self._said.clear()
+            self._said[line] = None
+            name, level, message = line
+            logging.getLogger(name).log(level, "%s", message)
+
+    def _name(self, place: int) -> str:
+        where = self._crew.places[place]
+        return f"worker {place + 1} ({', '.join(filter(None, (where.device, where.node)))})"
