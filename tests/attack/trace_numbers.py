@@ -9,8 +9,8 @@ from tests.attack.trace_parts import set_one, variable_of_numbers
 
 
 def nonsense_count(file: h5py.File, draw: np.random.Generator) -> None:
-    names = ["kept_count", "kept_length", "kept_offset", "stage1_count", "prompt_tokens", "prompt_count", "prompt_offset",
-             "steps_measured"]  # fmt: skip
+    names = ["kept_count", "kept_length", "kept_offset", "stage1_count", "prompt_tokens", "prompt_count",
+             "prompt_offset", "steps_measured"]  # fmt: skip
     name = str(draw.choice(names))
     set_one(file, name, int(draw.choice([-1, -(2**40), 2**31, 2**62, 2**63 - 1, -(2**63)])), draw)
 
