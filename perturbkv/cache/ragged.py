@@ -35,7 +35,7 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool =
     if not found:
         return blocks
     kept = pool_entries([entries for entries in rows if entries.rectangle is None])
-    most = working_bytes(kept.keys.device, CHUNK_BYTES) // kept.entry_bytes if passing else math.inf
+    most = working_bytes(kept.keys.device, CHUNK_BYTES) / kept.entry_bytes if passing else math.inf
     parts = _buckets(found, slack if kernel is None else math.inf, most)
     if passing:
         return blocks + [PassingBlock(kept, segments, kernel) for segments in parts]
