@@ -8,6 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_CACHE_BYTES = 8 * 2**20
+"""On a CPU what stays in the processor's cache is used again where it was made, and its memory is not fetched anew."""
+
+
+def working_bytes(device: torch.device, most: int) -> int:
+    """Bytes of a step's working memory on a device, of `most` that are allowed."""
+    return min(most, _CACHE_BYTES) if device.type == "cpu" else most
+
 
 def on_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of the host as a tensor on `device`."""

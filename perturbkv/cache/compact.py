@@ -28,14 +28,18 @@ from perturbkv.errors import ConfigError
 class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
 
+    Those of a `passing` layer stay where they are, and are copied out block by block in every pass over them.
+
     Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
     """
 
     is_sliding = False
 
-    def __init__(self, entries: Sequence[KeptEntries], heads: int, seen: int, layout: str = "ragged") -> None:
+    def __init__(
+        self, entries: Sequence[KeptEntries], heads: int, seen: int, layout: str = "ragged", passing: bool = False
+    ) -> None:
         CacheLayerMixin.__init__(self)
-        self.heads, self.layout = heads, layout
+        self.heads, self.layout, self.passing = heads, layout, passing
         self._lay_out(entries)
         self.batch, self.seen, self.length = len(entries), seen, 0
         self.tail_from = [0] * len(entries)
@@ -52,7 +56,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
             msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
             raise ConfigError(msg)
         self.borrowed = {row: given for row, given in enumerate(entries) if given.rectangle is not None}
-        self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0)
+        self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0, self.passing)
         self.kept_entries = sum(sum(row.lengths) for row in entries)
 
     def attend(
@@ -100,8 +104,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     @property
     def kept_nbytes(self) -> int:
         """Bytes of the kept entries alone: Σ budgets."""
-        block = self.blocks[0]
-        return self.kept_entries * block.keys.shape[-1] * (block.keys.itemsize + block.values.itemsize)
+        return self.kept_entries * self.blocks[0].entry_bytes
 
     def lengths(self, row: int) -> list[int]:
         """Entries that each kept set of a row holds now, decoded ones included."""

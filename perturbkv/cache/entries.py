@@ -57,6 +57,11 @@ class EntryPool:
     values: Float[Tensor, "place d_head"]
     index: Int[Tensor, " entry"]
 
+    @property
+    def entry_bytes(self) -> int:
+        """Of one entry's key and value."""
+        return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
+
     def take(self, places: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
         """Copies of the entries that the index lists at these places."""
         chosen = self.index[places.flatten()]

@@ -1,161 +1,32 @@
-"""Kept sets of different lengths, and attention over them: blocks with bounded padding, or packed for CUDA's kernel.
-
-A *segment* is one kept set of one row. Attention over a block gives each query its output and the log-sum-exp of its
-logits, by which it is joined with the attention over what was decoded since.
-"""
+"""Kept sets of different lengths laid out: segments of similar length share a block, and padding stays bounded."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+import math
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.cache.entries import EntryPool, KeptEntries, pool_entries
-from perturbkv.devices import on_device
+from perturbkv.cache.blocks import Block, Kernel, Packed, Segment, packed, padded, places_of
+from perturbkv.cache.entries import KeptEntries, pool_entries
+from perturbkv.cache.passing import PassingBlock
+from perturbkv.configs.resources import CHUNK_BYTES
+from perturbkv.devices import on_device, working_bytes
 
-Kernel = Callable[..., tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One kept set of one row.
-
-    `group` query heads read it, from `group · head` on; its `length` entries are listed from `start` on.
-    """
-
-    row: int
-    head: int
-    group: int
-    length: int
-    start: int = 0
+AnyBlock = Block | Packed | PassingBlock
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Segments of similar length, padded to the longest: keys and values (segment, longest, d_head)."""
-
-    segments: list[Segment]
-    keys: Tensor
-    values: Tensor
-    padding: Bool[Tensor, "segment longest"] | None
-    places: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, padding included."""
-        return self.keys.nbytes + self.values.nbytes
-
-    def entries(self, place: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one segment, as views."""
-        length = self.segments[place].length
-        return self.keys[place, :length], self.values[place, :length]
-
-    def only(self, rows: Sequence[int]) -> Block | None:
-        """The segments of these rows, a row called by its place among them; None where there are none.
-
-        Where others go, these are copied.
-        """
-        kept, segments = _of_rows(self.segments, rows)
-        if not kept:
-            return None
-        places = _places(segments, self.keys.device)
-        if len(kept) == len(self.segments):
-            return replace(self, segments=segments, places=places)
-        chosen, longest = on_device(kept, self.keys.device), segments[0].length
-        keys, values = (kind[chosen, :longest] for kind in (self.keys, self.values))
-        padding = None if self.padding is None else self.padding[chosen, :longest]
-        return Block(segments, keys, values, padding, places)
-
-    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
-        work = torch.promote_types(query.dtype, torch.float32)
-        asked = query[self.places].to(work) * scale
-        segments, group, queries, d_head = asked.shape
-        logits = asked.reshape(segments, group * queries, d_head) @ self.keys.to(work).transpose(1, 2)
-        if self.padding is not None:
-            logits.masked_fill_(self.padding.unsqueeze(1), -torch.inf)
-        total = logits.logsumexp(dim=-1)
-        output = (logits - total.unsqueeze(-1)).exp_() @ self.values.to(work)
-        return output.view(segments, group, queries, d_head), total.view(segments, group, queries)
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """Segments one behind the other, no padding, for CUDA's variable-length attention: keys (entry, 1, d_head).
-
-    `begins` says where each segment begins, and where the last ends. `lengths` is there where the entries between two
-    segments are not theirs: how many of those from its beginning on each segment has.
-    """
-
-    segments: list[Segment]
-    keys: Tensor
-    values: Tensor
-    begins: list[int]
-    starts: Int[Tensor, " segment_and_end"]
-    lengths: Int[Tensor, " segment"] | None
-    places: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
-    kernel: Kernel
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the segments' entries; there is no padding."""
-        entries = sum(segment.length for segment in self.segments)
-        return entries * self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
-
-    def entries(self, place: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one segment, as views."""
-        own = slice(self.begins[place], self.begins[place] + self.segments[place].length)
-        return self.keys[own, 0], self.values[own, 0]
-
-    def only(self, rows: Sequence[int]) -> Packed | None:
-        """The segments of these rows where they lie, a row called by its place among them; None where there are none.
-
-        What lies between them is passed over, and stays.
-        """
-        kept, segments = _of_rows(self.segments, rows)
-        if not kept:
-            return None
-        lengths = [segment.length for segment in segments]
-        first, end = self.begins[kept[0]], self.begins[kept[-1]] + lengths[-1]
-        begins = [*(self.begins[place] - first for place in kept), end - first]
-        starts, used = (on_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
-        keys, values, places = self.keys[first:end], self.values[first:end], _places(segments, self.keys.device)
-        return Packed(segments, keys, values, begins, starts, used, places, self.kernel)
-
-    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
-        asked = query[self.places].transpose(1, 2)  # (segment, query, group, d_head)
-        segments, queries, group, d_head = asked.shape
-        asked_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
-        longest = max(segment.length for segment in self.segments)
-        rows, places = asked.reshape(-1, group, d_head), (asked_starts, self.starts, queries, longest)
-        output, total = self.kernel(rows, self.keys, self.values, *places, scale, self.lengths)
-        totals = total.view(group, segments, queries).transpose(0, 1)
-        return output.view(segments, queries, group, d_head).transpose(1, 2), totals
-
-
-def _of_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
-    """Where the segments of these rows stand, and what they are with their rows called by their place in `rows`."""
-    named = {row: place for place, row in enumerate(rows)}
-    kept = [place for place, segment in enumerate(segments) if segment.row in named]
-    return kept, [replace(segments[place], row=named[segments[place].row]) for place in kept]
-
-
-def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block | Packed]:
+def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool = False) -> list[AnyBlock]:
     """Blocks of all rows of one layer; `heads` query heads. `slack` bounds the padding, 0 allows none.
 
-    Rows that borrow go through the kernel of the others, so that what they show is rounding of these (METHOD,
-    protocol 4).
+    `passing` ones copy their entries out whenever they are attended to, in the working memory, and hold none. Rows that
+    borrow go through the kernel of the others, so that what they show is rounding of these (METHOD, protocol 4).
     """
     kernel = kernel_for(rows[0].keys)
-    blocks: list[Block | Packed] = [
+    blocks: list[AnyBlock] = [
         _borrowed(row, entries.rectangle, heads, kernel)
         for row, entries in enumerate(rows)
         if entries.rectangle is not None
@@ -164,10 +35,11 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float) -> list[Block |
     if not found:
         return blocks
     kept = pool_entries([entries for entries in rows if entries.rectangle is None])
-    if kernel is None:
-        return blocks + [_padded(kept, segments) for segments in _buckets(found, slack)]
-    groups = [list(alike) for _, alike in groupby(found, key=lambda s: s.group)]
-    return blocks + [_packed(kept, segments, kernel) for segments in groups]
+    most = working_bytes(kept.keys.device, CHUNK_BYTES) / kept.entry_bytes if passing else math.inf
+    parts = _buckets(found, slack if kernel is None else math.inf, most)
+    if passing:
+        return blocks + [PassingBlock(kept, segments, kernel) for segments in parts]
+    return blocks + [packed(kept, segments, kernel) if kernel else padded(kept, segments) for segments in parts]
 
 
 def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
@@ -183,14 +55,15 @@ def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
     return [segment for segment in found if segment.length > 0]
 
 
-def _buckets(found: Sequence[Segment], slack: float) -> list[list[Segment]]:
-    """Segments, longest first in each group size; a new bucket where padding would exceed the bound."""
+def _buckets(found: Sequence[Segment], slack: float, most: float) -> list[list[Segment]]:
+    """Segments, longest first in each group size; a new bucket where padding, or `most` entries, would be exceeded."""
     buckets: list[list[Segment]] = []
     held = 0
     for segment in found:
         last = buckets[-1] if buckets else []
         held += segment.length
-        if last and last[0].group == segment.group and last[0].length * (len(last) + 1) <= (1 + slack) * held:
+        padded_to = last[0].length * (len(last) + 1) if last else 0
+        if last and last[0].group == segment.group and padded_to <= min((1 + slack) * held, most):
             last.append(segment)
         else:
             buckets.append([segment])
@@ -198,23 +71,12 @@ def _buckets(found: Sequence[Segment], slack: float) -> list[list[Segment]]:
     return buckets
 
 
-def _padded(kept: EntryPool, segments: list[Segment]) -> Block:
-    """A block; behind its last entry a segment repeats it, and attention passes over that."""
-    longest, device = segments[0].length, kept.keys.device
-    lengths = on_device([[segment.length] for segment in segments], device)
-    starts = on_device([[segment.start] for segment in segments], device)
-    place = torch.arange(longest, device=device)
-    keys, values = kept.take(starts + torch.minimum(place, lengths - 1))
-    padding = place >= lengths if segments[-1].length < longest else None
-    return Block(segments, keys, values, padding, _places(segments, device))
-
-
 def _borrowed(row: int, rectangle: tuple[Tensor, Tensor], heads: int, kernel: Kernel | None) -> Block | Packed:
     """A row that keeps everything, its entries read where they lie."""
     keys, values = rectangle
     kv_heads, length = keys.shape[:2]
     segments = [Segment(row, head, heads // kv_heads, length) for head in range(kv_heads)]
-    places = _places(segments, keys.device)
+    places = places_of(segments, keys.device)
     if kernel is None:
         return Block(segments, keys, values, None, places)
     if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[-1], 1):
@@ -226,25 +88,6 @@ def _borrowed(row: int, rectangle: tuple[Tensor, Tensor], heads: int, kernel: Ke
     )
     starts, lengths = (on_device(numbers, keys.device, torch.int32) for numbers in (begins, [length] * kv_heads))
     return Packed(segments, flat_keys, flat_values, begins, starts, lengths, places, kernel)
-
-
-def _places(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Index of each segment's queries among (row, head, …)."""
-    rows = on_device([[segment.row] for segment in segments], device)
-    first = on_device([[segment.head * segment.group] for segment in segments], device)
-    return rows, first + torch.arange(segments[0].group, device=device)
-
-
-def _packed(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
-    device, begins = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
-    starts = on_device(begins, device)
-    shift = on_device([segment.start for segment in segments], device) - starts[:-1]
-    shifts = shift.repeat_interleave(starts.diff(), output_size=begins[-1])
-    keys, values = kept.take(shifts + torch.arange(begins[-1], device=device))
-    return Packed(
-        segments, keys.unsqueeze(1), values.unsqueeze(1), begins, starts.to(torch.int32), None,
-        _places(segments, device), kernel,
-    )  # fmt: skip
 
 
 def kernel_for(like: Tensor) -> Kernel | None:

@@ -15,6 +15,8 @@ from perturbkv.errors import ConfigError
 CHUNK_BYTES = 256 * 2**20
 SLACK = 1 / 8
 """Most padding of a ragged cache, as a share of the entries in it."""
+_PLACE_BYTES = 12
+"""Of where an entry stands in the prompt, and in the full cache."""
 _UNITS = {"": 2**20, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -85,16 +87,17 @@ class Shape:
         sets = self.heads if config.granularity.name == "query" else self.kv_heads
         return self._entries_bytes(sets * config.kept_entries(tokens))
 
-    def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int, steps: int) -> int:
+    def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int, steps: int, passing: bool = False) -> int:
         """Bytes that a configuration adds to a batch: its cache with its padding, its tail, what is recorded of it.
 
-        Of the `decoded` tokens `steps` are recorded.
+        Of the `decoded` tokens `steps` are recorded. A `passing` cache holds places of its entries and no copies.
         """
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
-        cache = int(self.kept_bytes(config, tokens) * (1 + SLACK)) + tails
+        kept = self.kept_bytes(config, tokens)
+        held = kept * _PLACE_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
-        return cache + recorded * steps + logits
+        return held + tails + recorded * steps + logits
 
     def _entries_bytes(self, entries_of_a_layer: int) -> int:
         return self.layers * self._layer_bytes(entries_of_a_layer)
@@ -122,15 +125,21 @@ class Batches:
 
 
 def plan_batches(
-    configs: Sequence[EvictionConfig], shape: Shape, tokens: int, decoded: int, steps: int, max_bytes: int | None
+    configs: Sequence[EvictionConfig],
+    shape: Shape,
+    tokens: int,
+    decoded: int,
+    steps: int,
+    max_bytes: int | None,
+    passing: bool = False,
 ) -> Batches:
     """As few batches as fit the bound, alike in bytes and in configurations.
 
-    `tokens` are compressed and `decoded` ones come after, of which `steps` are measured. Without `max_bytes` a
-    configuration that exceeds half of weights and full cache is decoded alone. Raises ConfigError where a given bound
-    is below what one takes.
+    `tokens` are compressed and `decoded` ones come after, of which `steps` are measured; `passing` caches hold no
+    copies of entries. Without `max_bytes` a configuration that exceeds half of weights and full cache is decoded alone.
+    Raises ConfigError where a given bound is below what one takes.
     """
-    sizes = [shape.row_bytes(config, tokens, decoded, steps) for config in configs]
+    sizes = [shape.row_bytes(config, tokens, decoded, steps, passing) for config in configs]
     bound = max_bytes or max((shape.weights_bytes + shape.full_cache_bytes(tokens)) // 2, max(sizes))
     if max(sizes) > bound:
         label = configs[sizes.index(max(sizes))].label()

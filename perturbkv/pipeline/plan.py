@@ -12,7 +12,7 @@ from perturbkv.cache import positions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.precision import check_fill
-from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
+from perturbkv.configs.resources import Batches, Resources, Shape
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
@@ -20,6 +20,7 @@ from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_room, load_weights, there
 from perturbkv.pipeline import grading, sources
+from perturbkv.pipeline.batches import batches_of
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 
@@ -234,9 +235,5 @@ def _with_room(
 
 def _batches(shape: Shape, run: RunConfig, prompts: Sequence[Prompt], resources: Resources) -> Batches:
     """How the configurations of the largest prompt are decoded. Raises ConfigError where one exceeds the bound."""
-    planned = []
-    for prompt in prompts:
-        context, question = prompt.parts(run.scenario)
-        decoded = len(question) + max(run.steps, run.generate)
-        planned.append(plan_batches(run.configs, shape, len(context), decoded, run.steps, resources.max_bytes))
+    planned = [batches_of(prompt, run, shape, resources) for prompt in prompts]
     return max(planned, key=lambda batches: (len(batches.places), batches.largest_bytes))

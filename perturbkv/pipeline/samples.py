@@ -17,7 +17,7 @@ from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import Kept, Lengths, keep, lengths
 from perturbkv.cache.whole import beside
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import Resources, plan_batches
+from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
@@ -37,6 +37,7 @@ from perturbkv.pipeline.assembly import (
     step_arrays,
     with_all_steps,
 )
+from perturbkv.pipeline.batches import batches_of, passing
 from perturbkv.pipeline.decoding import StepRecord, decode_evicted, decode_full, steps_of_text
 from perturbkv.pipeline.finite import FiniteCheck
 from perturbkv.pipeline.generation import end_tokens, generate
@@ -94,8 +95,7 @@ def trace_sample(
     """
     positions.check(run.configs, adapter.config, adapter.name)
     context, question = prompt.parts(run.scenario)
-    decoded = len(question) + max(run.steps, run.generate)
-    planned = plan_batches(run.configs, adapter.shape, len(context), decoded, run.steps, resources.max_bytes)
+    planned = batches_of(prompt, run, adapter.shape, resources)
     known = sources(adapter, context, run.configs, given)
     before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores, given=known)
     full, tokens = _reference(adapter, before, question, run.steps, planned.rows)
@@ -188,7 +188,7 @@ class _Decoding:
     ) -> None:
         self.adapter, self.run, self.before, self.full = adapter, run, before, full
         self.tokens, self.question, self.layers, self.kept, self.rows = tokens, question, layers, kept, rows
-        self.finite = FiniteCheck()
+        self.finite, self.passing = FiniteCheck(), passing(run)
 
     def batch(self, places: tuple[int, ...]) -> BatchResult:
         """One batch: evict, decode, compare."""
@@ -216,7 +216,7 @@ class _Decoding:
         everything = borrow(keys[:, :n], values[:, :n])
         rows = [everything, *(kept.entries[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))
-        cache = CompactLayer(rows, self.adapter.heads, n, self.run.cache)
+        cache = CompactLayer(rows, self.adapter.heads, n, self.run.cache, self.passing)
         return _Evicted(cache, kept.order, kept.masks, moved)
 
     def _stored(self, layer: int, kept: Kept, whole: tuple[Tensor, Tensor]) -> tuple[Kept, dict[int, Tensor]]:

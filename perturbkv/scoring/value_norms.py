@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.resources import CHUNK_BYTES
+from perturbkv.devices import working_bytes
 from perturbkv.errors import ConfigError, UnknownNameError
 
 NORM_KERNELS = {
@@ -18,8 +19,6 @@ NORM_KERNELS = {
     "chunked": "matrix products of bounded size, on any device and in any dtype",
 }
 _INSTEAD = "choose auto or chunked"
-_CACHE_BYTES = 8 * 2**20
-"""On a CPU a tile that stays in the cache is reduced where it was made: fastest well below any memory bound."""
 
 
 def projected_value_norms(
@@ -100,5 +99,4 @@ def _chunked(
 
 def _tile_entries(entry_bytes: int, keys: int, device: torch.device, chunk_bytes: int) -> int:
     """Entries whose projections fit the bound."""
-    bound = min(chunk_bytes, _CACHE_BYTES) if device.type == "cpu" else chunk_bytes
-    return max(1, min(keys, bound // entry_bytes))
+    return max(1, min(keys, working_bytes(device, chunk_bytes) // entry_bytes))
