@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from perturbkv.cache.blocks import Block, Kernel, Packed, Segment, packed, padded, places_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.devices import on_device
+from perturbkv.devices import on_device, working_bytes
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import lost, measure
 from perturbkv.pipeline.decoding import StepRecord
@@ -24,8 +24,8 @@ from perturbkv.pipeline.timing import phase
 from perturbkv.selection.given import Group
 from perturbkv.selection.kept_sets import KeptSets
 
-_ENTRY_BYTES = 18
-"""Of the sums over entries, per entry, head and configuration: masks, weights, and the weights in another order."""
+_ENTRY_BYTES = 10
+"""Of the sums over entries, per entry, head and configuration: two masks, and weights."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def measure_layer(
     steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices, sink) for step, sink in weights]
     added = lost.ordered(attention[0], norms[:, : attention[0].shape[-1]], n)
     parts, gone = [], []
-    for group, rows in _parts(found, adapter.heads * keys.shape[1], resources.chunk_bytes):
+    working = working_bytes(keys.device, resources.chunk_bytes)
+    for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
         masks = _per_query_head(group.kept_sets(rows), adapter.heads)
         alphas = on_device([configs[place].alpha for place in group.places[rows]], keys.device, theory.WORK)
         parts.append([measure.isolated(step, masks, alphas) for step in steps])
@@ -84,14 +85,16 @@ def measure_layer(
     return LayerResult(found, isolated, most, attention if keep_attention else [])
 
 
-def _parts(found: Sequence[Group], entries: int, chunk_bytes: int) -> Iterator[tuple[Group, slice]]:
+def _parts(found: Sequence[Group], entries: int, working: int) -> Iterator[tuple[Group, slice]]:
     """As many configurations at once as fit the working memory."""
-    size = max(1, chunk_bytes // (_ENTRY_BYTES * entries))
+    size = max(1, working // (_ENTRY_BYTES * entries))
     return ((group, slice(start, start + size)) for group in found for start in range(0, len(group.places), size))
 
 
 def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     sharing = heads // sets.kept.shape[1]
+    if sharing == 1:
+        return LayerMasks(sets.kept, sets.stage1)
     return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
 
 

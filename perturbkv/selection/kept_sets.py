@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.devices import working_bytes
 from perturbkv.selection import blocks as whole_blocks
 from perturbkv.selection.budgets import Budgets, Rows, blocks_at_ends, budgets_of
 from perturbkv.selection.layer_statistics import LayerStatistics
@@ -120,7 +121,7 @@ def _group(
 def _steps(configs: int, ranking: Ranking) -> Iterator[slice]:
     """Configurations whose masks and counts fit the working memory."""
     each = 6 * ranking.ranks.numel()
-    size = max(1, _STEP_BYTES // max(1, each))
+    size = max(1, working_bytes(ranking.ranks.device, _STEP_BYTES) // max(1, each))
     return (slice(start, start + size) for start in range(0, configs, size))
 
 
