@@ -30,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("cluster") / "tiny", positions=512)
+    return model_folder(tmp_path_factory.mktemp("cluster") / "tiny", positions=1024)
 
 
 @pytest.fixture(scope="session")

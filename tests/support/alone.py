@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 
@@ -22,9 +21,3 @@ def possible() -> bool:
 def alone(command: Sequence[str]) -> list[str]:
     """The command in a namespace with nothing but `lo`."""
     return ["unshare", "--net", "--map-root-user", "sh", "-c", _WITH_LO, "sh", *command]
-
-
-def python(script: str, *arguments: object) -> list[str]:
-    """A Python of this environment with a script's text; in a namespace where one can be had."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return alone(command) if possible() else command
