@@ -69,5 +69,5 @@ def device(chosen: EngineConfig, name: str) -> torch.device:
         return torch.device(name)
     if name != "auto":
         return pick_device(name)
-    with joining.joined(chosen) as ray:
+    with joining.joined(chosen, told=False) as ray:
         return torch.device("cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu")

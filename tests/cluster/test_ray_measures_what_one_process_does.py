@@ -20,6 +20,7 @@ from perturbkv.cli.main import app
 from tests.support import alone
 from tests.support.alike import differing
 from tests.support.mischief import Mischief
+from tests.support.patience import patience
 
 SECONDS = 5.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,12 @@ def test_one_node_and_two_give_the_trace_of_one_process(made: Made) -> None:
     assert sum("what it did is done again" in line for line in made.seen["logs"]) == 1
 
 
+def test_the_pages_commands_run_on_a_cluster(made: Made) -> None:
+    """`generate`, on the cluster that RAY_ADDRESS names."""
+    if alone.possible():
+        assert len((made.place / "answers" / "generation.jsonl").read_text().splitlines()) == 3
+
+
 def test_a_run_says_which_cluster_it_is_on(made: Made) -> None:
     told = [line for line in made.seen["logs"] if "the Ray cluster at" in line]
     if alone.possible():
@@ -79,4 +86,4 @@ def test_a_program_that_ends_takes_its_actors_along(made: Made) -> None:
     assert (terminated["code"], killed["code"]) == (143, -9)
     assert terminated["said"][0].startswith("error: interrupted: 5 of 6 samples are kept")
     assert terminated["actors"] == killed["actors"] == 1
-    assert max(terminated["seconds"], killed["seconds"]) < SECONDS
+    assert max(terminated["seconds"], killed["seconds"]) < patience(SECONDS)

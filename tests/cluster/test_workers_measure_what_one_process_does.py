@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 import perturbkv as pk
 from perturbkv.api.planning import planned
+from perturbkv.cli.main import app
 from perturbkv.configs.engine import EngineConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.engines.here import Here
@@ -24,6 +27,7 @@ from perturbkv.pipeline.run import run_in_memory, run_to_file
 from perturbkv.selection.policies import registry
 from tests.support.alike import differing
 from tests.support.mischief import Mischief
+from tests.support.pages import commands, shell
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +115,28 @@ def test_a_script_measures_in_workers(model: Adapter, data: Path) -> None:
     alone = pk.measure(model, prompts, configs, progress=False)
     spread = pk.measure(model, prompts, configs, engine="workers", workers=1, progress=False)
     assert differing(alone, spread) == []
+
+
+def test_the_page_has_commands_that_run(tmp_path: Path) -> None:
+    script = commands("## Worker processes on one machine")
+    ran = subprocess.run(["sh", "-e", "-c", script], cwd=tmp_path, env=shell(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "run" / "heads.png").exists()
+
+
+def test_answers_are_those_of_one_process(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose lines came as they were done is in the run's order once it is whole, also gone on with."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["generate", "--model", folder, "--dataset", data, "--budget", 40, "--window", 8, "--max-new-tokens", 4]
+    more = {"here": [], "spread": ["--engine", "workers", "--workers", 2]}
+    for name, engine in more.items():
+        ran = CliRunner().invoke(app, [*map(str, asked), "--compress-every", "44", "--divergence", "-o", name, *engine])
+        assert ran.exit_code == 0, ran.output
+    alone, spread = (Path(name, "generation.jsonl").read_text().splitlines() for name in more)
+    assert spread[1:] == alone[1:]
+    Path("spread/generation.jsonl").write_text("\n".join([spread[0], spread[4], spread[2]]) + "\n")
+    ran = CliRunner().invoke(app, [*map(str, asked), "--compress-every", "44", "--divergence", "-o", "spread"])
+    assert ran.exit_code == 0, ran.output
+    assert Path("spread/generation.jsonl").read_text().splitlines()[1:] == alone[1:]

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from tests.support.mischief import Mischief
+from tests.support.pages import commands, shell
 
 CLI = (sys.executable, "-c", "from perturbkv.cli.start import main; main()")
 _DEATH = "kill once"
@@ -46,6 +47,7 @@ def main(folder: str, data: str, place: str, nodes: str) -> None:
     for name, number in (("terminated", signal.SIGTERM), ("killed", signal.SIGKILL)):
         found[name] = run.stopped(cluster.address, number, mischief)
     mischief.off()
+    run.documented(cluster.address)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     cluster.shutdown()
@@ -66,6 +68,11 @@ class _Runs:
         at = () if address is None else ("--ray-address", address)
         command = self.command(f"{name}.h5", "--engine", "ray", "--workers", workers, *at)
         self.logs += subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+
+    def documented(self, address: str) -> None:
+        """The page's own commands on Ray, in this folder."""
+        script = commands("## On Ray")
+        subprocess.run(["sh", "-e", "-c", script], check=True, cwd=self.where, env=shell(RAY_ADDRESS=address))
 
     def stopped(self, address: str, number: int, mischief: Mischief) -> dict[str, Any]:
         """A run of which one worker hangs, ended by a signal: its exit code, and how long until its actors are gone."""
