@@ -120,13 +120,7 @@ def digits_held(trace: Trace, config: int, places: Mapping[int, range]) -> tuple
 
 def _held(trace: Trace, sample: int, config: int, place: range) -> Any:
     """(layer, head, token) True where the head keeps that token of the number."""
-    layers, heads = trace.arrays["kept_count"].shape[2:]
-    found = np.zeros((layers, heads, len(place)), dtype=bool)
-    for layer in range(layers):
-        for head in range(heads):
-            kept = trace.kept(sample, config, layer, head)
-            found[layer, head] = np.isin(np.arange(place.start, place.stop), kept)
-    return found
+    return trace.kept_masks(sample, config)[..., place.start : place.stop]
 
 
 def answer_places(trace: Trace) -> list[range]:

@@ -1,7 +1,7 @@
 """The variables of a trace: names, axes, units and types, declared once.
 
 The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
-names everywhere: sample config step layer head answer_token d_head d_model key kept_entry prompt_entry lost_entry.
+names everywhere: sample config step layer head answer_token d_head d_model key kept_byte prompt_entry lost_entry.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from dataclasses import dataclass
 
 from perturbkv.errors import TraceError
 
-KEPT_AXIS, PROMPT_AXIS, KEY_AXIS = "kept_entry", "prompt_entry", "key"
-"""Axes whose length differs from sample to sample: key is padded with NaN."""
-ROWS = {KEPT_AXIS: "kept", PROMPT_AXIS: "prompt"}
-"""Axes along which all samples lie one behind the other -> what names the offset and the count of a sample's places."""
+KEY_AXIS = "key"
+"""An axis whose length differs from sample to sample: what is shorter is padded with NaN."""
+ROWS = {
+    "kept_byte": ("kept_offset", "kept_length"),
+    "prompt_entry": ("prompt_offset", "prompt_count"),
+    "kept_entry": ("kept_offset", "kept_count"),
+}
+"""Axes along which all samples lie one behind the other -> variables that tell where places begin and how many."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,14 @@ VARIABLES: dict[str, Variable] = {
     "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
     "stage1_count": Variable(("config", "layer", "head"), "entry", "prefix entries that stage 1 took", "int64"),
     "kept_offset": Variable(
-        ("config", "layer", "head"), "1", "first of the head's kept_count places in kept_position", "int64"
+        ("config", "layer", "head"), "1", "first of the head's kept_length places in kept_code", "int64", optional=True
     ),
-    "kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32"),
+    "kept_length": Variable(
+        ("config", "layer", "head"), "byte", "bytes of the head's kept positions in kept_code", "int64", optional=True
+    ),
+    "kept_code": Variable(
+        ("kept_byte",), "1", "kept positions as a bit mask or as gaps, whichever is shorter", "uint8", optional=True
+    ),
     "lost_position": Variable(
         _LOST,
         "token",
@@ -191,11 +200,17 @@ VARIABLES: dict[str, Variable] = {
     ),
 }
 
+FORMER = {"kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32")}
+"""Variables of traces before format version 4, which are read for ever and not written."""
+
 MEASURED = "measured_layers"
 """Attribute of a trace of some of a model's layers: which of how many, as `configs.layer_types.told` writes it."""
 
 TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt_text")
 """What shows the prompt itself, and is no number that was measured: a trace may go without."""
+
+KEPT = ("kept_offset", "kept_length", "kept_code")
+"""What shows which entries were kept, not only how many: a trace may go without."""
 
 SUMS = ("cache_bytes", "cache_padding_bytes")
 """Variables of all configurations together: of some of them nothing is known."""

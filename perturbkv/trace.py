@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv import kept_code
 from perturbkv.configs import layer_types
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import Choice
@@ -17,7 +18,7 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
+from perturbkv.schema import FORMER, KEPT, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
 from perturbkv.visible import line
 
 
@@ -27,8 +28,8 @@ class SampleTrace:
 
     Attributes:
         sample_id: the sample's name, unique in the run.
-        arrays: variable name -> array of `VARIABLES[name].dims`, every variable that is not optional present.
-            `kept_offset` counts from 0 within the sample.
+        arrays: variable name -> array of `VARIABLES[name].dims`, every variable that is not optional present, and
+            those of the kept positions together or not at all. `kept_offset` counts from 0 within the sample.
 
     Raises TraceError where a variable is missing, unknown, of the wrong rank, or axes of one name differ in length.
     """
@@ -41,7 +42,9 @@ class SampleTrace:
             if name not in VARIABLES:
                 msg = f"sample '{self.sample_id}': expected a variable of the trace format, got '{name}'"
                 raise TraceError(msg)
-        missing = [name for name, spec in VARIABLES.items() if not spec.optional and name not in self.arrays]
+        kept = set(KEPT) if not self.arrays.keys().isdisjoint(KEPT) else set()
+        needed = {name for name, spec in VARIABLES.items() if not spec.optional} | kept
+        missing = [name for name in VARIABLES if name in needed and name not in self.arrays]
         if missing:
             msg = f"sample '{self.sample_id}' lacks {', '.join(missing)}"
             raise TraceError(msg)
@@ -68,7 +71,7 @@ class Trace:
         run: what was run.
         sample_ids: the `sample` coordinate, failed samples included.
         failures: sample id -> reason, for the failed ones.
-        arrays: variable name -> array with `sample` as its first axis (except `kept_position`, `prompt_token` and
+        arrays: variable name -> array with `sample` as its first axis (except `kept_code`, `prompt_token` and
             `prompt_start`: one long axis of all samples, into which `kept_offset` or `prompt_offset` points). Failed
             samples hold NaN, integers 0; so do steps past the end of a complete sample's text, whose token is -1:
             `measured` tells.
@@ -122,24 +125,30 @@ class Trace:
         return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array
 
     def kept(self, sample: int, config: int, layer: int, head: int) -> NDArray[np.int32]:
-        """(kept_entry,) positions that stayed, ascending."""
-        where = (sample, config, layer, head)
-        start, count = int(self.arrays["kept_offset"][where]), int(self.arrays["kept_count"][where])
-        return np.asarray(self.arrays["kept_position"][start : start + count], dtype=np.int32)
+        """(kept_entry,) positions that stayed, ascending. Raises TraceError where the trace lacks them."""
+        codes, offset, length = self._kept((sample, config, layer, head))
+        start = int(offset)
+        return kept_code.positions(codes[start : start + int(length)], int(self.arrays["prompt_tokens"][sample]))
+
+    def kept_masks(self, sample: int, config: int) -> NDArray[np.bool_]:
+        """(layer, head, key) True where a position stayed, of all heads at once. Raises TraceError as `kept`."""
+        codes, offsets, lengths = self._kept((sample, config))
+        tokens = int(self.arrays["prompt_tokens"][sample])
+        return kept_code.masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(*offsets.shape, tokens)
 
     def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
         """(sample, layer, head) over the complete samples: True where two configurations keep the same positions.
 
-        Positions are compared once for all heads that share both kept sets, and only where the counts are equal.
+        Equal sets of one prompt have equal codes, which are compared once for all heads that share both. Raises
+        TraceError where the trace lacks kept positions.
         """
-        counts, offsets = (self.arrays[name][self.ok] for name in ("kept_count", "kept_offset"))
-        same = np.asarray(counts[:, first] == counts[:, second])
-        places = np.stack([offsets[:, first], offsets[:, second], counts[:, first]], axis=-1)[same]
-        distinct, of_head = np.unique(places, axis=0, return_inverse=True)
-        kept = self.arrays["kept_position"]
+        codes, *places = self._kept((self.ok,))
+        (here, there), (lengths, others) = ((held[:, first], held[:, second]) for held in places)
+        same = np.asarray(lengths == others)
+        distinct, of_head = np.unique(np.stack([here, there, lengths], axis=-1)[same], axis=0, return_inverse=True)
         equal = [
-            here == there or np.array_equal(kept[here : here + count], kept[there : there + count])
-            for here, there, count in distinct.tolist()
+            one == other or np.array_equal(codes[one : one + length], codes[other : other + length])
+            for one, other, length in distinct.tolist()
         ]
         same[same] = np.array(equal, dtype=bool)[of_head.reshape(-1)]
         return same
@@ -220,6 +229,17 @@ class Trace:
 
         return to_table(self)
 
+    def _kept(self, where: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """The codes of kept sets, and where those at a place of the axes begin and how long they are."""
+        told = [self.arrays[name][where] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
+        if len(told) < 3 or ((told[1] == 0) & (told[2] != 0)).any():
+            msg = (
+                f"expected kept positions in {self.source or 'this trace'}, got one that was measured without them; "
+                f"measure anew: perturbkv trace --model {self.run.model} --dataset {self.run.dataset} -o trace.h5"
+            )
+            raise TraceError(msg)
+        return np.asarray(self.arrays["kept_code"]), np.asarray(told[0]), np.asarray(told[1])
+
     def _title(self) -> str:
         run, complete = self.run, int(self.ok.sum())
         words = " · random weights" if run.random_weights else ""
@@ -245,19 +265,22 @@ def part_of(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -
     wanted, found = list(names), {}
     if "prompt_count" in wanted and not read("prompt_count", place):
         wanted = [name for name in wanted if name not in TEXT]
+    rows = {name: (VARIABLES | FORMER)[name].dims[0] for name in wanted if (VARIABLES | FORMER)[name].in_rows}
+    begin_and_end = {axis: _rows(read, *ROWS[axis], place) for axis in set(rows.values())}
     for name in wanted:
-        of_rows = VARIABLES[name].in_rows
-        found[name] = np.asarray(read(name, _rows(read, ROWS[VARIABLES[name].dims[0]], place) if of_rows else place))
-    for rows in ROWS.values():
-        if f"{rows}_offset" in found:
-            found[f"{rows}_offset"] = np.asarray(found[f"{rows}_offset"] - _rows(read, rows, place).start)
+        found[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else place))
+    for axis, own in begin_and_end.items():
+        offset, _ = ROWS[axis]
+        if offset in found:
+            found[offset] = np.maximum(found[offset] - own.start, 0)  # what holds nothing may begin anywhere
     return found
 
 
-def _rows(read: Callable[[str, Any], Any], rows: str, place: int) -> slice:
-    """Where a sample's places begin and end in the one row of all samples."""
-    offsets, counts = (np.asarray(read(f"{rows}_{told}", place)) for told in ("offset", "count"))
-    return slice(int(offsets.min()), int((offsets + counts).max()))
+def _rows(read: Callable[[str, Any], Any], offset: str, count: str, place: int) -> slice:
+    """Where a sample's places begin and end in the one row of all samples; some may point to nothing."""
+    offsets, counts = (np.asarray(read(name, place)) for name in (offset, count))
+    held = counts > 0
+    return slice(int(offsets[held].min()), int((offsets + counts)[held].max())) if held.any() else slice(0, 0)
 
 
 def _has(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.cache.gather import Kept, Lengths
+from perturbkv import kept_code
+from perturbkv.cache.gather import Lengths
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
@@ -33,7 +35,8 @@ class BatchResult:
     Attributes:
         places: which of the run's configurations.
         steps: per decode step, name -> tensor, configurations first where the variable has them.
-        kept: what every layer keeps.
+        order: the configurations as `kept` lists them.
+        kept: of every layer the kept sets as bits.
         cache_bytes, padding_bytes: of the evicted caches.
         generated: tokens of each configuration's answer by its place, and in one of the batches the full cache's under
             None; empty where nothing is generated.
@@ -42,7 +45,8 @@ class BatchResult:
 
     places: tuple[int, ...]
     steps: list[dict[str, Tensor]]
-    kept: list[Kept]
+    order: tuple[int, ...]
+    kept: list[UInt8[Tensor, "kept_set byte"]]
     cache_bytes: int
     padding_bytes: int
     generated: dict[int | None, list[int]]
@@ -117,26 +121,34 @@ def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
 def kept_arrays(
     batches: Sequence[BatchResult], lengths: Sequence[Lengths], layers: Sequence[LayerResult], heads: int
 ) -> Arrays:
-    """Kept positions of all configurations and layers in one row; heads of a shared kept set share their place."""
+    """Kept positions of all configurations and layers as codes; heads of a shared kept set share theirs."""
     shape = (len(lengths[0]), len(layers), heads)
-    offsets, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    offsets, sizes, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     rows, start = [], 0
     for batch in batches:
-        for layer, kept in enumerate(batch.kept):
-            rows.append(to_numpy(kept.position, VARIABLES["kept_position"].dtype))
-            for place in kept.order:
-                own = np.array(lengths[layer][place])
-                sharing = heads // len(own)
-                offsets[place, layer] = (start + own.cumsum() - own).repeat(sharing)
-                counts[place, layer] = own.repeat(sharing)
-                start += int(own.sum())
+        for layer, masks in enumerate(batch.kept):
+            own = [lengths[layer][place] for place in batch.order]
+            code, taken = kept_code.of_masks(to_numpy(masks, "uint8"), np.concatenate(own))
+            begins = start + taken.cumsum() - taken
+            for values, held in ((begins, offsets), (taken, sizes), (np.concatenate(own), counts)):
+                _spread(values, own, batch.order, held[:, layer])
+            rows.append(code)
+            start += len(code)
     for layer, found in enumerate(layers):
         for group in found.groups:
-            taken = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
-            stage1[list(group.places), layer] = to_numpy(taken, "int64")
+            first = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
+            stage1[list(group.places), layer] = to_numpy(first, "int64")
     return {
-        "kept_offset": offsets, "kept_count": counts, "stage1_count": stage1, "kept_position": np.concatenate(rows)
+        "kept_offset": offsets, "kept_length": sizes, "kept_code": np.concatenate(rows), "kept_count": counts,
+        "stage1_count": stage1,
     }  # fmt: skip
+
+
+def _spread(values: NDArray[Any], own: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
+    """Numbers of each kept set of the configurations in `order`, to every head that shares it: (config, head)."""
+    ends = np.cumsum([len(sets) for sets in own])[:-1]
+    for place, found in zip(order, np.split(values, ends), strict=True):
+        heads[place] = found.repeat(heads.shape[1] // len(found))
 
 
 def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:

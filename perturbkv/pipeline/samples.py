@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from perturbkv import room
@@ -155,6 +155,22 @@ def _arrays(
         return arrays
 
 
+@dataclass(frozen=True, eq=False)
+class _Evicted:
+    """One layer of a batch: its cache, and what is known of it once the places of its entries are forgotten.
+
+    Attributes:
+        entries: the cache.
+        order, masks: the configurations and their kept sets, as `gather.Kept` has them.
+        moved: what entries in few bits change in this layer alone, by configuration.
+    """
+
+    entries: CompactLayer
+    order: tuple[int, ...]
+    masks: UInt8[Tensor, "kept_set byte"]
+    moved: dict[int, Tensor]
+
+
 class _Decoding:
     """Decodes one sample from the evicted caches of one batch of configurations after the other."""
 
@@ -178,7 +194,7 @@ class _Decoding:
         """One batch: evict, decode, compare."""
         with phase("evict"):
             found = [self._evict(layer, places) for layer in range(len(self.layers))]
-            layers = beside(self.adapter, [layer for layer, *_ in found], self.before.windows)
+            layers = beside(self.adapter, [one.entries for one in found], self.before.windows)
             cache = CompactCache(layers, self._behind(places))
         with phase("decode"):
             asked, evicted = decode_evicted(self.adapter, cache, self.question, self.tokens, self.rows, self.finite)
@@ -187,14 +203,12 @@ class _Decoding:
         whole = sum(layer.borrowed_nbytes for layer in cache.evicted)
         held, padding = cache.nbytes - whole, cache.padding_nbytes
         answers = self._answers(cache, asked, places) if self.run.generate else {}
-        moved = {place: torch.stack([own[place] for *_, own in found], dim=-2) for place in found[0][2]}
-        return BatchResult(places, steps, [kept for _, kept, _ in found], held, padding, answers, moved)
+        moved = {place: torch.stack([one.moved[place] for one in found], dim=-2) for place in found[0].moved}
+        kept = [one.masks for one in found]
+        return BatchResult(places, steps, found[0].order, kept, held, padding, answers, moved)
 
-    def _evict(self, layer: int, places: tuple[int, ...]) -> tuple[CompactLayer, Kept, dict[int, Tensor]]:
-        """One layer's cache, what is in it, and what entries in few bits change there alone.
-
-        Its rows are one that keeps everything, the configurations, and more of the first kind.
-        """
+    def _evict(self, layer: int, places: tuple[int, ...]) -> _Evicted:
+        """One layer: its rows are one that keeps everything, the configurations, and more of the first kind."""
         held, n = self.adapter.held(self.before.cache, layer), self.before.statistics.tokens
         keys, values = held.keys[0], held.values[0]
         kept = keep(self.layers[layer].groups, set(places), self.kept[layer], keys, values)
@@ -202,7 +216,8 @@ class _Decoding:
         everything = borrow(keys[:, :n], values[:, :n])
         rows = [everything, *(kept.entries[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))
-        return CompactLayer(rows, self.adapter.heads, n, self.run.cache), kept, moved
+        cache = CompactLayer(rows, self.adapter.heads, n, self.run.cache)
+        return _Evicted(cache, kept.order, kept.masks, moved)
 
     def _stored(self, layer: int, kept: Kept, whole: tuple[Tensor, Tensor]) -> tuple[Kept, dict[int, Tensor]]:
         """The entries as the cache holds them, and what those in few bits change in this layer alone.

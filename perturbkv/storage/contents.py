@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv import kept_code
 from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 
@@ -49,8 +50,25 @@ def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> No
         _check_within(path, "lost_position", lost[ok], -1, _like(tokens, lost)[ok])
 
 
-def check_kept(path: Path, arrays: Arrays, ok: NDArray[np.bool_], positions: NDArray[Any]) -> None:
-    """Raise TraceError unless every head's kept positions ascend within its prompt.
+def check_codes(path: Path, arrays: Arrays, ok: NDArray[np.bool_], codes: NDArray[Any]) -> None:
+    """Raise TraceError unless every head's code is that of `kept_count` positions within its prompt, or is not there.
+
+    `arrays` holds kept_offset, kept_length, kept_count and prompt_tokens; their places lie within `codes`.
+    """
+    told = np.stack(
+        [arrays[name].reshape(len(ok), -1) for name in ("kept_offset", "kept_length", "kept_count")], axis=-1
+    )
+    for place in np.flatnonzero(ok):
+        offsets, lengths, counts = np.unique(told[place], axis=0).T
+        there = (lengths > 0) | (counts == 0)
+        if not kept_code.are_sound(
+            codes, offsets[there], lengths[there], counts[there], int(arrays["prompt_tokens"][place])
+        ):
+            _refuse(path, "kept_code of as many positions within the prompt as kept_count says", "others")
+
+
+def check_positions(path: Path, arrays: Arrays, ok: NDArray[np.bool_], positions: NDArray[Any]) -> None:
+    """Raise TraceError unless every head's kept positions, as formats 1 to 3 have them, ascend within its prompt.
 
     `arrays` holds kept_offset, kept_count and prompt_tokens; their places lie within `positions`.
     """

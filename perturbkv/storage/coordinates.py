@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import FORMER, VARIABLES
 
 _AGAIN = "the file was changed since it was made; make it again"
 Shape = tuple[int, ...]
@@ -66,8 +66,9 @@ def check_places(path: Path, axis: str, held: NDArray[np.generic], measured: Seq
 
 def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Shape]) -> None:
     """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
+    known = VARIABLES | FORMER
     for name, shape in shapes.items():
-        axes = VARIABLES[name].axes if name in VARIABLES else ("sample",)
+        axes = known[name].axes if name in known else ("sample",)
         expected = tuple(lengths[axis] for axis in axes)
         if shape != expected:
             msg = f"expected {name} of the shape {expected} along {' '.join(axes)} in {path}, got {shape}; {_AGAIN}"
@@ -84,13 +85,13 @@ def check_measured(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: i
         raise TraceError(msg)
 
 
-def check_rows(path: Path, name: str, offset: Counts, count: Counts, held: int) -> None:
-    """Raise TraceError unless the places that `name`_offset and `name`_count tell lie within the `held` of its axis."""
+def check_rows(path: Path, axis: str, names: tuple[str, str], offset: Counts, count: Counts, held: int) -> None:
+    """Raise TraceError unless the places that two variables tell, offset and count, lie within the `held` of `axis`."""
     wrong = (offset < 0) | (count < 0) | (count > held - offset)
     if wrong.any():
         where = tuple(np.argwhere(wrong)[0].tolist())
         msg = (
-            f"expected {name}_offset and {name}_count within the {held} places along '{name}_entry' in {path}, "
+            f"expected {' and '.join(names)} within the {held} places along '{axis}' in {path}, "
             f"got {offset[where]} and {count[where]} at {where}; {_AGAIN}"
         )
         raise TraceError(msg)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.schema import TEXT, VARIABLES
-from perturbkv.storage.contents import check_kept
-from perturbkv.storage.merge import Shapes, kept_entries
+from perturbkv.schema import KEPT, TEXT, VARIABLES
+from perturbkv.storage.merge import Shapes, code_bytes
+from perturbkv.storage.stored_samples import holds, is_former, sample_of
 from perturbkv.storage.trace_file import describe_whole, opened
-from perturbkv.trace import part_of
 
 
 class ExistingTrace:
@@ -49,19 +47,14 @@ class ExistingSample:
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
         """Those of the named variables that it holds, as in a `SampleTrace`; one sample's bytes alone are read."""
         with opened(self.path, self.stamp) as file:
-            held = part_of(file.read, [name for name in names if name in file], self.place)
-            if "kept_position" in held:
-                self._check_kept(held, file.read("prompt_tokens", self.place))
-            return held
+            return sample_of(file, names, self.place)
 
     def shapes(self) -> Shapes:
-        """Variable name -> shape, that of kept_position without what no head keeps."""
+        """Variable name -> shape, that of kept_code without what is no head's."""
         with opened(self.path, self.stamp) as file:
-            shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in TEXT}
-        kept = self.arrays(("kept_offset", "kept_count"))
-        text = {name: array.shape for name, array in self.arrays(TEXT).items()}
-        return {**shapes, **text, "kept_position": (kept_entries(kept["kept_offset"], kept["kept_count"]),)}
-
-    def _check_kept(self, held: Mapping[str, NDArray[Any]], tokens: NDArray[Any]) -> None:
-        of_one = {name: held[name][np.newaxis] for name in ("kept_offset", "kept_count")}
-        check_kept(self.path, {**of_one, "prompt_tokens": tokens[np.newaxis]}, np.array([True]), held["kept_position"])
+            own = (*TEXT, *KEPT)
+            shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in own}
+            codes = KEPT if is_former(file) else KEPT[:2]
+            parts = sample_of(file, (*TEXT, *codes), self.place)
+            found = {**shapes, **{name: array.shape for name, array in parts.items()}}
+            return found | ({KEPT[2]: (code_bytes(parts),)} if holds(file, KEPT[2]) else {})

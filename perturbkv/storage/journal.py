@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from perturbkv.configs import former as configs_before
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import OutputError, PerturbkvError, TraceError
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import KEPT, VARIABLES
+from perturbkv.storage import former_kept
 from perturbkv.storage.files import write_whole
-from perturbkv.storage.merge import Shapes, kept_entries
+from perturbkv.storage.merge import Shapes, code_bytes
 from perturbkv.storage.places import real
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -58,15 +59,22 @@ class Entry:
 
         Raises TraceError for a damaged file, which is removed, so that the sample is measured again.
         """
+        wanted = list(names)
         with self._opened() as stream, np.load(stream, allow_pickle=False) as held:
-            return {name: held[name] for name in names if name in held.files}
+            former = former_kept.POSITIONS in held.files
+            read = former_kept.asked(wanted) if former else wanted
+            found = {name: held[name] for name in read if name in held.files}
+            return former_kept.with_codes(found, wanted) if former else found
 
     def shapes(self) -> Shapes:
-        """Variable name -> shape, that of kept_position without what no head keeps. Raises as `arrays`."""
+        """Variable name -> shape, that of kept_code without what is no head's. Raises as `arrays`."""
         with self._opened() as stream, zipfile.ZipFile(stream) as held:
-            shapes = {name: _shape(held, name) for name in VARIABLES if f"{name}.npy" in held.namelist()}
-        kept = self.arrays(("kept_offset", "kept_count"))
-        return {**shapes, "kept_position": (kept_entries(kept["kept_offset"], kept["kept_count"]),)}
+            members = set(held.namelist())
+            shapes = {name: _shape(held, name) for name in VARIABLES if f"{name}.npy" in members}
+            former = f"{former_kept.POSITIONS}.npy" in members
+        kept = self.arrays(KEPT if former else KEPT[:2])
+        shapes |= {name: array.shape for name, array in kept.items()}
+        return shapes | ({KEPT[2]: (code_bytes(kept),)} if kept else {})
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:

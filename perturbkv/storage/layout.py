@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT_AXIS, KEY_AXIS, ROWS, VARIABLES, Variable, axis_lengths
+from perturbkv.schema import FORMER, KEY_AXIS, ROWS, VARIABLES, Variable, axis_lengths
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import SampleTrace
 
-FORMAT, FORMAT_VERSION = "perturbkv-trace", 3
+FORMAT, FORMAT_VERSION = "perturbkv-trace", 4
 AXES = {
     "sample": "sample id",
     "config": "eviction configuration",
@@ -26,6 +26,7 @@ AXES = {
     "d_head": "component of a head's output",
     "d_model": "component of a hidden state",
     "key": "position of a cache entry",
+    "kept_byte": "place in kept_code",
     "kept_entry": "place in kept_position",
     "prompt_entry": "place in prompt_token",
     "lost_entry": "place among the evicted entries that add most",
@@ -36,7 +37,7 @@ FLAGS = {
     "complete": Variable((), "1", "1 where every number of the sample is there", "uint8"),
 }
 """Variables that a file has beside those of a trace: the state of each sample."""
-STORED = {**VARIABLES, **FLAGS}
+STORED = {**VARIABLES, **FORMER, **FLAGS}
 
 
 class Arrays(Protocol):
@@ -66,7 +67,7 @@ def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], se
 
     Raises TraceError where the samples' axes do not fit together.
     """
-    sizes: dict[str, int] = {KEPT_AXIS: 0}
+    sizes: dict[str, int] = {}
     names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
     for sample_id, held in shapes.items():
         names |= set(held or ())
@@ -82,8 +83,10 @@ def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], se
 
 
 def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
-    """Bytes that a trace's file takes at least: those of what is stored row by row, uncompressed."""
-    rows = [variable for name, variable in VARIABLES.items() if name in names and variable.in_rows]
+    """Bytes that a trace's file takes at least: those of the prompts' tokens, which are stored uncompressed."""
+    rows = [
+        variable for name, variable in VARIABLES.items() if name in names and variable.in_rows and name != "kept_code"
+    ]
     return sum(math.prod(sizes[axis] for axis in one.axes) * np.dtype(one.dtype).itemsize for one in rows)
 
 
@@ -98,7 +101,8 @@ def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int
     """Put one sample at its place along `sample`, and behind what is `filled` of the axes that all samples share."""
     if "steps_measured" in arrays:
         arrays["steps_measured"][where] = sample.sizes()["step"]  # of a version that measured them all, unless it says
-    offsets = {f"{rows}_offset": axis for axis, rows in ROWS.items()}
+    sizes = sample.sizes()
+    offsets = {ROWS[axis][0]: axis for axis in ROWS if axis in sizes}
     for name, array in sample.arrays.items():
         if VARIABLES[name].in_rows:
             begin = filled[VARIABLES[name].dims[0]]
@@ -109,8 +113,8 @@ def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int
             arrays[name][where] = _padded(array, arrays[name].shape[-1])
         else:
             arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" else array
-    for axis in ROWS:
-        filled[axis] += sample.sizes().get(axis, 0)
+    for axis in offsets.values():
+        filled[axis] += sizes[axis]
 
 
 def _padded(array: NDArray[Any], length: int) -> NDArray[Any]:

@@ -7,13 +7,14 @@ what has a `config` axis is put side by side; what describes the full cache is t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import SUMS, VARIABLES
+from perturbkv.schema import KEPT, SUMS, VARIABLES
 from perturbkv.trace import SampleTrace
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -62,11 +63,11 @@ def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[st
 
     Noise floors are the larger ones of the parts: what lies below counts as rounding, so the larger is the careful
     one. Bytes of caches are added. Everything else without a `config` axis is the first part's. A variable that some
-    part lacks is left out.
+    part lacks is left out, but for kept positions: those that there are stay.
 
     Raises TraceError where the parts do not hold each of `labels` once, or their full-cache runs differ.
     """
-    samples = [sample for sample, _ in parts]
+    samples = with_kept_alike([sample for sample, _ in parts])
     held = [label for _, part_labels in parts for label in part_labels]
     lengths = [(sample.sizes()["config"], len(part_labels)) for sample, part_labels in parts]
     if sorted(held) != sorted(labels) or any(length != named for length, named in lengths):
@@ -76,15 +77,31 @@ def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[st
     order = np.array([held.index(label) for label in labels])
     names = [name for name in samples[0].arrays if all(name in sample.arrays for sample in samples)]
     arrays = {name: _joined(name, [sample.arrays[name] for sample in samples], order) for name in names}
-    return SampleTrace(samples[0].sample_id, arrays | _kept(samples, order))
+    return SampleTrace(samples[0].sample_id, arrays | (_kept(samples, order) if KEPT[0] in arrays else {}))
 
 
 def single_whole_part(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace | None:
-    """The only part, where it holds all of `labels` in this order and no kept position too many: nothing to copy."""
+    """The only part, where it holds all of `labels` in this order and no byte of codes too many: nothing to copy."""
     (sample, held), *others = parts
-    kept = (sample.arrays[name] for name in ("kept_offset", "kept_count"))
-    whole = not others and list(held) == list(labels) and kept_entries(*kept) == len(sample.arrays["kept_position"])
+    whole = (
+        not others and list(held) == list(labels) and code_bytes(sample.arrays) == len(sample.arrays.get(KEPT[2], ()))
+    )
     return sample if whole else None
+
+
+def with_kept_alike(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
+    """The parts of a sample as they are; where some have kept positions, the others with none of any head's."""
+    if not any(KEPT[0] in sample.arrays for sample in samples):
+        return list(samples)
+    return [
+        sample if KEPT[0] in sample.arrays else replace(sample, arrays={**sample.arrays, **_none_kept(sample.arrays)})
+        for sample in samples
+    ]
+
+
+def _none_kept(arrays: Arrays) -> Arrays:
+    nothing = np.zeros_like(arrays["kept_count"])
+    return dict(zip(KEPT, (nothing, nothing, np.zeros(0, dtype=np.uint8)), strict=True))
 
 
 def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
@@ -101,18 +118,22 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
 
 def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
     """Variable name -> shape of what `join` makes of parts of these shapes."""
+    if any(KEPT[0] in part for part in parts):
+        parts = [{**dict.fromkeys(KEPT[:2], part["kept_count"]), KEPT[2]: (0,), **part} for part in parts]
     first, *others = parts
     shapes = {name: shape for name, shape in first.items() if all(name in other for other in others)}
     for name, shape in shapes.items():
-        if VARIABLES[name].dims[:1] in (("config",), ("kept_entry",)):
+        if VARIABLES[name].dims[:1] in (("config",), ("kept_byte",)):
             shapes[name] = (shape[0] + sum(other[name][0] for other in others), *shape[1:])
     return shapes
 
 
-def kept_entries(offsets: NDArray[Any], counts: NDArray[Any]) -> int:
-    """How many kept positions the places (config, layer, head) of a part take, shared ones once."""
-    first, _ = _places(offsets, counts)
-    return int(counts.reshape(-1)[first].sum())
+def code_bytes(arrays: Arrays) -> int:
+    """Bytes of a part's codes of kept positions, shared ones once; 0 where it has none."""
+    if KEPT[0] not in arrays:
+        return 0
+    first, _ = distinct_places(arrays["kept_offset"], arrays["kept_length"])
+    return int(arrays["kept_length"].reshape(-1)[first].sum())
 
 
 def _joined(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> NDArray[Any]:
@@ -126,19 +147,17 @@ def _joined(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> N
 
 
 def _kept(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Offsets and positions, places in the order of (config, layer, head); heads that shared a place still do."""
-    positions = _in_one_row([sample.arrays["kept_position"] for sample in samples])
-    behind = np.cumsum([0, *(len(sample.arrays["kept_position"]) for sample in samples)])
-    moved = [
-        np.asarray(sample.arrays["kept_offset"]) + start for sample, start in zip(samples, behind[:-1], strict=True)
-    ]
+    """Offsets and codes, places in the order of (config, layer, head); heads that shared a place still do."""
+    codes = [sample.arrays["kept_code"] for sample in samples]
+    behind = np.cumsum([0, *map(len, codes)])[:-1]
+    moved = [sample.arrays["kept_offset"] + start for sample, start in zip(samples, behind, strict=True)]
     offsets = np.concatenate(moved)[order]
-    counts = np.concatenate([sample.arrays["kept_count"] for sample in samples])[order]
-    first, place = _places(offsets, counts)
-    starts, lengths = offsets.reshape(-1)[first], counts.reshape(-1)[first]
-    new_starts = np.cumsum(lengths) - lengths
-    joined = _in_one_row([positions[start:stop] for start, stop in _runs(starts, lengths)])
-    return {"kept_offset": new_starts[place].reshape(offsets.shape), "kept_position": joined}
+    lengths = np.concatenate([sample.arrays["kept_length"] for sample in samples])[order]
+    first, place = distinct_places(offsets, lengths)
+    starts, own = offsets.reshape(-1)[first], lengths.reshape(-1)[first]
+    together = _in_one_row(codes)
+    joined = _in_one_row([together[start:stop] for start, stop in _runs(starts, own)])
+    return {"kept_offset": (np.cumsum(own) - own)[place].reshape(offsets.shape), "kept_code": joined}
 
 
 def _in_one_row(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -146,12 +165,12 @@ def _in_one_row(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def _places(offsets: NDArray[Any], counts: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def distinct_places(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Distinct places in the order in which they first occur: where each does, and the place of every row.
 
-    Both offset and count tell places apart: an empty one starts where the next one does.
+    Both offset and length tell places apart: an empty one starts where the next one does.
     """
-    rows = offsets.reshape(-1).astype(np.int64) * (int(counts.max()) + 1) + counts.reshape(-1)
+    rows = offsets.reshape(-1).astype(np.int64) * (int(lengths.max()) + 1) + lengths.reshape(-1)
     _, first, place = np.unique(rows, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)

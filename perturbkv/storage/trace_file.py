@@ -17,9 +17,9 @@ from perturbkv.configs import former, layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.reading import FileKind
-from perturbkv.schema import MEASURED, ROWS, TEXT, VARIABLES
+from perturbkv.schema import KEPT, MEASURED, ROWS, TEXT, VARIABLES
 from perturbkv.storage import checksums
-from perturbkv.storage.contents import check_kept, check_numbers, check_states, check_text
+from perturbkv.storage.contents import check_codes, check_numbers, check_states, check_text
 from perturbkv.storage.coordinates import (
     check_configs,
     check_measured,
@@ -34,6 +34,7 @@ from perturbkv.storage.heaps import check_heaps
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.layout import AXES, STORED
 from perturbkv.storage.lazy import LazyArrays
+from perturbkv.storage.stored_samples import CODE, all_codes, holds, is_former
 from perturbkv.storage.structure import axes_of, check_structure, format_version, run_of, variables_of
 from perturbkv.trace import Trace
 
@@ -52,10 +53,11 @@ def read_trace(path: str | Path) -> Trace:
     with opened(path) as file:
         run = _checked_run(file)
         ids, failures = _samples_of(file)
-        names = [name for name in VARIABLES if name in file]
-        arrays = {name: file.read(name) for name in names if not _is_large(name)}
+        names, former = [name for name in VARIABLES if holds(file, name)], is_former(file)
+        later = [name for name in names if _is_large(name) or (former and name in KEPT)]
+        arrays = {name: file.read(name) for name in names if name not in later}
         attrs = _provenance_of(file)
-    digest, later = _digest(path), [name for name in names if _is_large(name)]
+    digest = _digest(path)
     trace = Trace(run, ids, LazyArrays(arrays, later, _read_later(path)), failures, attrs, str(path), digest)
     check_numbers(path, arrays, trace.measured)
     return trace
@@ -67,20 +69,34 @@ def _is_large(name: str) -> bool:
 
 def _read_later(path: Path) -> Callable[[str], Any]:
     """Reads one variable of the file as it is now; TraceError once it was written again."""
-    stamp = path.stat().st_mtime_ns
+    stamp, codes = path.stat().st_mtime_ns, _once(all_codes)
 
     def read(name: str) -> Any:
         with opened(path, stamp) as file:
+            if name in KEPT and is_former(file):
+                return codes(file)[name]
             return _checked_rows(file, name, file.read(name))
 
     return read
 
 
+def _once(found: Callable[[StoredFile], dict[str, Any]]) -> Callable[[StoredFile], dict[str, Any]]:
+    """What is found of a file, kept for whoever asks again."""
+    held: dict[str, Any] = {}
+
+    def get(file: StoredFile) -> dict[str, Any]:
+        if not held:
+            held.update(found(file))
+        return held
+
+    return get
+
+
 def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
     """What was read of a variable. Raises TraceError where it points outside a prompt or its text."""
-    if name == "kept_position":
-        told = {one: file.read(one) for one in ("kept_offset", "kept_count", "prompt_tokens")}
-        check_kept(file.path, told, file.read("complete") != 0, found)
+    if name == CODE:
+        told = {one: file.read(one) for one in (*KEPT[:2], "kept_count", "prompt_tokens")}
+        check_codes(file.path, told, file.read("complete") != 0, found)
     elif name == "prompt_start":
         told = {one: file.read(one) for one in ("prompt_offset", "prompt_count", "prompt_text")}
         check_text(file.path, told, found)
@@ -210,9 +226,10 @@ def _checked_run(file: StoredFile) -> RunConfig:
     if "steps_measured" in file:
         check_measured(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
     check_states(path, file.read("complete"), file.read("failure"))
-    for axis, rows in ROWS.items():
-        if {f"{rows}_offset", f"{rows}_count", axis} <= set(names):
-            check_rows(path, rows, file.read(f"{rows}_offset"), file.read(f"{rows}_count"), lengths[axis])
+    for axis, told in ROWS.items():
+        if {*told, axis} <= set(names):
+            offset, count = map(file.read, told)
+            check_rows(path, axis, told, offset, count, lengths[axis])
     return run
 
 

@@ -37,7 +37,7 @@ _CHUNK = 2**16
 """Numbers in a chunk of what has one axis: few enough to stay in HDF5's cache while samples come one by one."""
 _DEFLATED = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 _WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
-"""How netCDF names a dimension that has no coordinate: counting kept_position's entries would take twice its bytes."""
+"""How netCDF names a dimension that has no coordinate: counting kept_code's bytes would take eight times as many."""
 _VERSIONS = ("v110", "v110")
 """From HDF5 1.10 on, headers, links and indices carry sums of their own; netCDF reads them as well."""
 
@@ -134,7 +134,7 @@ def _write_coordinates(
 
 
 def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """How numbers lie in the file: in chunks with sums; of several axes compressed, one sample a chunk.
+    """How numbers lie in the file: in chunks with sums; of several axes, and codes in bytes, compressed.
 
     Texts take no filter (HDF5 2.0): a chunk holds their addresses alone.
     """
@@ -144,7 +144,8 @@ def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     if 0 in shape:
         return kind
     if len(shape) == 1:
-        return {**kind, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True}
+        deflated = _DEFLATED if dtype == "uint8" else {}
+        return {**kind, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True, **deflated}
     return {**kind, "chunks": (1, *shape[1:]), "fletcher32": True, **_DEFLATED}
 
 

@@ -25,7 +25,7 @@ from perturbkv.selection.grid import configuration, grid
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
 from tests.support.measured import hand_made as hand_measured
-from tests.support.traces import run_config, sample_trace, trace
+from tests.support.traces import rekept, run_config, sample_trace, trace
 
 # baseline and treatment, means over three samples: [[4, 2], [1e-3, 3]] against [[2, 5], [2e-3, 3]]
 BASELINE = np.array([[[3, 2], [1e-3, 3]], [[4, 2], [1e-3, 3]], [[5, 2], [1e-3, 3]]])
@@ -92,8 +92,15 @@ def same_kept(**changes: Any) -> Trace:
     """Both configurations keep entries 0, 1, 2 in every head: what differs between them is rounding."""
     samples = hand_made(**changes)
     for sample in samples:
-        sample.arrays["kept_position"][:] = np.tile(np.arange(3), 8)
+        rekept(sample.arrays, lambda where, held: [0, 1, 2])
     return trace(*samples)
+
+
+def keeping_another(place: tuple[int, ...]) -> Trace:
+    """As `same_kept`, but for one configuration's head."""
+    made = same_kept()
+    rekept(made.arrays, lambda where, held: [1, 2, 9] if where[1:] == place else held)
+    return made
 
 
 def test_equal_kept_sets_tie_by_identity_and_their_ratio_is_exactly_1() -> None:
@@ -106,15 +113,13 @@ def test_equal_kept_sets_tie_by_identity_and_their_ratio_is_exactly_1() -> None:
 
 
 def test_a_propagated_tie_needs_equal_sets_in_all_earlier_layers_too() -> None:
-    made = same_kept()
-    made.arrays["kept_position"][made.arrays["kept_offset"][0, 1, 0, 0]] = 9  # treatment, layer 0, head 0
+    made = keeping_another((1, 0, 0))  # treatment, layer 0, head 0
     same = kept_sets.isolated(made, 0, 1)[0]
     assert same.tolist() == [[False, True], [True, True]]
     assert kept_sets.propagated(made, 0, 1)[0].tolist() == [[False, True], [False, False]]
     assert kept_sets.layers(made, 0, 1)[0].tolist() == [False, False]
     assert not kept_sets.whole(made, 0, 1).any()
-    last = same_kept()
-    last.arrays["kept_position"][last.arrays["kept_offset"][0, 1, 1, 1]] = 9  # treatment, layer 1, head 1
+    last = keeping_another((1, 1, 1))  # treatment, layer 1, head 1
     assert kept_sets.propagated(last, 0, 1)[0].tolist() == [[True, True], [True, False]]
     assert kept_sets.layers(last, 0, 1)[0].tolist() == [True, False]
     assert kept_sets.whole(same_kept(), 0, 1).all()
@@ -128,7 +133,7 @@ def test_equal_sets_at_other_positions_are_no_propagated_tie(moved: int) -> None
     configs[moved] = dataclasses.replace(kept, policy=parse("streaming-llm(positions=in-cache)"))
     samples = hand_made(3)
     for sample, evicted in zip(samples, (1, 0, 1), strict=True):
-        sample.arrays["kept_position"][:] = np.tile(np.arange(3), 8)
+        rekept(sample.arrays, lambda where, held: [0, 1, 2])
         sample.arrays["evicted"][:] = evicted
     made = trace(*samples, configs=tuple(configs))
     assert kept_sets.isolated(made, 0, 1).all()

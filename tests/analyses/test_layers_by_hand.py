@@ -15,6 +15,7 @@ from perturbkv.configs.budget import Budget
 from perturbkv.errors import TraceError, UnknownNameError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
+from tests.support.traces import rekept
 
 CONFIGS = [config("attention", 0.1), config("two-stage", 0.1), config("attention", 0.4), config("two-stage", 0.4)]
 PAIR = (CONFIGS[0], CONFIGS[1])
@@ -93,8 +94,7 @@ def test_each_distance_is_judged_by_its_own_floor(distance: str, each: list[int]
 
 def test_layers_up_to_which_all_kept_sets_are_equal_tie_by_identity() -> None:
     trace = made(kept_count=np.full((2, 4, 3, 1), 3))
-    for offset in trace.arrays["kept_offset"][:, :, :2].reshape(-1):
-        trace.arrays["kept_position"][offset : offset + 3] = [0, 1, 2]
+    rekept(trace.arrays, lambda where, held: [0, 1, 2] if where[2] < 2 else held)
     found = layers.summarise(trace, *PAIR)
     assert found.verdict.tolist() == [0, 0, 1]  # their sets of layer 2 differ
     assert found.ratio.tolist() == [1.0, 1.0, 0.75]

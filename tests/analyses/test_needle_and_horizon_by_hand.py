@@ -18,7 +18,7 @@ from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.measured import config
-from tests.support.traces import sample_trace, trace
+from tests.support.traces import rekept, sample_trace, trace
 
 CONFIGS = (config("attention"), config("two-stage"))
 
@@ -200,10 +200,8 @@ def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(
 
 def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
     made_trace = ranked([[1, 0, 0]], [1], [[0.1, 0.2, 0.2 + 1e-9]])
-    place = made_trace.arrays["kept_offset"][0]
-    for where in np.ndindex(2, 2):
-        first, second = int(place[(1, *where)]), int(place[(2, *where)])
-        made_trace.arrays["kept_position"][second : second + 3] = made_trace.arrays["kept_position"][first : first + 3]
+    rekept(made_trace.arrays, lambda where, held: [1, 2, 3] if where[1] == 2 else held)
+    assert made_trace.same_kept(1, 2).all()
     measured = needle.needle(made_trace).link.budgets[0].measured["propagated"]
     assert measured[0, 1] == measured[0, 2] != measured[0, 0]
 

@@ -20,6 +20,7 @@ from perturbkv.schema import TEXT
 from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.artists import words as words_on
 from tests.support.prompts import PIECES, made, sample
+from tests.support.traces import kept as codes_of
 from tests.support.traces import run_config
 
 
@@ -106,8 +107,8 @@ def long(count: int = 400, differs: tuple[int, ...] = (100, 300)) -> SampleTrace
     rows, places = np.concatenate([kept, other]), np.array([[[0, 0]], [[len(kept), len(kept)]]])
     counts = np.array([[[len(kept)] * 2], [[len(other)] * 2]])
     pieces = tuple(f" w{place}" for place in range(count))
-    own = {"kept_position": rows, "kept_offset": places, "kept_count": counts}
-    return sample("long", pieces, 0, **own)
+    told = {"kept_count": counts, "prompt_tokens": np.asarray(count)}
+    return sample("long", pieces, 0, **told, **codes_of(told, places, rows))
 
 
 def test_a_long_prompt_is_folded_around_what_differs() -> None:

@@ -178,7 +178,7 @@ def test_a_trace_shows_itself(held: Trace) -> None:
     assert repr(held).splitlines()[0].endswith("3 of 3 samples complete")
     assert len(repr(held).splitlines()) == 5
     page = held._repr_html_()
-    in_rows = {"kept_position", "prompt_token", "prompt_start"}
+    in_rows = {"kept_code", "prompt_token", "prompt_start"}
     assert page.count("<tr>") == 1 + len([name for name in held.arrays if name not in in_rows]) - 5
     assert "perturbation_isolated" in page
 

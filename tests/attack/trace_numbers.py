@@ -9,23 +9,24 @@ from tests.attack.trace_parts import set_one, variable_of_numbers
 
 
 def nonsense_count(file: h5py.File, draw: np.random.Generator) -> None:
-    names = ["kept_count", "kept_offset", "stage1_count", "prompt_tokens", "prompt_count", "prompt_offset",
-             "steps_measured"]  # fmt: skip
+    names = ["kept_count", "kept_length", "kept_offset", "stage1_count", "prompt_tokens", "prompt_count",
+             "prompt_offset", "steps_measured"]  # fmt: skip
     name = str(draw.choice(names))
     set_one(file, name, int(draw.choice([-1, -(2**40), 2**31, 2**62, 2**63 - 1, -(2**63)])), draw)
 
 
 def nonsense_position(file: h5py.File, draw: np.random.Generator) -> None:
     """Kept or lost positions outside the prompt."""
-    name = str(draw.choice(["kept_position", "lost_position"]))
-    set_one(file, name, int(draw.choice([-5, -(2**31), 2**31 - 1, 100_000])), draw)
+    if draw.integers(2):
+        set_one(file, "lost_position", int(draw.choice([-5, -(2**31), 2**31 - 1, 100_000])), draw)
+    else:
+        file["kept_code"][...] = draw.integers(256, size=file["kept_code"].shape, dtype=np.uint8)
 
 
 def unsorted_positions(file: h5py.File, draw: np.random.Generator) -> None:
-    """Kept positions of one head turned, or one of them twice."""
-    begin, count = int(file["kept_offset"][()].flat[-1]), int(file["kept_count"][()].flat[-1])
-    held = file["kept_position"][begin : begin + count]
-    file["kept_position"][begin : begin + count] = held[::-1] if draw.integers(2) else held[:1].repeat(count)
+    """Kept positions of one head twice, or a code that no writer makes of them."""
+    begin, length = int(file["kept_offset"][()].flat[-1]), int(file["kept_length"][()].flat[-1])
+    file["kept_code"][begin : begin + length] = 0 if draw.integers(2) else 0x80
 
 
 def overlapping_places(file: h5py.File, draw: np.random.Generator) -> None:

@@ -34,7 +34,7 @@ def cyclic_link(file: h5py.File, draw: np.random.Generator) -> None:
 def second_link(file: h5py.File, draw: np.random.Generator) -> None:
     """One variable under another's name too."""
     del file["theta"]
-    file["theta"] = file[str(draw.choice(["theta_hat", "noise_floor", "sample", "kept_position", "failure"]))]
+    file["theta"] = file[str(draw.choice(["theta_hat", "noise_floor", "sample", "kept_code", "failure"]))]
 
 
 def external_storage(file: h5py.File, draw: np.random.Generator) -> None:
@@ -79,7 +79,7 @@ def huge(file: h5py.File, draw: np.random.Generator) -> None:
 
 def huge_everywhere(file: h5py.File, draw: np.random.Generator) -> None:
     """An axis that is as long as no disk holds, in its coordinate and in every variable along it."""
-    axis = str(draw.choice(["sample", "head", "layer", "d_head", "key", "kept_entry"]))
+    axis = str(draw.choice(["sample", "head", "layer", "d_head", "key", "kept_byte"]))
     length = int(draw.choice([10**7, 2**33, 2**40]))
     text = h5py.string_dtype()
     for name in [name for name in file if not file[name].is_scale]:
@@ -103,7 +103,7 @@ def huge_everywhere(file: h5py.File, draw: np.random.Generator) -> None:
 
 def huge_chunks(file: h5py.File, draw: np.random.Generator) -> None:
     """A variable whose one chunk takes gibibytes in memory."""
-    name = str(draw.choice(["prompt_tokens", "kept_position", "cut_tokens"]))
+    name = str(draw.choice(["prompt_tokens", "kept_code", "cut_tokens"]))
     held = file[name][()]
     axes = [dim[0].name for dim in file[name].dims]
     made = {"data": held, "chunks": (2**29 - 1,), "maxshape": (None,), "compression": "gzip"}

@@ -246,7 +246,7 @@ def test_export_holds_a_row_per_head_in_both_formats(perturbkv: Run, measured: P
         np.testing.assert_array_equal(table[name].to_numpy(), text[name].to_numpy())
     assert table.schema.field("logit_kl").metadata[b"units"] == b"nat"
     assert table.schema.metadata[b"trace_digest"].decode() == trace.digest
-    assert {"kept_position", "kept_offset"}.isdisjoint(table.column_names)
+    assert {"kept_code", "kept_offset", "kept_length"}.isdisjoint(table.column_names)
 
 
 def test_export_replaces_nothing_unasked(perturbkv: Run, measured: Path) -> None:

@@ -250,7 +250,7 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
     for name, array in expected.arrays.items():
         if name == "prompt_text":
             assert found.arrays[name].tolist() == array.tolist()
-        elif name not in ("kept_offset", "kept_position", "cache_bytes", "cache_padding_bytes"):
+        elif name not in ("kept_offset", "kept_code", "cache_bytes", "cache_padding_bytes"):
             np.testing.assert_allclose(found.arrays[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
     for place in np.ndindex(3, 4, 2, 4):
         np.testing.assert_array_equal(found.kept(*place), expected.kept(*place))

@@ -15,6 +15,7 @@ import h5py
 import pytest
 
 from tests.support.folders import model_folder
+from tests.support.traces import decoded
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -97,8 +98,9 @@ def test_policy_and_selection_are_measured(copy: Path, data: Path, tmp_path: Pat
     assert asked == ["snapkv:attention", "recent-half:attention", "snapkv:attention-by-age"]
     assert all(one["isolated"]["tied"] < one["heads"] for one in said["comparisons"])
     with h5py.File(tmp_path / "trace.h5") as file:  # of a selection that this process does not know
-        tokens, offset = int(file["prompt_tokens"][0]), int(file["kept_offset"][0, 1, 0, 0])
-        kept = file["kept_position"][offset : offset + 24].tolist()
+        tokens, where = int(file["prompt_tokens"][0]), (0, 1, 0, 0)
+        offset, length = int(file["kept_offset"][where]), int(file["kept_length"][where])
+        kept = decoded(file["kept_code"][offset : offset + length].tolist(), tokens)
     assert kept[12:] == list(range(tokens - 12, tokens))
     assert kept[0] < tokens - 24
 

@@ -18,7 +18,7 @@ PARTS = {
 }
 FLOORS = (
     ("errors", "theory", "devices", "visible", "passages", "display", "reading"),
-    ("configs", "room"),
+    ("configs", "room", "kept_code"),
     ("schema", "models", "scoring"),
     ("trace", "audit_trace"),
     ("selection", "datasets", "storage"),
@@ -30,8 +30,8 @@ FLOORS = (
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
-    "errors", "visible", "passages", "display", "reading", "configs", "schema", "trace", "audit_trace", "storage",
-    "judging", "analyses", "figures",
+    "errors", "visible", "passages", "display", "reading", "configs", "kept_code", "schema", "trace",
+    "audit_trace", "storage", "judging", "analyses", "figures",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {

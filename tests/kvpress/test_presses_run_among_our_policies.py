@@ -255,7 +255,7 @@ def test_python_measures_and_generates(model: Path) -> None:
     assert [config.given for config in trace.run.configs] == [False, True]
     np.testing.assert_allclose(trace.arrays["held_share"][0], trace.arrays["held_share"][0, 0])
     again = pk.measure(loaded, prompts, configs, progress=False)
-    np.testing.assert_array_equal(trace.arrays["kept_position"], again.arrays["kept_position"])
+    np.testing.assert_array_equal(trace.arrays["kept_code"], again.arrays["kept_code"])
     assert len(pk.generate(loaded, prompts, configs, max_new_tokens=2, progress=False)) == 1
 
 

@@ -110,7 +110,7 @@ def test_nothing_else_notices_a_replay(family: str, scenario: str) -> None:
     reference = [name for name in alone.arrays if "config" not in VARIABLES[name].dims]
     assert {"token_id", "output_norm"} <= set(reference)
     for name in reference:
-        if name not in ("kept_position", "cache_bytes", "cache_padding_bytes"):  # of all rows together
+        if name not in ("kept_code", "cache_bytes", "cache_padding_bytes"):  # of all rows together
             np.testing.assert_array_equal(alone.arrays[name], beside.arrays[name], err_msg=name)
     for name in ("kept_count", "theta", "perturbation_isolated", "sigma_stage1"):
         axis = VARIABLES[name].dims.index("config")

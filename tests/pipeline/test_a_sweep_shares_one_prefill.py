@@ -26,6 +26,7 @@ from perturbkv.pipeline.timing import timed
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.traces import kept_of
 
 PROMPT = Prompt("s", token_ids(60), 0)
 POLICIES = ("snapkv", "pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova", "random")
@@ -58,11 +59,8 @@ def run(configs: tuple[EvictionConfig, ...], **fields: Any) -> RunConfig:
 
 
 def kept(arrays: Any, config: int) -> list[list[list[int]]]:
-    offsets, counts = arrays["kept_offset"][config], arrays["kept_count"][config]
-    return [
-        [arrays["kept_position"][start : start + count].tolist() for start, count in zip(*rows, strict=True)]
-        for rows in zip(offsets, counts, strict=True)
-    ]
+    _, layers, heads = arrays["kept_count"].shape
+    return [[kept_of(arrays, config, layer, head) for head in range(heads)] for layer in range(layers)]
 
 
 def assert_same(found: Any, place: int, alone: Any, atol: float) -> None:
@@ -125,7 +123,7 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(
     assert len(rows) == 1
     assert max(held) <= kibibytes * 2**10
     for name, array in whole.items():
-        if name not in ("kept_offset", "kept_position", "cache_bytes", "cache_padding_bytes"):
+        if name not in ("kept_offset", "kept_code", "cache_bytes", "cache_padding_bytes"):
             np.testing.assert_allclose(split[name].astype(float), array.astype(float), rtol=1e-5, atol=1e-9)
     assert [kept(split, place) for place in range(len(configs))] == [
         kept(whole, place) for place in range(len(configs))

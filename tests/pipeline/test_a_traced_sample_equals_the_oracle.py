@@ -19,6 +19,7 @@ from tests.oracle.sample import QUESTION, Reference, attention_of
 from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, token_ids
 from tests.support.oracle_cases import CASES, CONFIGS
+from tests.support.traces import kept_of
 
 LENGTH, STEPS = 36, 2
 HEAD_SCORES = ((1.0, 5.0, 2.0, 2.0), (3.0, 1.0, 1.0, 9.0))
@@ -42,12 +43,11 @@ def test_tokens_are_the_full_runs_greedy_choice(case: tuple[SampleTrace, Referen
 
 def test_kept_positions(case: tuple[SampleTrace, Reference]) -> None:
     sample, reference = case
-    offset, count, positions = (sample.arrays[f"kept_{name}"] for name in ("offset", "count", "position"))
     for index, config in enumerate(reference.run.configs):
         for layer in range(reference.decoder.layers):
             for head, (kept, stage1) in enumerate(reference.kept(layer, config)):
-                start = offset[index, layer, head]
-                assert positions[start : start + count[index, layer, head]].tolist() == kept
+                assert kept_of(sample.arrays, index, layer, head) == kept
+                assert sample.arrays["kept_count"][index, layer, head] == len(kept)
                 assert sample.arrays["stage1_count"][index, layer, head] == len(stage1) - config.window
 
 

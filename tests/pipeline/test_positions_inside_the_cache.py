@@ -122,7 +122,7 @@ def same(one: Any, other: Any, place: int) -> None:
     """Every number of one configuration and of the full-cache run, bit for bit."""
     assert set(one) == set(other)
     for name, array in one.items():
-        if name != "kept_position":
+        if name != "kept_code":
             part = place if "config" in VARIABLES[name].dims else ...
             np.testing.assert_array_equal(array[part], other[name][part], err_msg=name)
 

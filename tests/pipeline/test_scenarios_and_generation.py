@@ -24,6 +24,7 @@ from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.oracle.sample import Reference
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
+from tests.support.traces import kept_of
 
 LENGTH, QUESTION = 40, 9
 PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
@@ -65,8 +66,7 @@ def test_evicting_while_reading_keeps_what_evicting_afterwards_keeps() -> None:
         for layer, held in enumerate(read.cache.layers):
             sets = held.entries(row).sets()
             for head in range(adapter.heads):
-                start, count = (int(arrays[name][row, layer, head]) for name in ("kept_offset", "kept_count"))
-                kept = torch.from_numpy(arrays["kept_position"][start : start + count]).long()
+                kept = torch.tensor(kept_of(arrays, row, layer, head))
                 torch.testing.assert_close(sets[head][0], cache.layers[layer].keys[0, head // 2, kept])
 
 

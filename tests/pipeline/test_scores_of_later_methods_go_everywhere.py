@@ -20,6 +20,7 @@ from perturbkv.selection.grid import configuration
 from tests.oracle import scores as naive
 from tests.oracle.decoder import Decoder
 from tests.support.models import FAMILIES, exact_adapter, tiny_adapter, token_ids
+from tests.support.traces import kept_of
 
 SCORES = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "knorm", "value-norm",
           "expected-attention")  # fmt: skip
@@ -53,10 +54,8 @@ def test_a_score_goes_through_a_whole_run(score: str, dtype: torch.dtype) -> Non
     for name in ("perturbation_isolated", "perturbation_propagated", "retained_mass", "theta"):
         assert np.isfinite(found[name]).all(), name
     assert (found["perturbation_isolated"] >= 0).all()
-    for config, counts, offsets in zip(chosen, found["kept_count"], found["kept_offset"], strict=True):
-        starts = {
-            position for row in offsets for start in row for position in found["kept_position"][start : start + 3]
-        }
+    for place, (config, counts) in enumerate(zip(chosen, found["kept_count"], strict=True)):
+        starts = {position for where in np.ndindex(counts.shape) for position in kept_of(found, place, *where)[:3]}
         assert set(range(SINKS.get(score, 0))) <= starts, "the sinks stay"
         assert counts.mean() == config.kept_entries(60)
 

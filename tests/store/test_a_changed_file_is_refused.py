@@ -25,15 +25,13 @@ def test_numbers_lie_in_chunks_with_sums_and_headers_have_their_own(path: Path) 
     assert path.read_bytes()[8] == 3, "superblock of HDF5 1.10"
     with h5py.File(path) as file:
         unsummed = {name for name in file if not file[name].fletcher32}
-    assert unsummed == {"kept_entry", "prompt_entry", "sample", "config", "failure", "prompt_text"}, (
-        "no numbers of ours"
-    )
+    assert unsummed == {"kept_byte", "prompt_entry", "sample", "config", "failure", "prompt_text"}, "no numbers of ours"
 
 
 def test_sums_are_those_of_the_format(path: Path) -> None:
     with h5py.File(path) as file:
         for name, variable in file.items():
-            if name in ("kept_entry", "prompt_entry"):
+            if name in ("kept_byte", "prompt_entry"):
                 assert "crc32" not in variable.attrs
                 continue
             held = variable.asstr()[()] if variable.dtype == object else variable[()]
@@ -104,7 +102,7 @@ def set_attribute(name: str, key: str, value: str) -> Change:
     [
         (set_number("theta", 3.5), "the numbers of theta as they were written"),
         (set_number("prompt_tokens", 65), "the numbers of prompt_tokens as they were written"),
-        (lambda file: file["kept_position"].write_direct(np.array([9]), dest_sel=np.s_[2:3]), "of kept_position as"),
+        (lambda file: file["kept_code"].__setitem__(2, 9), "of kept_code as"),
         (lambda file: file["prompt_text"].__setitem__(0, "another"), "the numbers of prompt_text as"),
         (lambda file: file["failure"].__setitem__(2, "for another reason"), "the numbers of failure as"),
         (lambda file: file["sample"].__setitem__(0, "z"), "the numbers of sample as"),
@@ -161,8 +159,8 @@ TURNED = ("sample", "config", "step", "head", "layer")
         (lambda file: file["theta"].attrs.__setitem__("DIMENSION_LIST", 7), "got none none none none none"),
         (lambda file: file.__delitem__("complete"), "expected 'complete'"),
         (lambda file: file.__delitem__("sample"), "expected 'sample'"),
-        (lambda file: file.attrs.__setitem__("format_version", "three"), "a format_version from 1 to 3"),
-        (lambda file: file.attrs.__setitem__("format_version", 0), "a format_version from 1 to 3"),
+        (lambda file: file.attrs.__setitem__("format_version", "three"), "a format_version from 1 to 4"),
+        (lambda file: file.attrs.__setitem__("format_version", 0), "a format_version from 1 to 4"),
         (lambda file: file.attrs.__setitem__("run", "[" * 100_000), "expected the run as JSON"),
         (lambda file: file.attrs.__setitem__("run", 7), "the run as JSON, got none"),
         (lambda file: file.attrs.__setitem__("format_version", 1), "expected configurations as format 2 holds them"),
@@ -174,9 +172,48 @@ def test_what_is_not_built_as_the_format_says_is_refused(path: Path, change: Cha
     assert words in refusal(path)
 
 
-def turned_positions(file: h5py.File) -> None:
-    begin, count = int(file["kept_offset"][1, 0, 0, 0]), int(file["kept_count"][1, 0, 0, 0])
-    file["kept_position"][begin : begin + count] = file["kept_position"][begin : begin + count][::-1]
+def coded(code: list[int], count: int = 3) -> Change:
+    """Another code of the first head of the second sample, behind all others."""
+
+    def change(file: h5py.File) -> None:
+        where, begin = (1, 0, 0, 0), len(file["kept_code"])
+        for name, value in (("offset", begin), ("length", len(code)), ("count", count)):
+            file[f"kept_{name}"][where] = value
+        held = np.append(file["kept_code"][()], np.array(code, dtype=np.uint8))
+        replaced(file, "kept_code", held)
+
+    return change
+
+
+def replaced(file: h5py.File, name: str, held: np.ndarray) -> None:  # type: ignore[type-arg]
+    """A variable in a row and its axis, of another length."""
+    axis, said = file[name].dims[0][0].name, dict(file[name].attrs)
+    del file[name], file[axis]
+    file.create_dataset(axis, shape=held.shape, dtype=">f4").make_scale()
+    file[axis].attrs.update({"units": "1", "long_name": "place"})
+    made = file.create_dataset(name, data=held)
+    made.attrs.update({key: said[key] for key in ("units", "long_name")})
+    made.dims[0].attach_scale(file[axis])
+
+
+WHOLE = [0b1110_0000, *[0] * 7]
+"""Entries 0, 1 and 2 of 64 as a mask, which gaps would say in three bytes."""
+DENSE = [0xFF, *[0] * 6, 1]
+NONE_OF_ITS_SET = "expected kept_code of as many positions within the prompt as kept_count says"
+CODES = [
+    coded([1, 0, 2]),  # twice the same
+    coded([1, 2]),  # fewer than counted
+    coded([0, 1, 1, 1]),  # more
+    coded([0, 1, 63]),  # past the end
+    coded([0, 0x80, 1]),  # one of them cut short, or in more bytes than it needs
+    coded([0, 1, 0x81, 0]),
+    coded([0, 1, 0x81]),  # which does not end
+    coded([0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x01], 1),
+    coded(WHOLE),  # a mask where gaps are shorter
+    coded([*DENSE, 0], 9),  # longer than a mask
+    coded([0xFF, *[0] * 7], 9),
+]
+"""Codes that no writer makes."""
 
 
 @pytest.mark.parametrize(
@@ -192,9 +229,7 @@ def turned_positions(file: h5py.File) -> None:
         (set_number("theta", np.nan), "a number everywhere in theta where a step was measured"),
         (set_number("final_norm", np.nan), "a number everywhere in final_norm"),
         (set_number("evicted", 2), "evicted of 0 or 1"),
-        (turned_positions, "kept_position ascending within each head"),
-        (lambda file: file["kept_position"].__setitem__(2, 64), "kept_position within the prompt"),
-        (lambda file: file["kept_position"].__setitem__(0, -1), "kept_position within the prompt"),
+        *((change, NONE_OF_ITS_SET) for change in CODES),
         (lambda file: file["prompt_start"].__setitem__(3, -1), "prompt_start ascending from 0"),
         (lambda file: file["prompt_start"].__setitem__(63, 10**6), "prompt_start ascending from 0"),
         (lambda file: file["complete"].__setitem__(0, 7), "sample 0 complete, or failed for a reason"),
@@ -207,6 +242,12 @@ def test_numbers_that_no_run_measures_are_refused_without_any_sum(path: Path, ch
     with changing(path) as file:
         change(file)
     assert words in refusal(path)
+
+
+def test_a_mask_is_read_where_it_is_no_longer_than_gaps(path: Path) -> None:
+    with changing(path) as file:
+        coded(DENSE, 9)(file)
+    assert read_trace(path).kept(1, 0, 0, 0).tolist() == [*range(8), 63]
 
 
 def test_what_a_failed_sample_holds_need_make_no_sense(path: Path) -> None:
@@ -226,10 +267,10 @@ def test_a_sample_that_is_read_alone_has_its_own_sum(path: Path) -> None:
 
 def test_kept_positions_of_a_sample_that_is_carried_over_are_held_against_its_prompt(path: Path) -> None:
     with changing(path) as file:
-        turned_positions(file)
+        CODES[0](file)
     old = ExistingTrace(path)
     assert old.part("a").arrays()["kept_count"].max() == 3  # type: ignore[union-attr]
-    with pytest.raises(TraceError, match="kept_position ascending within each head"):
+    with pytest.raises(TraceError, match=NONE_OF_ITS_SET):
         old.part("b").arrays()  # type: ignore[union-attr]
 
 

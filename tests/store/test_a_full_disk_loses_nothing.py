@@ -110,8 +110,8 @@ def test_what_is_asked_for_at_least_is_no_more_than_the_file_takes(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(trace_writing, "_check_room", lambda folder, needed: asked.append(needed))
-    kept = sum(len(measured(name, CONFIGS).arrays["kept_position"]) for name in measured_run.sample_ids)
-    assert measured_run.finish().stat().st_size >= asked[0] >= 4 * kept
+    tokens = sum(len(measured(name, CONFIGS).arrays["prompt_token"]) for name in measured_run.sample_ids)
+    assert measured_run.finish().stat().st_size >= asked[0] >= 8 * tokens
 
 
 def test_a_full_disk_while_a_sample_is_kept_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import perturbkv
 from perturbkv.errors import TraceError
+from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.storage.layout import FORMAT_VERSION
 from perturbkv.storage.trace_file import describe, read_trace
@@ -25,6 +26,7 @@ FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
 GOLDEN = Path(__file__).parent / "golden" / "trace-v1.h5"
 GOLDEN_2 = GOLDEN.with_name("measured-v2.h5")
 GOLDEN_3 = GOLDEN.with_name("measured-v3.h5")
+GOLDEN_4 = GOLDEN.with_name("measured-v4.h5")
 
 
 GOLDEN_THETA = [40.52332799, 34.65600929, 39.2767747, 39.47052015, 31.53859482, 22.91896914, 23.67227235]
@@ -79,23 +81,23 @@ def test_every_variable_has_scales_units_and_a_name(tmp_path: Path) -> None:
             if name in VARIABLES:
                 axes = [dim[0].name.lstrip("/") for dim in variable.dims]
                 dims = VARIABLES[name].dims
-                in_rows = dims in (("kept_entry",), ("prompt_entry",))
+                in_rows = dims in (("kept_byte",), ("prompt_entry",))
                 assert axes == (list(dims) if in_rows else ["sample", *dims])
 
 
-def test_kept_entries_are_counted_by_a_dimension_that_takes_no_bytes(tmp_path: Path) -> None:
+def test_bytes_of_codes_are_counted_by_a_dimension_that_takes_no_bytes(tmp_path: Path) -> None:
     small, large = (
         write(tmp_path / f"{heads}.h5", sample_trace(heads=heads), sample_trace("other", heads=heads))
         for heads in (1000, 2000)
     )
     with h5py.File(small) as file, h5py.File(large) as other:
-        assert file["kept_position"].dims[0][0].name == "/kept_entry"
-        assert file["kept_entry"].shape == file["kept_position"].shape == (2 * 2 * 2 * 1000 * KEPT,)
-        assert file["kept_entry"].id.get_storage_size() == other["kept_entry"].id.get_storage_size() == 0
+        assert file["kept_code"].dims[0][0].name == "/kept_byte"
+        assert file["kept_byte"].shape == file["kept_code"].shape == (2 * 2 * 2 * 1000 * KEPT,)
+        assert file["kept_byte"].id.get_storage_size() == other["kept_byte"].id.get_storage_size() == 0
     with xr.open_dataset(small, engine="h5netcdf") as data:
-        assert data["kept_position"].dims == ("kept_entry",)
-        assert "kept_entry" not in data.variables
-        assert data["kept_position"].isel(kept_entry=slice(0, KEPT)).values.tolist() == list(range(KEPT))
+        assert data["kept_code"].dims == ("kept_byte",)
+        assert "kept_byte" not in data.variables
+        assert data["kept_code"].isel(kept_byte=slice(0, KEPT)).values.tolist() == [0, *[1] * (KEPT - 1)]  # gaps
 
 
 def test_describe_tells_what_is_there_without_reading_it(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_format_md_and_the_code_name_the_same_variables() -> None:
     told = {name: (axes, kind, unit, meaning, must == "MAY") for name, axes, kind, unit, meaning, must in rows}
     real = {}
     for name, spec in VARIABLES.items():
-        axes = spec.dims if spec.dims in (("kept_entry",), ("prompt_entry",)) else ("sample", *spec.dims)
+        axes = spec.dims if spec.dims in (("kept_byte",), ("prompt_entry",)) else ("sample", *spec.dims)
         real[name] = (" ".join(axes), spec.dtype, spec.units, spec.long_name, spec.optional)
     assert told == real
     assert f"format version {FORMAT_VERSION}" in FORMAT
@@ -138,7 +140,7 @@ def spoil_format(path: Path) -> None:
         (spoil_half, "truncated"),
         (lambda path: path.write_text("no trace at all"), "no HDF5"),
         (lambda path: path.write_bytes(b""), "no HDF5"),
-        (spoil_version, "got format 4"),
+        (spoil_version, "got format 5"),
         (spoil_format, "another HDF5 file"),
         (lambda path: path.unlink(), "got nothing"),
     ],
@@ -232,6 +234,24 @@ def test_the_golden_file_of_version_3_is_read_for_ever() -> None:
     np.testing.assert_allclose(trace.arrays["theta"][0, :, 0, 0, 0], GOLDEN_THETA, rtol=1e-7)
 
 
+def test_the_golden_file_of_version_4_is_read_for_ever() -> None:
+    trace = read_trace(GOLDEN_4)
+    assert trace.attrs["format_version"] == "4"
+    assert trace.run.labels()[:3] == [
+        "snapkv:two-stage b=10 w=4 query", "adakv:two-stage b=10 w=4 query", "snapkv:two-stage b=10 w=4 kv",
+    ]  # fmt: skip
+    assert trace.arrays["prompt_tokens"].tolist() == [48, 301, 0]
+    masks, gaps = trace.arrays["kept_length"][:2, 4].reshape(2, -1), trace.arrays["kept_length"][1, 0]
+    assert (masks == [[6], [38]]).all()
+    assert (gaps < 38).all()
+    assert trace.kept(0, 0, 0, 0).tolist() == [4, 5, 15, 21, 24, 28, 44, 45, 46, 47]
+    assert trace.kept(1, 2, 1, 3).tolist() == [20, 27, 55, 119, 178, 181, 297, 298, 299, 300]
+    assert trace.kept(1, 4, 0, 0).tolist()[:12] == [0, 2, 3, 4, 7, 11, 12, 13, 14, 15, 16, 17]
+    np.testing.assert_allclose(trace.arrays["theta"][0, :2, 0, 0, 0], [33.3663547, 30.58813818], rtol=1e-7)
+    with xr.open_dataset(GOLDEN_4, engine="h5netcdf") as data:
+        assert data["kept_code"].dims == ("kept_byte",)
+
+
 def test_a_trace_of_version_1_that_is_extended_tells_which_of_its_samples_are_older(tmp_path: Path) -> None:
     path = Path(shutil.copy(GOLDEN, tmp_path / "grown.h5"))
     names = ["first", "second", "broken", "third"]
@@ -253,8 +273,8 @@ def test_a_trace_of_version_1_that_is_extended_tells_which_of_its_samples_are_ol
 def test_large_variables_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "t.h5", sample_trace())
     trace, replaced = read_trace(path), read_trace(path)
-    assert "kept_position" in trace.arrays
-    assert set(trace.arrays) == {name for name, variable in VARIABLES.items() if not variable.optional}
+    assert "kept_code" in trace.arrays
+    assert set(trace.arrays) == {name for name, one in VARIABLES.items() if not one.optional or name in KEPT_CODES}
     assert trace.kept(0, 0, 0, 0).tolist() == [0, 1, 2]
     path.unlink()
     write(path, sample_trace(layers=3))

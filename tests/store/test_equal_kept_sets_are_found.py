@@ -6,23 +6,24 @@ import numpy as np
 import pytest
 
 from perturbkv.trace import SampleTrace, Trace
-from tests.support.traces import ragged, sample_trace, trace
+from tests.support.traces import kept_of, ragged, rekept, sample_trace, trace
 
 
 def alike_in_places(sample: SampleTrace, seed: int) -> SampleTrace:
     """Configuration 1 keeps what 0 does in some heads: at the same place, at another one, or all but one position."""
     arrays: dict[str, Any] = {name: np.array(array) for name, array in sample.arrays.items()}
-    offset, count, draw = arrays["kept_offset"], arrays["kept_count"], np.random.default_rng(seed)
-    for where in np.ndindex(offset.shape[1:]):
-        first, second = (0, *where), (1, *where)
-        kind, own = draw.integers(4), slice(offset[first], offset[first] + count[first])
-        if kind == 0:
-            offset[second], count[second] = offset[first], count[first]
-        elif kind in (1, 2):
-            positions = arrays["kept_position"][own].copy()
-            positions[-1] += kind - 1
-            offset[second], count[second] = len(arrays["kept_position"]), count[first]
-            arrays["kept_position"] = np.concatenate([arrays["kept_position"], positions])
+    kinds = np.random.default_rng(seed).integers(4, size=arrays["kept_offset"].shape[1:])
+
+    def change(where: tuple[int, ...], held: list[int]) -> list[int]:
+        if where[0] == 0 or kinds[where[1:]] not in (1, 2):
+            return held
+        first = kept_of(sample.arrays, 0, *where[1:])
+        return first[:-1] + [first[-1] + int(kinds[where[1:]]) - 1]
+
+    rekept(arrays, change)
+    for where in zip(*np.nonzero(kinds == 0), strict=True):
+        for name in ("kept_offset", "kept_length", "kept_count"):
+            arrays[name][(1, *where)] = arrays[name][(0, *where)]
     return SampleTrace(sample.sample_id, arrays)
 
 
@@ -42,12 +43,7 @@ def test_equal_kept_sets_are_those_whose_positions_are_equal(sharing: int) -> No
     samples = [
         alike_in_places(ragged(sample_trace(f"s{seed}", layers=3, heads=4), seed, sharing), seed) for seed in range(4)
     ]
-    starts = np.cumsum([0, *(len(sample.arrays["kept_position"]) for sample in samples)])
-    moved = [
-        SampleTrace(sample.sample_id, {**sample.arrays, "kept_offset": sample.arrays["kept_offset"] + start})
-        for sample, start in zip(samples, starts[:-1], strict=True)
-    ]
-    made = trace(*moved, failures={"broken": "planted"})
+    made = trace(*samples, failures={"broken": "planted"})
     found = made.same_kept(0, 1)
     assert found.shape == (4, 3, 4)
     assert found.dtype == bool
@@ -59,8 +55,9 @@ def test_equal_kept_sets_are_those_whose_positions_are_equal(sharing: int) -> No
 
 def test_empty_kept_sets_are_equal_and_a_trace_without_complete_samples_has_none() -> None:
     sample = sample_trace()
-    nothing = {"kept_count": np.zeros_like(sample.arrays["kept_count"]), "kept_position": np.zeros(0, dtype=np.int32)}
-    empty = SampleTrace("s0", {**sample.arrays, **nothing})
+    nothing = np.zeros_like(sample.arrays["kept_count"])
+    none = {"kept_count": nothing, "kept_length": nothing, "kept_code": np.zeros(0, dtype=np.uint8)}
+    empty = SampleTrace("s0", {**sample.arrays, **none})
     assert trace(empty).same_kept(0, 1).all()
     made = trace(sample)
     failed = Trace(made.run, made.sample_ids, made.arrays, {"s0": "planted"})

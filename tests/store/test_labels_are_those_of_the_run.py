@@ -99,10 +99,10 @@ SPOILT = [
     (measured_of(99), "expected steps_measured of 1 … 2 for sample 1 in .*, got 99"),
     (measured_of(0), "expected steps_measured of 1 … 2 for sample 1 in .*, got 0"),
     (failed, "expected steps_measured of 0, as the sample failed, for sample 1 in .*, got 2"),
-    (changed("kept_offset", -1), r"within the 72 places along 'kept_entry' in .*, got -1 and 3 at \(1, 1, 2, 1\)"),
-    (changed("kept_offset", 70), r"within the 72 places along 'kept_entry' in .*, got 70 and 3 at"),
-    (changed("kept_count", -1), r"within the 72 places along 'kept_entry' in .*, got 69 and -1 at"),
-    (changed("kept_count", 2**62), "within the 72 places along 'kept_entry'"),
+    (changed("kept_offset", -1), r"within the 72 places along 'kept_byte' in .*, got -1 and 3 at \(1, 1, 2, 1\)"),
+    (changed("kept_offset", 70), r"within the 72 places along 'kept_byte' in .*, got 70 and 3 at"),
+    (changed("kept_length", -1), r"within the 72 places along 'kept_byte' in .*, got 69 and -1 at"),
+    (changed("kept_length", 2**62), "within the 72 places along 'kept_byte'"),
 ]
 
 

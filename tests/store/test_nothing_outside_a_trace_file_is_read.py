@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
+from perturbkv import kept_code
 from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
@@ -94,16 +96,14 @@ def test_a_heap_that_leads_nowhere_is_refused_instead_of_read_for_ever(whole: by
 
 def test_more_kept_entries_than_a_shape_may_have_unstored_are_read(tmp_path: Path) -> None:
     whole = sample_trace("s0", configs=2, layers=200, heads=250)
-    count = 50
-    arrays = {
-        **whole.arrays,
-        "kept_count": np.full((2, 200, 250), count),
-        "kept_offset": (np.arange(2 * 200 * 250) * count).reshape(2, 200, 250),
-        "kept_position": np.tile(np.arange(count, dtype=np.int32), 2 * 200 * 250),
-    }
-    path = write(tmp_path / "t.h5", SampleTrace("s0", arrays))
+    count, shape = 200, (2, 200, 250)
+    told = {"kept_count": np.full(shape, count), "prompt_tokens": np.asarray(8 * count)}
+    code, _ = kept_code.of_positions(np.arange(count), np.array([count]), 8 * count)
+    rows = {"kept_offset": np.arange(math.prod(shape)).reshape(shape) * count, "kept_length": np.full(shape, count)}
+    code = np.tile(code, math.prod(shape))
+    path = write(tmp_path / "t.h5", SampleTrace("s0", {**whole.arrays, **told, **rows, "kept_code": code}))
     trace = read_trace(path)
-    assert trace.arrays["kept_position"].nbytes > 16 * 2**20
+    assert trace.arrays["kept_code"].nbytes > 16 * 2**20
     assert trace.kept(0, 1, 199, 249).tolist() == list(range(count))
 
 

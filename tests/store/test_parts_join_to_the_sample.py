@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.merge import join, joined_shapes, kept_entries, single_whole_part
+from perturbkv.storage.merge import code_bytes, join, joined_shapes, single_whole_part
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, sample_trace
 
 FLOORS = ("noise_floor", "noise_floor_isolated", "hidden_noise_floor", "final_noise_floor", "logit_kl_noise_floor")
+CODE = np.arange(9, dtype=np.uint8)
+"""Bytes that no code need be: parts are joined as they are."""
 
 
 def assert_equal(found: SampleTrace, expected: SampleTrace) -> None:
@@ -68,9 +70,7 @@ def test_any_split_in_any_order_joins_to_what_was_split(split, random, sharing: 
 def test_equal_offsets_stay_equal_whatever_heads_share_them() -> None:
     places = np.array([[[0, 3], [0, 3]], [[3, 5], [5, 0]]])  # shared by heads, layers and configurations
     lengths = np.array([[[3, 2], [3, 2]], [[2, 1], [1, 3]]])
-    full = with_arrays(
-        sample_trace(), kept_offset=places, kept_count=lengths, kept_position=np.arange(6, dtype="int32")
-    )
+    full = with_arrays(sample_trace(), kept_offset=places, kept_length=lengths, kept_count=lengths, kept_code=CODE[:6])
     other = ragged(cut(sample_trace(), [0]), seed=3)
     found = join([(full, ["a", "b"]), (other, ["c"])], ["b", "c", "a"])
     offsets = found.arrays["kept_offset"]
@@ -80,8 +80,8 @@ def test_equal_offsets_stay_equal_whatever_heads_share_them() -> None:
     for config, place in ((0, 1), (2, 0)):
         for where in np.ndindex(2, 2):
             start, length = offsets[config][where], lengths[place][where]
-            kept = found.arrays["kept_position"][start : start + length]
-            assert kept.tolist() == list(range(places[place][where], places[place][where] + length))
+            code = found.arrays["kept_code"][start : start + length]
+            assert code.tolist() == list(range(places[place][where], places[place][where] + length))
 
 
 def test_a_sample_in_one_part_is_not_copied_unless_it_has_to_be() -> None:
@@ -89,28 +89,28 @@ def test_a_sample_in_one_part_is_not_copied_unless_it_has_to_be() -> None:
     assert single_whole_part([(whole, ["a", "b", "c"])], ["a", "b", "c"]) is whole
     assert single_whole_part([(whole, ["a", "b", "c"])], ["b", "a", "c"]) is None
     assert single_whole_part([(cut(whole, [0]), ["a"]), (cut(whole, [1, 2]), ["b", "c"])], ["a", "b", "c"]) is None
-    position = np.append(whole.arrays["kept_position"], [7, 7])
-    assert single_whole_part([(with_arrays(whole, kept_position=position), ["a", "b", "c"])], ["a", "b", "c"]) is None
+    code = np.append(whole.arrays["kept_code"], CODE[:2])
+    assert single_whole_part([(with_arrays(whole, kept_code=code), ["a", "b", "c"])], ["a", "b", "c"]) is None
 
 
-def test_positions_that_no_head_keeps_are_left_behind_and_not_counted() -> None:
+def test_bytes_that_are_no_heads_code_are_left_behind_and_not_counted() -> None:
     sample = sample_trace(configs=1, layers=1, heads=2)
     offsets, counts = np.array([[[4, 1]]]), np.array([[[2, 3]]])
-    spread = with_arrays(sample, kept_offset=offsets, kept_count=counts, kept_position=np.arange(9, dtype="int32"))
+    spread = with_arrays(sample, kept_offset=offsets, kept_length=counts, kept_count=counts, kept_code=CODE)
     found = join([(spread, ["a"])], ["a"])
-    assert found.arrays["kept_position"].tolist() == [4, 5, 1, 2, 3]
+    assert found.arrays["kept_code"].tolist() == [4, 5, 1, 2, 3]
     assert found.arrays["kept_offset"].tolist() == [[[0, 2]]]
-    assert kept_entries(offsets, counts) == 5
+    assert code_bytes(spread.arrays) == 5
 
 
 def test_places_that_overlap_keep_what_each_of_them_holds() -> None:
     sample = sample_trace(configs=1, layers=1, heads=3)
     offsets, counts = np.array([[[0, 0, 1]]]), np.array([[[2, 3, 2]]])
-    spread = with_arrays(sample, kept_offset=offsets, kept_count=counts, kept_position=np.arange(3, dtype="int32"))
+    spread = with_arrays(sample, kept_offset=offsets, kept_length=counts, kept_count=counts, kept_code=CODE[:3])
     found = join([(spread, ["a"])], ["a"])
-    assert found.arrays["kept_position"].tolist() == [0, 1, 0, 1, 2, 1, 2]
+    assert found.arrays["kept_code"].tolist() == [0, 1, 0, 1, 2, 1, 2]
     assert found.arrays["kept_offset"].tolist() == [[[0, 2, 5]]]
-    assert kept_entries(offsets, counts) == 7
+    assert code_bytes(spread.arrays) == 7
 
 
 def test_the_larger_noise_floor_the_sum_of_bytes_and_the_first_full_run_are_kept() -> None:

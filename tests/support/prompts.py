@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.trace import SampleTrace, Trace
-from tests.support.traces import run_config, sample_trace
+from tests.support.traces import kept, run_config, sample_trace
 
 PIECES = ("The", " cat", "", "é", " [red]", "\n\n", " sat", ".", " Who?")
 """The third is a part of the fourth's character; the last is a question, which is not compressed."""
@@ -31,11 +31,10 @@ def sample(name: str = "p0", pieces: tuple[str, ...] = PIECES, question: int = 1
     arrays = dict(sample_trace(name, layers=1).arrays)
     rows = [kept for side in KEPT for kept in side]
     arrays["kept_count"] = np.array([[list(map(len, side))] for side in KEPT])
-    arrays["kept_offset"] = np.arange(0, 16, 4).reshape(2, 1, 2)
-    arrays["kept_position"] = np.concatenate(rows).astype(np.int32)
     moved = np.array([[[[4.0, 1.0]]], [[[2.0, 1.0]]]])  # (config, step, layer, head)
     arrays |= {"perturbation_isolated": moved, "output_norm": np.array([[[10.0, 2.0]]])}
     arrays |= {"prompt_tokens": np.asarray(len(pieces) - question), "question_tokens": np.asarray(question)}
+    arrays |= kept(arrays, np.arange(0, 16, 4).reshape(2, 1, 2), np.concatenate(rows))
     arrays |= {"cut_tokens": np.asarray(0), "held_share": np.array([0.5, 0.25])}
     arrays["lost_position"] = np.array([[[list(lost) for lost in side]] for side in LOST], dtype=np.int32)
     arrays["lost_output"] = np.tile(np.array([3.0, 0.5], dtype=np.float32), (2, 1, 2, 1))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from perturbkv import kept_code
 from perturbkv.configs.run import RunConfig
+from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.selection.grid import configuration
+from perturbkv.storage.former_kept import codes
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -49,7 +52,7 @@ def sample_trace(
     sizes |= {"answer_token": 4, "lost_entry": 2}
     arrays: dict[str, Any] = text(f"Prompt of {name}:\nçé {seed}") if optional else {}
     for variable, spec in VARIABLES.items():
-        if spec.optional and not optional or variable == "kept_position" or variable in TEXT:
+        if spec.optional and not optional or variable in (*KEPT_CODES, *TEXT):
             continue
         shape = tuple(sizes[axis] for axis in spec.dims)
         kind = np.dtype(spec.dtype)
@@ -61,10 +64,51 @@ def sample_trace(
         arrays["steps_measured"], arrays["question_tokens"] = np.asarray(steps), np.asarray(0)
     arrays["prompt_tokens"] = np.asarray(TOKENS)
     arrays["kept_count"] = np.full((configs, layers, heads), KEPT)
-    arrays["kept_offset"] = (np.arange(rows) * KEPT).reshape(configs, layers, heads)
     first = np.repeat(np.arange(configs, dtype=np.int32), KEPT * layers * heads)
-    arrays["kept_position"] = first + np.tile(np.arange(KEPT, dtype=np.int32), rows)
-    return SampleTrace(name, arrays)
+    offsets = (np.arange(rows) * KEPT).reshape(configs, layers, heads)
+    return SampleTrace(name, arrays | kept(arrays, offsets, first + np.tile(np.arange(KEPT, dtype=np.int32), rows)))
+
+
+def kept(arrays: Mapping[str, Any], offsets: Any, positions: Any) -> dict[str, Any]:
+    """Codes of kept sets as a sample stores them: of each head `kept_count` positions from its offset on."""
+    return codes({**arrays, "kept_offset": np.asarray(offsets), "kept_position": np.asarray(positions)})
+
+
+def kept_of(arrays: Mapping[str, Any], *where: int) -> list[int]:
+    """The positions that one head of a sample keeps, by the ten lines of FORMAT.md rather than by the library."""
+    begin, length = (int(arrays[name][where]) for name in ("kept_offset", "kept_length"))
+    return decoded(arrays["kept_code"][begin : begin + length].tolist(), int(arrays["prompt_tokens"]))
+
+
+def decoded(code: list[int], tokens: int) -> list[int]:
+    """Kept positions from their code, entry by entry."""
+    if len(code) == (tokens + 7) // 8:
+        return [place for place in range(tokens) if code[place // 8] & 128 >> place % 8]
+    found, position, gap, shift = [], 0, 0, 0
+    for byte in code:
+        gap, shift = gap + ((byte & 127) << shift), shift + 7
+        if byte < 128:
+            position, gap, shift = position + gap, 0, 0
+            found.append(position)
+    return found
+
+
+def rekept(arrays: dict[str, Any], change: Callable[[tuple[int, ...], list[int]], Sequence[int]]) -> None:
+    """Give every head of a sample, or of a trace, the positions that `change` makes of its place and its own.
+
+    Every head gets a code of its own; the arrays are changed where they lie, but for `kept_code`.
+    """
+    rows: list[Any] = [np.zeros(0, dtype=np.uint8)]
+    tokens = np.asarray(arrays["prompt_tokens"])
+    for where in np.ndindex(arrays["kept_offset"].shape):
+        own = int(tokens[where[0]]) if tokens.ndim else int(tokens)
+        begin, length = int(arrays["kept_offset"][where]), int(arrays["kept_length"][where])
+        positions = np.array(change(where, decoded(arrays["kept_code"][begin : begin + length].tolist(), own)))
+        code, _ = kept_code.of_positions(positions.astype(np.int32), np.array([len(positions)]), own)
+        arrays["kept_offset"][where], arrays["kept_length"][where] = sum(map(len, rows)), len(code)
+        arrays["kept_count"][where] = len(positions)
+        rows.append(code)
+    arrays["kept_code"] = np.concatenate(rows)
 
 
 def text(said: str) -> dict[str, Any]:
@@ -88,8 +132,8 @@ def ragged(sample: SampleTrace, seed: int = 0, sharing: int = 1) -> SampleTrace:
             start, length = sum(map(len, rows)), int(draw.integers(1, 6))
             rows.append(np.sort(draw.choice(50, length, replace=False)))
         offsets[config, layer, head], counts[config, layer, head] = start, length
-    kept = {"kept_offset": offsets, "kept_count": counts, "kept_position": np.concatenate(rows).astype(np.int32)}
-    return SampleTrace(sample.sample_id, {**sample.arrays, **kept})
+    arrays = {**sample.arrays, "kept_count": counts}
+    return SampleTrace(sample.sample_id, arrays | kept(arrays, offsets, np.concatenate(rows).astype(np.int32)))
 
 
 def cut(sample: SampleTrace, configs: Sequence[int]) -> SampleTrace:
@@ -99,14 +143,14 @@ def cut(sample: SampleTrace, configs: Sequence[int]) -> SampleTrace:
         for name, array in sample.arrays.items()
     }
     moved: dict[tuple[int, int], int] = {}
-    rows: list[Any] = [np.zeros(0, dtype=np.int32)]
+    rows: list[Any] = [np.zeros(0, dtype=np.uint8)]
     for where in np.ndindex(arrays["kept_offset"].shape):
-        start, length = int(arrays["kept_offset"][where]), int(arrays["kept_count"][where])
+        start, length = int(arrays["kept_offset"][where]), int(arrays["kept_length"][where])
         if (start, length) not in moved:
             moved[start, length] = sum(map(len, rows))
-            rows.append(sample.arrays["kept_position"][start : start + length])
+            rows.append(sample.arrays["kept_code"][start : start + length])
         arrays["kept_offset"][where] = moved[start, length]
-    arrays["kept_position"] = np.concatenate(rows)
+    arrays["kept_code"] = np.concatenate(rows)
     if "cache_bytes" in arrays:
         arrays["cache_bytes"] = np.asarray(sum(100 + config for config in configs))
         arrays["cache_padding_bytes"] = np.asarray(sum(configs))
@@ -123,8 +167,10 @@ def trace(*samples: SampleTrace, failures: dict[str, str] | None = None, **run: 
             arrays[variable] = np.concatenate([sample.arrays[variable] for sample in samples])
             continue
         stacked = np.stack([sample.arrays[variable] for sample in samples])
-        if variable == "prompt_offset":
-            stacked = np.cumsum([0, *(len(sample.arrays["prompt_token"]) for sample in samples)])[:-1]
+        for row, offset in (("prompt_token", "prompt_offset"), ("kept_code", "kept_offset")):
+            if variable == offset:
+                starts = np.cumsum([0, *(len(sample.arrays[row]) for sample in samples)])[:-1]
+                stacked = stacked + starts.reshape(-1, *[1] * (stacked.ndim - 1))
         blank = np.zeros_like(stacked[:1]) if stacked.dtype.kind in "iu" else np.full_like(stacked[:1], np.nan)
         arrays[variable] = np.concatenate([stacked, *[blank] * len(failures)])
     steps = samples[0].sizes()["step"]
