@@ -26,13 +26,14 @@ class ExistingTrace:
         held = describe_whole(path)
         self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
         self.with_text = frozenset(held.with_text)
+        self._places = {name: place for place, name in enumerate(self.sample_ids)}
         self._path, self._stamp = path, path.stat().st_mtime_ns
 
     def part(self, sample_id: str) -> ExistingSample | None:
         """The sample; None where it failed or is not there."""
-        if sample_id not in self.sample_ids or sample_id in self.failures:
+        if sample_id not in self._places or sample_id in self.failures:
             return None
-        return ExistingSample(self._path, self._stamp, self.sample_ids.index(sample_id), self.labels)
+        return ExistingSample(self._path, self._stamp, self._places[sample_id], self.labels)
 
 
 @dataclass(frozen=True)
