@@ -8,28 +8,30 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
+from perturbkv.cli.sharding import share
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
 from perturbkv.visible import line
 
 if TYPE_CHECKING:
+    from perturbkv.configs.shard import Shard
     from perturbkv.pipeline.plan import Plan
 
 _MIB = 2**20
 
 
-def show(planned: Plan, as_json: bool) -> None:
-    """Print the plan of a run."""
-    document = describe(planned)
+def show(planned: Plan, as_json: bool, part: Shard | None = None) -> None:
+    """Print the plan of a run, and which share of it is measured."""
+    document = describe(planned, part)
     if as_json:
         console.print_json(document)
     else:
         _show(planned, document)
 
 
-def show_all(plans: Sequence[Plan], as_json: bool) -> None:
+def show_all(plans: Sequence[Plan], as_json: bool, part: Shard | None = None) -> None:
     """Print the plans of several runs, one after the other; as JSON under `runs`."""
-    documents = [describe(planned) for planned in plans]
+    documents = [describe(planned, part) for planned in plans]
     if as_json:
         console.print_json({"runs": documents})
         return
@@ -42,6 +44,7 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         ("model", f"{line(planned.run.model)} ({document['model_parameters']:,} parameters, {planned.run.dtype})"),
         ("dataset", line(planned.run.dataset)),
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
+        *([("this shard", _shared(document["shard"]))] if document["shard"] else []),
         ("cut in the middle", f"{document['cut_samples']} samples"),
         *([("layers measured", document["measured_layers"])] if document["measured_layers"] else []),
         ("scenario", planned.run.scenario),
@@ -59,13 +62,24 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
     console.table("configurations", ["configuration", "#entries kept"], kept)
 
 
+def _counted(part: Shard, planned: Plan) -> tuple[Sequence[str], int]:
+    samples, configs = part.of(planned.prompts.ids, planned.run.configs)
+    return samples, len(configs)
+
+
+def _shared(document: dict[str, Any]) -> str:
+    """What the shard measures, in words."""
+    samples, configs = counted(len(document["samples"]), "sample"), counted(document["configs"], "configuration")
+    return f"{document['shard']}: {samples}, {configs} of each"
+
+
 def _decoded(document: dict[str, Any]) -> str:
     """How many batches the configurations are decoded in, and what the largest takes."""
     batches = counted(document["batches"], "batch", "batches")
     return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
 
 
-def describe(planned: Plan) -> dict[str, Any]:
+def describe(planned: Plan, part: Shard | None = None) -> dict[str, Any]:
     """The same as numbers. Memory is what weights and caches take, in MiB, without activations."""
     run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
@@ -80,6 +94,7 @@ def describe(planned: Plan) -> dict[str, Any]:
         "measured_layers": layer_types.told(planned.files.config),
         "dataset": run.dataset,
         "samples": len(lengths),
+        "shard": None if part is None else share(part, *_counted(part, planned)),
         "tokens_min": min(lengths),
         "tokens_max": longest,
         "cut_samples": planned.prompts.cut,

@@ -78,6 +78,7 @@ NEEDS: Mapping[str, Need] = {
     "seed": Need(_random, "--dataset needle or a ruler: task, a random: model, or a random selection or policy"),
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.given, "a policy of ours: a press has a window of its own"),
+    "shard_by": Need(lambda run, config: "shard" in run.typed, "--shard"),
     "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),
     **{name: _engine(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},
 }
@@ -92,6 +93,8 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "steps": "answers are as long as --max-new-tokens says",
         "save": "generate measures no outputs; perturbkv trace does",
         "text": "it leaves no trace, and answers alone in its file",
+        "shard": "it leaves no trace, which alone has shards",
+        "shard_by": "it leaves no trace, which alone has shards",
     },
     "horizon": {"step": "it shows all of them"},
     "bytes": {"precision": "it measures several, which --bits names"},

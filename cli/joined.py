@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perturbkv.cli import console, dry_run, effects, summary
+from perturbkv.cli import console, dry_run, effects, sharding, summary
 from perturbkv.cli.choices import apart
 from perturbkv.cli.options import RunOptions, TracesOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import free_figures, reachable
 from perturbkv.cli.study import Study
-from perturbkv.cli.tracing import make_trace, run_folder, slug
+from perturbkv.cli.tracing import measure, run_folder, slug
 from perturbkv.configs.choice import split
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError
@@ -58,7 +58,7 @@ def open_joined(
     planned = _planned(runs, asked, leave_out_unfit, generate, metric)
     _say_unshared(planned, name)
     if run.dry_run:
-        dry_run.show_all(planned, run.as_json)
+        dry_run.show_all(planned, run.as_json, run.part)
         return None
     return _study(name, _made(runs, planned, paths, folder), folder, look, run)
 
@@ -136,14 +136,15 @@ def _say_unshared(planned: Sequence[Plan], name: str) -> None:
 
 
 def _made(runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path) -> list[Path]:
-    """The traces, one after the other, by one model."""
+    """The traces, one after the other, by one model; with --shard the command ends here unless all are whole."""
     from perturbkv.engines import choosing
 
     with choosing.engine(runs[0].spread, planned) as engine:
-        return [
-            make_trace(run, one, path, engine=engine, folder=folder)
+        made = [
+            measure(run, one, path, engine=engine, folder=folder)
             for run, one, path in zip(runs, planned, paths, strict=True)
         ]
+    return sharding.whole_or_left(made, runs[0].as_json)
 
 
 def _study(name: str, paths: Sequence[Path], folder: Path, look: TracesOptions, run: RunOptions) -> Study:

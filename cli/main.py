@@ -34,6 +34,7 @@ from perturbkv.cli.judge import judge
 from perturbkv.cli.layers import layers
 from perturbkv.cli.link import link
 from perturbkv.cli.listings import models, policies
+from perturbkv.cli.merge import merge
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
 from perturbkv.cli.quality import quality
@@ -61,7 +62,7 @@ SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Scores of answers and budgets, of finished traces or of those that they make": SCORES,
-    "Running a model, and its trace": (trace, generate, head_scores, info, tokens, export),
+    "Running a model, and its trace": (trace, merge, generate, head_scores, info, tokens, export),
     "Answers that generate wrote": (divergence, judge),
     "An eviction that is not ours": (audit,),
     "What there is to choose from": (models, datasets, policies),

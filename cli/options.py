@@ -21,6 +21,7 @@ from perturbkv.configs.numbers import check
 from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.configs.run import CACHES, SCENARIOS
+from perturbkv.configs.shard import BY, Shard
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import FIELDS, every, names_policy
@@ -136,6 +137,8 @@ class RunOptions(DataOptions):
         _run("--output", "-o", metavar="PATH", help="Where results go",
              show_default="runs/<time>-<model>-<dataset>"),
     ] = None  # fmt: skip
+    shard: Annotated[str | None, _run(metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")] = None
+    shard_by: Annotated[str, _run(metavar="NAME", help="What is shared out: samples or configs")] = BY[0]
     overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run")] = False
     wait: Annotated[bool, _run("--wait", help="Wait while another process writes there")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Tell samples, configurations, memory; run nothing")] = False
@@ -164,6 +167,8 @@ class RunOptions(DataOptions):
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
         check_choice("device map", self.device_map, ("none", "auto"))
+        check_choice("way to share a run out", self.shard_by, BY)
+        _ = self.part  # read once, so that a mistake is known before anything else
         if self.device_map == "auto" and self.device != "auto":
             msg = f"--device-map auto takes all GPUs and --device {self.device} one; give only one of them"
             raise ConfigError(msg)
@@ -174,6 +179,11 @@ class RunOptions(DataOptions):
         return EngineConfig(
             self.engine, self.workers, self.ray_address, self.cpus_per_worker, self.timeout_per_sample
         )  # fmt: skip
+
+    @property
+    def part(self) -> Shard | None:
+        """The shard of the run that is measured; None: all of it. Raises ConfigError for text that is none."""
+        return None if self.shard is None else Shard.parse(self.shard, self.shard_by)
 
     @property
     def resources(self) -> Resources:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.datasets.prompts import Prompts
@@ -47,6 +48,9 @@ def plan(
     instead of the data set's own. `scored`: whether prompts whose answers nothing grades are refused.
     `files`: the model, where it was opened for another run already.
     """
+    if options.shard is not None and options.output is None:
+        msg = "expected --output with --shard, got none; name the place that all shards of the run share"
+        raise ConfigError(msg)
     from perturbkv.cache import positions
     from perturbkv.datasets import registry as datasets
     from perturbkv.engines import choosing

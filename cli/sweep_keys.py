@@ -19,7 +19,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.selection import spread
 from perturbkv.selection.grid import FIELDS
 
-_TYPED_ALONE = ("overwrite", "wait", "dry_run", "as_json")
+_TYPED_ALONE = ("shard", "shard_by", "overwrite", "wait", "dry_run", "as_json")
 """Options that say what to do this time, not what is measured: never in a file."""
 _SHARED = "seed"
 """The one choice that is not the eviction's alone: data and weights have it too, and it is one for them."""

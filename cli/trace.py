@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -21,7 +21,8 @@ from perturbkv.cli.tracing import make_trace, run_folder
 if TYPE_CHECKING:
     from perturbkv.pipeline.plan import Plan
 
-_HDF5 = (".h5", ".hdf5")
+HDF5 = (".h5", ".hdf5")
+"""How the --output ends that is a trace itself, and not its folder."""
 
 
 @telling("ray_address", "cpus_per_worker", "timeout_per_sample")
@@ -56,34 +57,41 @@ def trace(
         effects.check("trace", sweep.run, sweep.configs)
         run, planning = sweep.run, sweep.plan
     if run.dry_run:
-        dry_run.show(planning(), run.as_json)
+        dry_run.show(planning(), run.as_json, run.part)
         return
     target = run_folder(run, run.output)
-    path = reachable(target if target.suffix in _HDF5 else target / "trace.h5", run.wait)
-    failures = report(make_trace(run, planning(), path), run.as_json)
-    if failures:
+    path = reachable(target if target.suffix in HDF5 else target / "trace.h5", run.wait)
+    made = make_trace(run, planning(), path)
+    if run.as_json:
+        console.print_json(describe(made))
+    if report(made, run.as_json):
         raise typer.Exit(1)
 
 
 def report(path: Path, as_json: bool) -> int:
-    """Say what a finished trace holds; returns how many samples failed."""
+    """Say what a finished trace holds, on stdout unless that is for JSON; returns how many samples failed."""
+    from perturbkv.storage.trace_file import read_trace
+
+    finished = read_trace(path)
+    if not as_json:
+        console.say(f"{path}: {len(finished.sample_ids)} samples, {len(finished.run.configs)} configurations")
+    say_failures(dict(finished.failures))
+    return len(finished.failures)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """The same as JSON has it."""
     from perturbkv.analyses.objects import config_object
     from perturbkv.storage.trace_file import read_trace
 
     finished = read_trace(path)
-    if as_json:
-        document = {
-            "trace": str(path),
-            "digest": finished.digest,
-            "samples": list(finished.sample_ids),
-            "failed": dict(finished.failures),
-            "configs": [config_object(config) for config in finished.run.configs],
-        }
-        console.print_json(document)
-    else:
-        console.say(f"{path}: {len(finished.sample_ids)} samples, {len(finished.run.configs)} configurations")
-    say_failures(dict(finished.failures))
-    return len(finished.failures)
+    return {
+        "trace": str(path),
+        "digest": finished.digest,
+        "samples": list(finished.sample_ids),
+        "failed": dict(finished.failures),
+        "configs": [config_object(config) for config in finished.run.configs],
+    }
 
 
 def say_failures(failures: dict[str, str]) -> None:

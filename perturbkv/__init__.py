@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from perturbkv.selection.policies.registry import register_policy as register_policy
     from perturbkv.selection.policies.registry import register_score as register_score
     from perturbkv.storage.answers_file import read_answers as read_answers
+    from perturbkv.storage.joining import merge as merge
     from perturbkv.storage.trace_file import read_trace as read_trace
     from perturbkv.storage.writer import TraceWriter as TraceWriter
     from perturbkv.trace import SampleTrace as SampleTrace
@@ -84,6 +85,7 @@ _PUBLIC = {
     "load_model": "perturbkv.api.loading",
     "load_prompts": "perturbkv.api.loading",
     "measure": "perturbkv.api.measuring",
+    "merge": "perturbkv.storage.joining",
     "methods": "perturbkv.analyses.methods",
     "needle": "perturbkv.analyses.needle",
     "option": "perturbkv.configs.option",

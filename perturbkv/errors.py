@@ -80,6 +80,10 @@ class OutputError(PerturbkvError):
     """A place where no result can be written: of another kind, full, in use by another run, or somebody else's file."""
 
 
+class HeldError(OutputError):
+    """A place that another process writes now."""
+
+
 class UnreadableError(PerturbkvError):
     """A cache that is not ours and does not show what it keeps; `reason` says why."""
 

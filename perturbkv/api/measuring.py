@@ -4,25 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, overload
 
 from perturbkv.api.planning import planned
 from perturbkv.configs.engine import EngineConfig
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.shard import BY, Shard
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines import choosing
+from perturbkv.errors import ConfigError
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Settings
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import run_in_memory, run_to_file
+from perturbkv.pipeline.sharding import ShardDone, run_shard
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
 _DEFAULT = Resources()
 
 
+@overload
 def measure(
+    model: Adapter, prompts: Iterable[Prompt], configs: Iterable[EvictionConfig], *, shard: None = None, **options: Any
+) -> Trace: ...
+
+
+@overload
+def measure(
+    model: Adapter, prompts: Iterable[Prompt], configs: Iterable[EvictionConfig], *, shard: str, **options: Any
+) -> Trace | ShardDone: ...
+
+
+def measure(  # type: ignore[misc]  # the options above are those below
     model: Adapter,
     prompts: Iterable[Prompt],
     configs: Iterable[EvictionConfig],
@@ -40,11 +56,13 @@ def measure(
     cache: str = "ragged",
     generate: int | None = 0,
     head_scores: Sequence[Sequence[float]] = (),
+    shard: str | None = None,
+    shard_by: str = BY[0],
     overwrite: bool = False,
     wait: bool = False,
     resources: Resources = _DEFAULT,
     progress: bool = True,
-) -> Trace:
+) -> Trace | ShardDone:
     """Run the model once with its full cache and once with each evicted one, and say what was lost.
 
     Args:
@@ -68,6 +86,9 @@ def measure(
         generate: tokens generated from every cache and graded, which takes prompts with accepted answers; None: as many
             as the dataset says.
         head_scores: one row per layer, for the policy `headkv`.
+        shard: `3/16`: measure every 16th sample from the third on, and keep it beside `path`. The one that ends last
+            joins all of them and gives the trace; the others give what they measured, and `merge` joins them too.
+        shard_by: `samples`, or `configs`: every sample for every 16th configuration.
         overwrite: replace a trace of another run at `path`, which stays until the new one is whole.
         wait: where another process writes `path`, wait until it is done, then go on from there.
         resources: memory and kernels.
@@ -76,6 +97,7 @@ def measure(
     Raises BudgetError, ConfigError, DatasetError, ModelError, OutputError, TraceError, WorkerError;
     InterruptedRunError on Ctrl-C with a path.
     """
+    part = _part(shard, shard_by, path)
     chosen = EngineConfig(engine, workers, ray_address, cpus_per_worker, timeout_per_sample)
     save = ("outputs",) if save_outputs else ()
     settings = Settings(steps, scenario, cache, save, generate, head_scores, text)
@@ -87,5 +109,18 @@ def measure(
     ):
         if path is None:
             return run_in_memory(ready, measuring, drawn.at)
+        if part is not None:
+            left = run_shard(ready, measuring, Path(path), part, overwrite=overwrite, wait=wait, progress=drawn.at)
+            return left if isinstance(left, ShardDone) else read_trace(left)
         made = run_to_file(ready, measuring, Path(path), overwrite=overwrite, wait=wait, progress=drawn.at)
         return read_trace(made)
+
+
+def _part(shard: str | None, by: str, path: str | Path | None) -> Shard | None:
+    """The share that is measured; None: all of it. Raises ConfigError for one without a path, or by nothing."""
+    if shard is None and by == BY[0]:
+        return None
+    if shard is None or path is None:
+        msg = f"expected {'shard_by with a shard' if shard is None else 'a path with a shard'}, got none; give both"
+        raise ConfigError(msg)
+    return Shard.parse(shard, by)

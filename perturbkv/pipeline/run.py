@@ -13,6 +13,7 @@ from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.provenance import provenance
 from perturbkv.pipeline.texts import PromptTexts
+from perturbkv.storage.joining import taken_over, together
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.memory import in_memory
 from perturbkv.storage.merge import join
@@ -40,6 +41,25 @@ class Engine(Protocol):
         """
 
 
+class Writer(Protocol):
+    """Where measured samples are kept: a `TraceWriter`, or one of a part of a run."""
+
+    def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
+        """Sample -> the configurations that it still lacks."""
+
+    def done(self) -> set[str]:
+        """Samples that lack nothing."""
+
+    def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:
+        """Keep one, measured for these configurations."""
+
+    def leave(self) -> None:
+        """Leave a run that cannot go on."""
+
+    def finish(self) -> Path:
+        """Make what all samples are kept in."""
+
+
 def run_to_file(
     planned: Plan,
     engine: Engine,
@@ -60,12 +80,20 @@ def run_to_file(
 
 
 def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
-    made, total = provenance(planned), len(planned.prompts)
-    writer = TraceWriter(path, planned.run, planned.prompts.ids, made, overwrite=overwrite, texts=_texts(planned))
-    missing = writer.missing()
-    _say_what_is_there(planned, missing)
-    _say_what_is_special(planned)
+    shards = taken_over(path, planned.run, overwrite, lock.wait)
+    made, journals = together(provenance(planned), shards), [one.journal for one in shards]
+    writer = TraceWriter(path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals)
+    _say_what_is_there(planned, writer.missing())
     _say_whose_text_changes(planned, writer.changing_text())
+    return measure_missing(planned, engine, writer, lock, path, len(planned.prompts), progress)
+
+
+def measure_missing(
+    planned: Plan, engine: Engine, writer: Writer, lock: Lock, path: Path, total: int, progress: Progress
+) -> Path:
+    """Measure what is missing of `total` samples, and finish. Raises as `run_to_file`."""
+    missing = writer.missing()
+    _say_what_is_special(planned)
 
     left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
 
@@ -103,7 +131,7 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
         progress(len(measured), total)
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
-    texts, labels = _texts(planned), planned.run.labels()
+    texts, labels = texts_of(planned), planned.run.labels()
     samples = [with_text(_whole(measured[name], labels), texts) for name in planned.prompts.ids]
     return in_memory(planned.run, samples, provenance(planned))
 
@@ -119,7 +147,8 @@ def _whole(
     return measured[0][0] if len(measured) == 1 else join(measured, labels)
 
 
-def _texts(planned: Plan) -> Texts:
+def texts_of(planned: Plan) -> Texts:
+    """The text of the run's prompts; none where its trace is to hold none."""
     return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
 
 

@@ -9,10 +9,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.schema import KEPT, TEXT, VARIABLES
+from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.merge import Shapes, code_bytes
 from perturbkv.storage.stored_samples import holds, is_former, sample_of
-from perturbkv.storage.trace_file import describe_whole, opened
+from perturbkv.storage.trace_file import describe_whole, opened, read_run
 
 
 class ExistingTrace:
@@ -26,14 +29,34 @@ class ExistingTrace:
         held = describe_whole(path)
         self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
         self.with_text = frozenset(held.with_text)
-        self._places = {name: place for place, name in enumerate(self.sample_ids)}
         self._path, self._stamp = path, path.stat().st_mtime_ns
+        self._places = {name: place for place, name in enumerate(held.sample_ids) if name not in held.failures}
 
     def part(self, sample_id: str) -> ExistingSample | None:
         """The sample; None where it failed or is not there."""
-        if sample_id not in self._places or sample_id in self.failures:
-            return None
-        return ExistingSample(self._path, self._stamp, self._places[sample_id], self.labels)
+        place = self._places.get(sample_id)
+        return None if place is None else ExistingSample(self._path, self._stamp, place, self.labels)
+
+
+def existing_trace(path: Path, run: RunConfig, overwrite: bool = False) -> ExistingTrace | None:
+    """The trace at `path` that `run` goes on with; None where there is none, or with `overwrite` one of another run.
+
+    Raises TraceError for a trace of another run where `overwrite` is False.
+    """
+    if not path.exists() or (overwrite and not _goes_on(path, run)):
+        return None
+    check_extends(run, read_run(path), path)
+    return ExistingTrace(path)
+
+
+def _goes_on(path: Path, run: RunConfig) -> bool:
+    """Whether the file that is there is a whole trace of this run or of a part of it."""
+    try:
+        return not differing_fields(run, describe_whole(path).run)
+    except TraceUnavailableError:
+        raise
+    except TraceError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from perturbkv.storage.places import real
 from perturbkv.trace import FailedSample, SampleTrace
 
 SUFFIX = ".journal"
+SHARD, DONE = "shard.json", "done"
+"""What a shard's journal knows of the whole run, and that nothing of its share is missing (`storage.shards`)."""
 _RUN = "run.json"
 
 
@@ -98,7 +100,10 @@ class Journal:
         return list(dict.fromkeys(entry.sample_id for entry in self.entries()))
 
     def discard(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, what says whose it is last: killed in between, nothing is left that nobody knows."""
+        with suppress(OSError):
+            for path in self._paths():
+                path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def discard_empty(self) -> None:
@@ -149,4 +154,4 @@ class Journal:
 def _own(file: Path) -> bool:
     """Whether a journal has files of such a name, half written ones among them, or a file system leaves such."""
     left = file.name.startswith(".nfs") or file.name in (".DS_Store", "Thumbs.db", "desktop.ini")
-    return file.name == _RUN or file.suffix == ".npz" or ".tmp" in file.name or left
+    return file.name in (_RUN, SHARD, DONE) or file.suffix == ".npz" or ".tmp" in file.name or left

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from perturbkv.errors import OutputError
+from perturbkv.errors import HeldError, OutputError
 from perturbkv.storage.holder import Holder
-from perturbkv.storage.places import make_folders, real, refusals, remove_empty
+from perturbkv.storage.places import despite_others, make_folders, real, refusals, remove_empty
 
 HEARTBEAT_S = 30.0
 _POLL_S = 0.5
@@ -49,7 +49,6 @@ class Lock:
 
     def __enter__(self) -> Self:
         with refusals(self.path):
-            self._made = make_folders(self._file.parent)
             try:
                 self._acquire()
             except BaseException:  # a Ctrl-C too, which a notebook's process survives
@@ -72,16 +71,15 @@ class Lock:
         with refusals(self.path):
             if _peek(self._file) == self._holder:
                 return
-            make_folders(self._file.parent)
-            held = self._claim()
+            held = despite_others(self._claim)
         if held is not None:
-            raise OutputError(_taken(self.path, held, self.advice))
+            raise HeldError(_taken(self.path, held, self.advice))
 
     def _acquire(self) -> None:
         told = False
-        while (held := self._claim()) is not None:
+        while (held := despite_others(self._claim)) is not None:
             if not self.wait:
-                raise OutputError(_taken(self.path, held, self.advice))
+                raise HeldError(_taken(self.path, held, self.advice))
             if not told:
                 _log.info("waiting for %s, which writes %s", held, self.path)
                 told = True
@@ -89,6 +87,7 @@ class Lock:
 
     def _claim(self) -> Holder | None:
         """Who holds it; None where it is this process's now."""
+        self._made += make_folders(self._file.parent)
         with _alone(self._file) as opened:
             held = _read(opened, self._file)
             if held is not None and held != self._holder and not held.is_gone(_silence(self._file)):
@@ -127,7 +126,22 @@ def check_free(path: Path, wait: bool = False) -> None:
     with refusals(path):
         held = None if wait else _peek(file)
         if held is not None and not held.is_gone(_silence(file)):
-            raise OutputError(_taken(path, held, WAIT))
+            raise HeldError(_taken(path, held, WAIT))
+
+
+def wait_until_free(path: Path, wait: bool) -> None:
+    """Return when no living process writes `path`; nothing is taken. Without `wait` raise HeldError instead."""
+    told = False
+    while True:
+        try:
+            return check_free(path)
+        except HeldError as error:
+            if not wait:
+                raise
+            if not told:
+                _log.info("waiting: %s", error)
+                told = True
+            time.sleep(_POLL_S)
 
 
 def _taken(path: Path, held: Holder, advice: str) -> str:

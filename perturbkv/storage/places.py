@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from perturbkv.errors import OutputError
 
 _BESIDE = ".tmp-"
 _LONGEST_BESIDE = 64
 """Characters that the longest path beside an output, that of a journal's entry, has more than the output's own."""
+_TRIES = 20
+_Made = TypeVar("_Made")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_THE_DISK = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
 
@@ -32,16 +35,28 @@ def check_place(path: Path) -> None:
         raise OutputError(msg) from None
     with refusals(path):
         check_kind(path)
-        made = make_folders(where.parent)
-        try:
-            with suppress(FileNotFoundError, NotADirectoryError):  # the kernel looks at the length first
-                os.lstat(where / ("x" * _LONGEST_BESIDE))
-            probe = where.with_name(f".{where.name}{_BESIDE}{os.getpid():010}")
-            probe.touch()
-            probe.unlink()
-            path.parent.stat()  # through a folder that is not there and back, only `real` finds the way
-        finally:
-            remove_empty(made)
+        despite_others(lambda: _probe(path, where))
+
+
+def _probe(path: Path, where: Path) -> None:
+    made = make_folders(where.parent)
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):  # the kernel looks at the length first
+            os.lstat(where / ("x" * _LONGEST_BESIDE))
+        probe = where.with_name(f".{where.name}{_BESIDE}{os.getpid():010}")
+        probe.touch()
+        probe.unlink(missing_ok=True)  # a process of another machine may have this number
+        path.parent.stat()  # through a folder that is not there and back, only `real` finds the way
+    finally:
+        remove_empty(made)
+
+
+def despite_others(work: Callable[[], _Made]) -> _Made:
+    """What `work` gives, done again where a folder was missing: processes that begin together remove theirs."""
+    for _ in range(_TRIES):
+        with suppress(FileNotFoundError):
+            return work()
+    return work()
 
 
 def check_kind(path: Path) -> None:

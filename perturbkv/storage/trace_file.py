@@ -34,6 +34,7 @@ from perturbkv.storage.heaps import check_heaps
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.layout import AXES, STORED
 from perturbkv.storage.lazy import LazyArrays
+from perturbkv.storage.shards import beside
 from perturbkv.storage.stored_samples import CODE, all_codes, holds, is_former
 from perturbkv.storage.structure import axes_of, check_structure, format_version, run_of, variables_of
 from perturbkv.trace import Trace
@@ -199,6 +200,12 @@ def _missing(path: Path) -> str:
     if journal.folder.exists():
         kept = len(journal.sample_ids())
         return f"the run of {path} is unfinished, {kept} samples are kept; run the same command again to go on"
+    if shards := beside(path):
+        finished, count = sum(one.is_done() for one in shards), shards[0].shard.count
+        return (
+            f"the run of {path} is in shards, of which {finished} of {count} are done; perturbkv merge {path} joins "
+            "them, or says which is missing"
+        )
     return f"expected a trace file at {path}, got nothing; make one with perturbkv trace -o {path}"
 
 

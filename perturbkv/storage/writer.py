@@ -9,14 +9,13 @@ from pathlib import Path
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import TraceError, TraceUnavailableError
-from perturbkv.storage.existing import ExistingSample, ExistingTrace
+from perturbkv.errors import TraceError
+from perturbkv.storage.existing import ExistingSample, existing_trace
 from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.files import clear_leftovers, written_whole
 from perturbkv.storage.journal import Entry, Journal, journal_path
 from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
 from perturbkv.storage.texts import Texts, with_text, with_text_shapes
-from perturbkv.storage.trace_file import describe_whole, read_run
 from perturbkv.storage.trace_writing import write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -57,6 +56,7 @@ class TraceWriter:
             other run's file is refused as ever.
         texts: of the samples' prompts; the finished file has these and no others, whatever its samples were measured
             with. None: samples keep what they have.
+        shards: journals of shards of this run, which its samples are taken from too; `finish` removes them.
 
     Raises TraceError where a file or journal of another run is there and `overwrite` is False.
     """
@@ -69,16 +69,18 @@ class TraceWriter:
         attrs: Mapping[str, str],
         overwrite: bool = False,
         texts: Texts | None = None,
+        shards: Sequence[Journal] = (),
     ) -> None:
         self.path, self.run, self.attrs, self.texts = path, run, dict(attrs), texts
         self.sample_ids = tuple(sample_ids)
         self._check_ids()
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
-        self._journal = Journal(journal_path(path))
+        self._journal, self._shards = Journal(journal_path(path)), tuple(shards)
         self._journal.check_ours()
         if overwrite and not self._extends(self._journal.run()):
             self._journal.discard()
-        self._old = self._finished_trace(overwrite)
+        clear_leftovers(path)
+        self._old = existing_trace(path, run, overwrite)
         self._entries = self._journal_entries()
         self._begun = False
         self._failed: set[str] = set()
@@ -135,13 +137,21 @@ class TraceWriter:
         """Leave a run that cannot go on: of one that kept no sample nothing is left."""
         self._journal.discard_empty()
 
+    def failures(self) -> dict[str, str]:
+        """Sample -> why it failed when it was last measured, of those that lack a configuration."""
+        reasons = {name: self._reason(name) for name in self._lacking}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def unmeasured(self) -> list[str]:
+        """Samples that lack a configuration and did not fail."""
+        return [name for name in self._lacking if self._reason(name) is None]
+
     def finish(self) -> Path:
         """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples.
 
         A file that holds everything is left as it is, its configurations in the order in which it has them.
         """
-        missing = [name for name in self._lacking if self._reason(name) is None]
-        if missing:
+        if missing := self.unmeasured():
             msg = (
                 f"expected every sample to be measured, {len(missing)} are not, such as '{missing[0]}'; "
                 "run the same command again to measure what is missing"
@@ -150,7 +160,8 @@ class TraceWriter:
         if not self._is_finished():
             with written_whole(self.path) as beside:
                 write_trace(beside, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
-        self._journal.discard()
+        for journal in (self._journal, *self._shards):
+            journal.discard()
         return self.path
 
     def _check_ids(self) -> None:
@@ -202,35 +213,32 @@ class TraceWriter:
             raise TraceError(msg)
         check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
 
-    def _finished_trace(self, overwrite: bool) -> ExistingTrace | None:
-        """The trace that is there; None where there is none, or with `overwrite` one that is not gone on with."""
-        clear_leftovers(self.path)
-        if not self.path.exists() or (overwrite and not self._goes_on_from_file()):
-            return None
-        check_extends(self.run, read_run(self.path), self.path)
-        return ExistingTrace(self.path)
-
-    def _goes_on_from_file(self) -> bool:
-        """Whether the file that is there is a whole trace of this run or of a part of it."""
-        try:
-            return self._extends(describe_whole(self.path).run)
-        except TraceUnavailableError:
-            raise
-        except TraceError:
-            return False
-
     def _journal_entries(self) -> dict[str, list[Entry]]:
         """Sample -> what the journal holds of this run, older parts before newer ones."""
-        run = self._journal.run()
-        if run is None:
+        if self._journal.run() is None:
             self._journal.discard()
-            return {}
-        check_extends(self.run, run, self._journal.folder)
         found: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
-        for entry in self._journal.entries():
-            if entry.sample_id in found and self._configs.keys() >= set(entry.labels):
-                found[entry.sample_id].append(entry)
+        for entry in self._held(self._journal):
+            found[entry.sample_id].append(entry)
+        for entry in (entry for shard in self._shards for entry in self._held(shard) if self._adds(entry)):
+            found[entry.sample_id].append(entry)
         return found
+
+    def _held(self, journal: Journal) -> list[Entry]:
+        """What a journal holds of this run. Raises TraceError where it is another's."""
+        run = journal.run()
+        if run is None:
+            return []
+        check_extends(self.run, run, journal.folder)
+        ids = set(self.sample_ids)
+        return [one for one in journal.entries() if one.sample_id in ids and self._configs.keys() >= set(one.labels)]
+
+    def _adds(self, entry: Entry) -> bool:
+        """Whether the file lacks what a shard holds: it has it where a merge was killed after it."""
+        old = self._old.part(entry.sample_id) if self._old else None
+        if entry.reason is not None and self._old:
+            return old is None and self._old.failures.get(entry.sample_id) != entry.reason
+        return old is None or not set(entry.labels) <= set(old.labels)
 
     def _extends(self, run: RunConfig | None) -> bool:
         return run is not None and not differing_fields(self.run, run)

@@ -197,7 +197,7 @@ def test_one_definition_serves_several_keys(tmp_path: Path) -> None:
 def test_every_long_option_is_a_key_but_those_that_say_what_to_do_this_time() -> None:
     options = typer.main.get_command(app).commands["trace"].params  # type: ignore[attr-defined]
     long = {name[2:]: one.name for one in options for name in one.opts if name.startswith("--")}
-    not_keys = {"config", "overwrite", "wait", "dry-run", "json", "help"}
+    not_keys = {"config", "shard", "shard-by", "overwrite", "wait", "dry-run", "json", "help"}
     assert not_keys - {"help"} <= set(long)
     expected = {name: field for name, field in long.items() if name not in not_keys}
     options = {name.replace("_", "-"): name for name in spread.known()}
