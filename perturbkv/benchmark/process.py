@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from perturbkv.benchmark.memory import forget_peak, process_bytes
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
@@ -77,25 +77,10 @@ def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
         before = int(torch.cuda.memory_allocated(device))
         work()
         return before, int(torch.cuda.max_memory_allocated(device))
-    _forget_peak()
-    before = _process_bytes("VmRSS")
+    forget_peak()
+    before = process_bytes("VmRSS")
     work()
-    return before, _process_bytes("VmHWM")
-
-
-def _forget_peak() -> None:
-    """Linux: forget the peak that came before, such as the loading's (proc(5), clear_refs)."""
-    clear = Path("/proc/self/clear_refs")
-    if clear.exists():
-        clear.write_text("5")
-
-
-def _process_bytes(field: str) -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith(field))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return before, process_bytes("VmHWM")
 
 
 def machine(device: str, dtype: str) -> Mapping[str, str]:

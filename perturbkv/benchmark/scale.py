@@ -60,6 +60,7 @@ def _groups(rows: _Rows, names: set[str]) -> Iterator[Group]:
         yield f"{engine}' scaling", (f"scale-{engine}",), lambda engine=engine: rows.scaling(engine)  # type: ignore[misc]
     yield "coordination", ("coordination-workers", "coordinator-memory"), lambda: rows.workers(names)
     yield "ray's coordination", ("coordination-ray",), lambda: rows.coordination("ray")
+    yield "merging", ("merging", "merging-memory"), lambda: rows.merging(names)
 
 
 class _Rows:
@@ -102,6 +103,20 @@ class _Rows:
             few = self._coordinating("workers", min(_FEW, self._settings.samples))
             details = {"bytes": many["peak"], "base_bytes": few["peak"], "wall": many["wall"] + few["wall"]}
             found["coordinator-memory"] = (many["peak"] / few["peak"], details)
+        return found
+
+    def merging(self, names: set[str]) -> Found:
+        """Shards joined into a file; of what it reads again, the memory of a run of few samples tells."""
+        self._measure_one()
+        many = self._process("merging", samples=self._settings.samples, shards=_SHARDS, once="merging" in names)
+        found: Found = {}
+        if "merging" in names:
+            found["merging"] = (many["merging"]["seconds"] / many["once"], many)
+        if "merging-memory" in names:
+            few = self._process("merging", samples=min(_FEW, self._settings.samples), shards=_SHARDS, once=False)
+            peaks = {"bytes": many["merging"]["peak"], "base_bytes": few["merging"]["peak"]}
+            details = {**peaks, "wall": many["wall"] + few["wall"]}
+            found["merging-memory"] = (peaks["bytes"] / peaks["base_bytes"], details)
         return found
 
     def _speed_up(self, engine: str, workers: int, each: int, pause: float | None) -> Result:
