@@ -6,17 +6,17 @@ import gc
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from perturbkv.benchmark.memory import forget_peak, process_bytes
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
@@ -24,11 +24,16 @@ Result = dict[str, Any]
 """What one piece of work measured, as JSON holds it."""
 _EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc hands freed memory back at once, so that a process's peak counts what is held and not what it may reuse."""
+_ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+"""A namespace whose only network is the loopback (unshare(1))."""
 
 
-def in_process(work: str, *, exact_peak: bool = False, **arguments: Any) -> Result:
-    """What `work.<work>(**arguments)` returns in a fresh process. Raises PerturbkvError where that fails."""
-    command = [sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
+def in_process(work: str, *, exact_peak: bool = False, before: Sequence[str] = (), **arguments: Any) -> Result:
+    """What `work.<work>(**arguments)` returns in a fresh process, which the words `before` start.
+
+    Raises PerturbkvError where that fails.
+    """
+    command = [*before, sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
     surroundings = os.environ | (_EXACT_PEAK if exact_peak else {})
     finished = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
     if finished.returncode != 0:
@@ -37,6 +42,15 @@ def in_process(work: str, *, exact_peak: bool = False, **arguments: Any) -> Resu
         raise PerturbkvError(msg)
     result: Result = json.loads(finished.stdout.splitlines()[-1])
     return result
+
+
+def without_network() -> tuple[str, ...]:
+    """Words that start a command which reaches nothing but itself; none where the system does not let us."""
+    try:
+        subprocess.run([*_ALONE, "true"], capture_output=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return _ALONE
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -63,25 +77,10 @@ def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
         before = int(torch.cuda.memory_allocated(device))
         work()
         return before, int(torch.cuda.max_memory_allocated(device))
-    _forget_peak()
-    before = _process_bytes("VmRSS")
+    forget_peak()
+    before = process_bytes("VmRSS")
     work()
-    return before, _process_bytes("VmHWM")
-
-
-def _forget_peak() -> None:
-    """Linux: forget the peak that came before, such as the loading's (proc(5), clear_refs)."""
-    clear = Path("/proc/self/clear_refs")
-    if clear.exists():
-        clear.write_text("5")
-
-
-def _process_bytes(field: str) -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith(field))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return before, process_bytes("VmHWM")
 
 
 def machine(device: str, dtype: str) -> Mapping[str, str]:

@@ -15,7 +15,9 @@ FORMAT = 1
 _FILE = FileKind("a benchmark's JSON", ConfigError, hint="make one with perturbkv bench")
 NO_GPU = "needs a CUDA device"
 NO_KVPRESS = "kvpress is not installed; pip install perturbkv[kvpress]"
+NO_RAY = "Ray is not installed; pip install perturbkv[ray]"
 """Why a row was not measured that need not be."""
+_EXCUSES = (NO_GPU, NO_KVPRESS, NO_RAY)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,17 @@ TARGETS = (
     Target("cuda-24", "24 configurations / plain prefill, random:mistral-7b, 8,192 tokens, bf16", 1.5, cuda=True),
     Target("cuda-decode", "decoding from b = 1,024 / from 32k entries, 7B shapes, batch 4", 0.5, cuda=True),
 )
-NAMES = tuple(target.name for target in TARGETS)
+SCALE = (
+    Target("scale-workers", "8 worker processes that sleep / one, speed-up over 8", 0.95, at_least=True),
+    Target("scale-ray", "8 actors of Ray that sleep / one, speed-up over 8", 0.95, at_least=True),
+    Target("coordination-workers", "the coordinating process, 8 worker processes, ms per sample", 3.0),
+    Target("coordination-ray", "the coordinating process, 8 actors of Ray, ms per sample", 3.0),
+    Target("coordinator-memory", "the coordinating process's peak memory, all samples / 10", 1.1),
+    Target("merging", "merging 7 shards / writing the same samples once", 2.0),
+    Target("merging-memory", "peak memory of merging 7 shards, all samples / 10", 1.1),
+    Target("two-workers", "2 workers that measure, a thread each / one, samples per second", 1.6, at_least=True),
+)
+"""What runs of thousands of samples take, beside their measuring."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class Report:
     @property
     def failed(self) -> list[str]:
         """Rows that should have been measured here and were not."""
-        return [row.target.name for row in self.rows if row.value is None and row.reason not in (NO_GPU, NO_KVPRESS)]
+        return [row.target.name for row in self.rows if row.value is None and row.reason not in _EXCUSES]
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `read` takes."""
@@ -159,11 +171,12 @@ def _facts(held: Any) -> dict[str, Any]:
     return held
 
 
-def check_names(names: Sequence[str]) -> tuple[Target, ...]:
-    """The targets of these names, all where there is none. Raises UnknownNameError."""
+def check_names(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
+    """Those of the targets that have these names, all where there is none. Raises UnknownNameError."""
     from perturbkv.errors import UnknownNameError
 
+    known = tuple(target.name for target in targets)
     for name in names:
-        if name not in NAMES:
-            raise UnknownNameError(name, "benchmark row", NAMES)
-    return tuple(target for target in TARGETS if not names or target.name in names)
+        if name not in known:
+            raise UnknownNameError(name, "benchmark row", known)
+    return tuple(target for target in targets if not names or target.name in names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -32,9 +32,7 @@ class Settings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.repeats <= _MOST_REPEATS:
-            msg = f"--repeats must lie between 1 and {_MOST_REPEATS:,}, got {self.repeats}"
-            raise ConfigError(msg)
+        check_repeats(self.repeats)
         if self.tokens <= 1024:
             msg = f"--tokens must exceed the largest budget, 1024, got {self.tokens}"
             raise ConfigError(msg)
@@ -44,8 +42,17 @@ class Settings:
         return {"model": self.model, "tokens": self.tokens, "dtype": self.dtype, "device": self.device}
 
 
+def check_repeats(repeats: int) -> None:
+    """Raise ConfigError for a number of turns that cannot be."""
+    if not 1 <= repeats <= _MOST_REPEATS:
+        msg = f"--repeats must lie between 1 and {_MOST_REPEATS:,}, got {repeats}"
+        raise ConfigError(msg)
+
+
 Found = dict[str, tuple[float, dict[str, Any]]]
 """Row name -> value and details."""
+Group = tuple[str, tuple[str, ...], Callable[[], Found]]
+"""What is measured together: its name, the rows it gives, and how."""
 
 
 def measure(
@@ -57,16 +64,26 @@ def measure(
     not there.
     """
     about, names = machine(settings.device, settings.dtype), {target.name for target in targets}
-    found: Found = {}
-    reasons: dict[str, str] = {}
-    for group, gives, work in _groups(settings, names):
+    return reported(about, asdict(settings), targets, _groups(settings, names), finished)
+
+
+def reported(
+    about: Mapping[str, str],
+    settings: Mapping[str, Any],
+    targets: Sequence[Target],
+    groups: Iterable[Group],
+    finished: Callable[[str], None],
+) -> Report:
+    """The groups that give one of the targets, measured one after the other; `finished` gets every group's name."""
+    names, found, reasons = {target.name for target in targets}, Found(), dict[str, str]()
+    for group, gives, work in groups:
         if names & set(gives):
             try:
                 found |= work()
             except PerturbkvError as error:
                 reasons |= dict.fromkeys(gives, str(error))
         finished(group)
-    return Report(about, asdict(settings), tuple(_row(target, found, reasons) for target in targets))
+    return Report(about, settings, tuple(_row(target, found, reasons) for target in targets))
 
 
 def _row(target: Target, found: Found, reasons: dict[str, str]) -> Row:
@@ -81,8 +98,7 @@ def groups(settings: Settings) -> int:
     return len(list(_groups(settings, set())))
 
 
-def _groups(settings: Settings, names: set[str]) -> Iterator[tuple[str, tuple[str, ...], Callable[[], Found]]]:
-    """What is measured together, the rows it gives, and how."""
+def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
     yield "times", tuple(_COUNTS), lambda: _times(settings, names)
     yield "presses", ("presses-24",), lambda: _presses(settings)
     yield "peaks", ("peak-24",), lambda: _peaks(settings)

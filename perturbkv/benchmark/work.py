@@ -16,6 +16,8 @@ from transformers import DynamicCache
 from perturbkv.benchmark.norms import norms, norms_peak
 from perturbkv.benchmark.presses import side_by_side
 from perturbkv.benchmark.process import Result, peak, seconds, wait
+from perturbkv.benchmark.sharded import merging
+from perturbkv.benchmark.spreading import coordinating, one_sample, speed_up
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
@@ -236,7 +238,8 @@ def _steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
         ids = logits[:, -1:].argmax(dim=-1)
 
 
-_WORKS = (times, presses, peaks, growth, writing, generating, norms, norms_peak, scoring, decoding)
+_WORKS = (times, presses, peaks, growth, writing, generating, norms, norms_peak, scoring, decoding,
+          one_sample, speed_up, coordinating, merging)  # fmt: skip
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 
 if __name__ == "__main__":

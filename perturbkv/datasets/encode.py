@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from perturbkv.datasets import metrics, templates
 from perturbkv.datasets.sample import Sample, check_id
 from perturbkv.datasets.templates import LaidOut
+from perturbkv.datasets.token_ids import TokenIds
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError, ModelError
 from perturbkv.visible import line
@@ -30,7 +31,7 @@ class Prompt:
 
     Attributes:
         sample_id: of the sample it was made from.
-        token_ids: at least one.
+        token_ids: at least one; a tuple of them is kept as `TokenIds`, which equal it.
         cut_tokens: how many tokens its middle lost.
         question_tokens: how many of `token_ids`, the last ones, come after the context: question, template, prefix.
         answers: accepted answers, for scoring.
@@ -43,7 +44,7 @@ class Prompt:
     """
 
     sample_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     cut_tokens: int
     question_tokens: int = 0
     answers: tuple[str, ...] = ()
@@ -56,6 +57,11 @@ class Prompt:
 
     def __post_init__(self) -> None:
         check_id(self.sample_id)
+        try:
+            object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
+        except (TypeError, OverflowError) as error:
+            msg = f"expected token ids of sample '{self.sample_id}', got others ({error}); give whole numbers"
+            raise DatasetError(msg) from None
         if not self.token_ids:
             msg = f"sample '{self.sample_id}' has no tokens; give it a prompt"
             raise DatasetError(msg)
@@ -117,7 +123,7 @@ class Prompt:
         """How many of `token_ids` stand before the cut; None where there is none."""
         return first_half(len(self.token_ids)) if self.cut_tokens else None
 
-    def parts(self, scenario: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def parts(self, scenario: str) -> tuple[Sequence[int], Sequence[int]]:
         """What is prefilled and compressed, and what is run over the compressed cache.
 
         Raises DatasetError for a context-only prompt that has no context or no question of its own.

@@ -125,6 +125,7 @@ class Scheduler:
         if isinstance(asked, int):
             self._ends = 0
             waiting.done(asked)
+            self._hand_out(work, waiting)  # first, so that nobody idles while this answer is written to the disk
             work.done(asked, answer.value)
 
     def _gone(self, work: Work, waiting: Waiting, place: int, how: str) -> None:

@@ -12,35 +12,49 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.pieces import pieces
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.schema import VARIABLES
+from perturbkv.storage.lazy import LazyArrays
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
+_DECODED = ("prompt_start", "prompt_text")
 
 
 def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
-    """A prompt's tokens, its text, and where in it each token begins."""
-    found = pieces(prompt.token_ids, decode)
-    ends = np.cumsum([len(piece) for piece in found])
-    values: dict[str, Any] = {
-        "prompt_count": len(found),
+    """A prompt's tokens, its text, and where in it each token begins; what `decode` tells is made when it is read."""
+    held: dict[str, Any] = {
+        "prompt_count": len(prompt.token_ids),
         "prompt_offset": 0,
         "prompt_token": prompt.token_ids,
-        "prompt_start": [0, *ends[:-1]],
-        "prompt_text": "".join(found),
     }
-    return {name: np.asarray(value).astype(VARIABLES[name].dtype) for name, value in values.items()}
+    text: dict[str, NDArray[Any]] = {}
+
+    def read(name: str) -> NDArray[Any]:
+        if not text:
+            text.update(_decoded(prompt, decode))
+        return text[name]
+
+    return LazyArrays({name: _stored(name, value) for name, value in held.items()}, _DECODED, read)
+
+
+def _decoded(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
+    found = pieces(prompt.token_ids, decode)
+    ends = np.cumsum([len(piece) for piece in found])
+    values = ([0, *ends[:-1]], "".join(found))
+    return {name: _stored(name, value) for name, value in zip(_DECODED, values, strict=True)}
+
+
+def _stored(name: str, value: Any) -> NDArray[Any]:
+    return np.asarray(value).astype(VARIABLES[name].dtype)
 
 
 class PromptTexts(Mapping[str, Arrays]):
-    """Sample id -> `text_arrays` of its prompt, made when they are first asked for."""
+    """Sample id -> `text_arrays` of its prompt, made whenever they are asked for: nothing grows with the samples."""
 
     def __init__(self, prompts: Prompts, decode: Callable[[list[int]], str]) -> None:
         self._named = {prompt.sample_id: prompt for prompt in prompts}
-        self._decode, self._made = decode, dict[str, Arrays]()
+        self._decode = decode
 
     def __getitem__(self, sample_id: str) -> Arrays:
-        if sample_id not in self._made:
-            self._made[sample_id] = text_arrays(self._named[sample_id], self._decode)
-        return self._made[sample_id]
+        return text_arrays(self._named[sample_id], self._decode)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._named)

@@ -48,8 +48,8 @@ def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Text
         describe(path)
         return 0
     _wait_for(found, wait)
-    if first := next((held for one in found if (held := one.record())), None):
-        _check_done(path, first, overwrite)  # before the trace is locked: nobody is kept from it for nothing
+    if records := _records(path, found):
+        _check_done(path, records[0], overwrite)  # before the trace is locked: nobody is kept from it for nothing
     with Lock(path, wait) as lock:
         found = beside(path)
         _wait_for(found, wait)

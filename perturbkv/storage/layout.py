@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,9 +51,9 @@ class Arrays(Protocol):
 
 
 def whole_sizes(
-    run: RunConfig, sample_ids: Sequence[str], shapes: Mapping[str, Shapes | None]
+    run: RunConfig, sample_ids: Sequence[str], shapes: Iterable[tuple[str, Shapes | None]]
 ) -> tuple[dict[str, int], set[str]]:
-    """Axis lengths of a run's trace, and the variables that it holds; shapes are None of failed samples.
+    """Axis lengths of a run's trace, and the variables that it holds; each sample's shapes, None of failed ones.
 
     Raises TraceError where the samples' axes do not fit together.
     """
@@ -62,14 +62,14 @@ def whole_sizes(
     return least | sizes | {"sample": len(sample_ids)}, names
 
 
-def joint_sizes(shapes: Mapping[str, Shapes | None]) -> tuple[dict[str, int], set[str]]:
+def joint_sizes(shapes: Iterable[tuple[str, Shapes | None]]) -> tuple[dict[str, int], set[str]]:
     """Axis lengths of a whole trace, and the variables that its samples hold; None stands for a failed sample.
 
     Raises TraceError where the samples' axes do not fit together.
     """
     sizes: dict[str, int] = {}
     names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
-    for sample_id, held in shapes.items():
+    for sample_id, held in shapes:
         names |= set(held or ())
         for axis, length in axis_lengths(sample_id, held or {}).items():
             if axis in ROWS:

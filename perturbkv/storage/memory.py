@@ -22,7 +22,7 @@ def in_memory(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], att
     failures = {sample.sample_id: sample.reason for sample in samples if isinstance(sample, FailedSample)}
     shapes = {sample.sample_id: {name: array.shape for name, array in sample.arrays.items()} for sample in whole}
     ids = tuple(sample.sample_id for sample in samples)
-    sizes, names = whole_sizes(run, ids, {name: shapes.get(name) for name in ids})
+    sizes, names = whole_sizes(run, ids, ((name, shapes.get(name)) for name in ids))
     arrays = {name: _empty(name, sizes) for name in VARIABLES if name in names}
     filled = nothing_filled()
     for where, sample in enumerate(samples):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import TEXT
+from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -52,4 +52,6 @@ def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Sha
     if texts is None:
         return shapes
     others = {name: shape for name, shape in shapes.items() if name not in TEXT}
-    return {**others, **{name: array.shape for name, array in texts.get(sample_id, {}).items()}}
+    own = texts.get(sample_id, {})
+    length = {True: (len(own["prompt_token"]),), False: ()} if own else {}
+    return {**others, **{name: length[VARIABLES[name].in_rows] for name in own}}  # what is decoded need not be yet

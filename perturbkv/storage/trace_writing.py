@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ from perturbkv.trace import FailedSample, SampleTrace
 
 _CHUNK = 2**16
 """Numbers in a chunk of what has one axis: few enough to stay in HDF5's cache while samples come one by one."""
+_TOGETHER = 2**15
+"""Bytes of small samples that share a chunk, and are written in one call: HDF5 takes as long for one of them."""
 _DEFLATED = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 _WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 """How netCDF names a dimension that has no coordinate: counting kept_code's bytes would take eight times as many."""
@@ -55,7 +58,7 @@ def write_trace(
     `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
     Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the file.
     """
-    sizes, names = whole_sizes(run, sample_ids, {name: shapes(name) for name in sample_ids})
+    sizes, names = whole_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
     told = {name: _text(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
     _check_room(path.parent, least_bytes(sizes, names))
 
@@ -69,7 +72,7 @@ def write_trace(
                     if stop.is_set():
                         return
                     _write_sample(variables, where, sample(name), filled)
-                variables.write_sums()
+                variables.finish()
                 file.attrs[checksums.NAME] = checksums.document(told, {name: _said(file[name]) for name in file})
             stream.check()
 
@@ -146,7 +149,14 @@ def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     if len(shape) == 1:
         deflated = _DEFLATED if dtype == "uint8" else {}
         return {**kind, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True, **deflated}
-    return {**kind, "chunks": (1, *shape[1:]), "fletcher32": True, **_DEFLATED}
+    together = _samples_together(shape, np.dtype(dtype).itemsize)
+    return {**kind, "chunks": (together, *shape[1:]), "fletcher32": True, **_DEFLATED}
+
+
+def _samples_together(shape: tuple[int, ...], itemsize: int) -> int:
+    """How many samples of a variable share a chunk: one, where it is large."""
+    each = math.prod(shape[1:]) * itemsize
+    return max(1, min(shape[0], _TOGETHER // each))
 
 
 class _Variables:
@@ -161,9 +171,10 @@ class _Variables:
     def __getitem__(self, name: str, /) -> _SummedVariable:
         return self._held[name]
 
-    def write_sums(self) -> None:
+    def finish(self) -> None:
+        """Write what waits for more, and the sums."""
         for variable in self._held.values():
-            variable.write_sums()
+            variable.finish()
 
 
 def _created(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
@@ -183,6 +194,8 @@ class _SummedVariable:
         self._held, self._variable = held, variable
         self._shape = () if variable.in_rows else held.shape[1:]
         self._dtype = np.dtype(object) if variable.dtype == "str" else held.dtype
+        self._begin, self._end, self._bytes = 0, 0, 0
+        self._waiting: list[NDArray[Any]] = []
         self._sums = [0] if variable.in_rows else [checksums.of(self._empty())] * held.shape[0]
 
     @property
@@ -194,14 +207,36 @@ class _SummedVariable:
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
         block = np.asarray(_text(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
-        self._held[where] = block.item() if self._dtype.kind == "O" else block
         if isinstance(where, slice):
             self._sums[0] = checksums.of(block, self._sums[0])
+            self._wait(where.start, block)
         else:
-            self._sums[where] = checksums.of(np.broadcast_to(block, self._shape))
+            whole = block if block.shape == self._shape else np.broadcast_to(block, self._shape)
+            self._sums[where] = checksums.of(whole)
+            self._wait(where, whole[np.newaxis])
 
-    def write_sums(self) -> None:
+    def finish(self) -> None:
+        """Write what waits, and the sums."""
+        self._write()
         self._held.attrs[checksums.NAME] = np.array(self._sums, dtype=np.uint32)
+
+    def _wait(self, begin: int, block: NDArray[Any]) -> None:
+        """Put a block behind those that wait, and write them together once they fill a chunk."""
+        if begin != self._end:
+            self._write()
+            self._begin = begin
+        small = block.nbytes < _TOGETHER
+        self._waiting.append(block.copy() if small else block)  # a view would hold the whole of its sample
+        self._end = begin + len(block)
+        self._bytes += block.nbytes
+        if self._bytes >= _TOGETHER:
+            self._write()
+
+    def _write(self) -> None:
+        if self._end > self._begin:
+            together = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
+            self._held[self._begin : self._end] = together
+        self._begin, self._waiting, self._bytes = self._end, [], 0
 
 
 def _write_sample(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from perturbkv.configs.eviction import EvictionConfig
@@ -19,6 +20,22 @@ from perturbkv.storage.trace_writing import write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 
 _log = logging.getLogger(__name__)
+
+
+class _Done(AbstractSet[str]):
+    """The samples of a run that lack nothing, or failed in it."""
+
+    def __init__(self, known: frozenset[str], lacking: Mapping[str, object], failed: set[str]) -> None:
+        self._known, self._lacking, self._failed = known, lacking, failed
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known and (name not in self._lacking or name in self._failed)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._known if name in self)
+
+    def __len__(self) -> int:
+        return len(self._known) - len(self._lacking) + sum(name in self._lacking for name in self._failed)
 
 
 class TraceWriter:
@@ -67,18 +84,22 @@ class TraceWriter:
         self._entries = self._journal_entries()
         self._begun = False
         self._failed: set[str] = set()
+        self._known = frozenset(self.sample_ids)
+        self._lacking = {name: configs for name in self.sample_ids if (configs := self._missing_of(name))}
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
         """Sample -> the configurations still to be measured, in the run's order; samples that lack none are absent.
 
         A sample that failed in an older run is measured again, one that failed in this one is not.
         """
-        found = {name: self._missing_of(name) for name in self.sample_ids if name not in self._failed}
-        return {name: configs for name, configs in found.items() if configs}
+        return {name: configs for name, configs in self._lacking.items() if name not in self._failed}
 
-    def done(self) -> set[str]:
-        """Samples that need not be measured: complete in the file and the journal, or failed in this run."""
-        return set(self.sample_ids) - set(self.missing())
+    def done(self) -> AbstractSet[str]:
+        """Samples that need not be measured: complete in the file and the journal, or failed in this run.
+
+        What is given changes as samples are appended; its length is known at once, however many there are.
+        """
+        return _Done(self._known, self._lacking, self._failed)
 
     def changing_text(self) -> int:
         """How many finished samples of the older file get a text that they lack, or lose the one that they have."""
@@ -94,11 +115,11 @@ class TraceWriter:
         whose number is not the sample's, and where the sample's full-cache run is not the one measured before. The
         whole of a sample replaces its parts.
         """
-        if sample.sample_id not in self.sample_ids:
+        if sample.sample_id not in self._known:
             msg = f"expected a sample of this run, got '{sample.sample_id}'"
             raise TraceError(msg)
         labels = self._labels_of(self.run.configs if configs is None else configs)
-        if self._begun and self._journal.run() is None:
+        if self._begun and not self._journal.is_there():
             self._forget_vanished()
         if isinstance(sample, SampleTrace):
             self._check_part(sample, labels)
@@ -110,6 +131,7 @@ class TraceWriter:
             self._failed.add(sample.sample_id)
         else:
             self._failed.discard(sample.sample_id)
+        self._note(sample.sample_id)
 
     def leave(self) -> None:
         """Leave a run that cannot go on: of one that kept no sample nothing is left."""
@@ -117,12 +139,12 @@ class TraceWriter:
 
     def failures(self) -> dict[str, str]:
         """Sample -> why it failed when it was last measured, of those that lack a configuration."""
-        reasons = {name: self._reason(name) for name in self.missing()}
+        reasons = {name: self._reason(name) for name in self._lacking}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def unmeasured(self) -> list[str]:
         """Samples that lack a configuration and did not fail."""
-        return [name for name in self.sample_ids if self._missing_of(name) and self._reason(name) is None]
+        return [name for name in self._lacking if self._reason(name) is None]
 
     def finish(self) -> Path:
         """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples.
@@ -165,7 +187,16 @@ class TraceWriter:
             name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
         }
         lost = held - sum(map(len, self._entries.values()))
+        for name in self._known:
+            self._note(name)
         _log.info("%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, lost)
+
+    def _note(self, name: str) -> None:
+        """Remember what a sample lacks now."""
+        if lacking := self._missing_of(name):
+            self._lacking[name] = lacking
+        else:
+            self._lacking.pop(name, None)
 
     def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
         """Refuse what cannot be joined with what is there, before it is kept and others are measured."""
@@ -239,12 +270,12 @@ class TraceWriter:
         return not any(self._entries.get(name) and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 
     def _shapes(self, name: str) -> Shapes | None:
-        if self._missing_of(name):
+        if name in self._lacking:
             return None
         return with_text_shapes(name, joined_shapes([part.shapes() for part in self._parts(name)]), self.texts)
 
     def _sample(self, name: str) -> SampleTrace | FailedSample:
-        if self._missing_of(name):
+        if name in self._lacking:
             return FailedSample(name, str(self._reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
         whole = single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))

@@ -24,7 +24,8 @@ FLOORS = (
     ("selection", "datasets", "storage"),
     ("cache",),
     ("pipeline",),
-    ("engines", "auditing", "benchmark", "selfcheck", "judging"),
+    ("engines",),
+    ("auditing", "benchmark", "selfcheck", "judging"),
     ("api",),
     ("cli",),
 )

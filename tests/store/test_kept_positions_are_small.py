@@ -139,10 +139,10 @@ def former(arrays: dict[str, Any]) -> dict[str, Any]:
 def test_a_journal_of_a_former_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: int) -> None:
     samples = [ragged(sample_trace(name, heads=4, seed=seed), seed, sharing) for seed, name in enumerate("ab")]
     expected = read_trace(write(tmp_path / "new.h5", *samples))
-    path, write_entry = tmp_path / "t.h5", journal._write_entry
+    path, write_entry = tmp_path / "t.h5", journal.write_entry
     writer = TraceWriter(path, run_config(2), ["a", "b"], {"model": "m"})
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "_write_entry", lambda entry, arrays: write_entry(entry, former(arrays)))
+        patch.setattr(journal, "write_entry", lambda entry, arrays: write_entry(entry, former(arrays)))
         writer.append(samples[0])
     again = TraceWriter(path, run_config(2), ["a", "b"], {"model": "m"})
     assert list(again.missing()) == ["b"]

@@ -1,0 +1,178 @@
+"""One file of a journal: some configurations of a sample, or the reason why it failed.
+
+A NumPy archive of two rows of bytes: `head`, JSON that says what the file holds, and `data`, all numbers one behind the
+other, each variable where `arrays` of the head says. Files of former versions have a member for each variable.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from perturbkv.errors import PerturbkvError, TraceError
+from perturbkv.schema import KEPT, VARIABLES
+from perturbkv.storage import former_kept
+from perturbkv.storage.files import write_whole
+from perturbkv.storage.merge import Shapes, code_bytes
+
+Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+"""Variable -> its type and shape, in the order in which they lie."""
+_HEAD, _DATA = "head.npy", "data.npy"
+_DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, PerturbkvError)
+_NEEDED = frozenset(name for name, variable in VARIABLES.items() if not variable.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file of a journal, its numbers unread."""
+
+    folder: Path
+    file: str
+    sample_id: str
+    labels: tuple[str, ...]
+    reason: str | None = None
+    named: bool = True
+    """False where the file does not say which configurations it holds, as those of former versions."""
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.folder / self.file
+
+    def relabelled(self, older: Mapping[str, str]) -> Entry:
+        """The entry with labels of this version for older ones."""
+        return replace(self, labels=tuple(older.get(label, label) for label in self.labels))
+
+    def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
+        """Those of the named variables that it holds, as in a `SampleTrace`.
+
+        Raises TraceError for a damaged file, which is removed, so that the sample is measured again.
+        """
+        wanted = list(names)
+        with self._opened() as held:
+            layout = _layout(held)
+            former = former_kept.POSITIONS in layout
+            found = _arrays(held, layout, set(former_kept.asked(wanted) if former else wanted))
+            return former_kept.with_codes(found, wanted) if former else found
+
+    def shapes(self) -> Shapes:
+        """Variable name -> shape, that of kept_code without what is no head's. Raises as `arrays`."""
+        with self._opened() as held:
+            layout = _layout(held)
+        if former_kept.POSITIONS in layout:
+            codes = self.arrays(KEPT)
+            own = {name: array.shape for name, array in codes.items()} | {KEPT[2]: (code_bytes(codes),)}
+            return {name: shape for name, (_, shape) in layout.items() if name in VARIABLES} | own
+        return {name: shape for name, (_, shape) in layout.items()}
+
+    @contextmanager
+    def _opened(self) -> Iterator[zipfile.ZipFile]:
+        try:
+            with zipfile.ZipFile(self.path) as held:
+                yield held
+        except (FileNotFoundError, *_DAMAGE):
+            self.path.unlink(missing_ok=True)
+            msg = (
+                f"expected a whole file of the sample '{self.sample_id}' in {self.folder}, got a damaged one, "
+                "now removed; run the same command again to measure it anew"
+            )
+            raise TraceError(msg) from None
+
+
+def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write the file, whole or not at all."""
+    held = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
+    layout = [[name, array.dtype.str, array.shape] for name, array in held.items()]
+    told = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
+
+    def write(stream: IO[bytes]) -> None:
+        with zipfile.ZipFile(stream, "w") as archive:
+            _write_bytes(archive, _HEAD, [json.dumps(told).encode()])
+            _write_bytes(archive, _DATA, [array.reshape(-1).view(np.uint8) for array in held.values()])
+
+    write_whole(entry.path, write)
+
+
+def read_entry(path: Path, labels: Sequence[str]) -> Entry | None:
+    """An entry without its numbers, of `labels` where it does not say; None where it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as held:
+            head = _head(held)
+            if head["reason"] is not None:
+                return Entry(path.parent, path.name, head["id"], (), head["reason"])
+            entry = Entry(
+                path.parent, path.name, head["id"], tuple(head.get("configs", labels)), named="configs" in head
+            )
+            layout = _layout(held)
+            each_once = len(set(entry.labels)) == len(entry.labels) == layout["kept_count"][1][0]
+            return entry if each_once and layout.keys() >= _NEEDED else None
+    except (OSError, *_DAMAGE):
+        return None
+
+
+def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> None:
+    """One row of bytes, which NumPy reads too."""
+    length = sum(memoryview(part).nbytes for part in parts)
+    with archive.open(name, "w", force_zip64=True) as member:
+        header = {"descr": "|u1", "fortran_order": False, "shape": (length,)}
+        npy.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
+        for part in parts:
+            member.write(part)
+
+
+def _bytes(held: zipfile.ZipFile, name: str) -> NDArray[np.uint8]:
+    """A row of bytes, held against its sum."""
+    content = held.read(name)
+    begin = 10 + int.from_bytes(content[8:10], "little")  # of NumPy's header
+    return np.frombuffer(content, dtype=np.uint8, offset=begin)
+
+
+def _head(held: zipfile.ZipFile) -> dict[str, Any]:
+    return dict(json.loads(_bytes(held, _HEAD).tobytes()))
+
+
+def _layout(held: zipfile.ZipFile) -> Layout:
+    """What an entry holds."""
+    told = _head(held).get("arrays")
+    if told is None:
+        names = [name.removesuffix(".npy") for name in held.namelist() if name != _HEAD]
+        return {name: _header(held, name) for name in names}
+    return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in told}
+
+
+def _arrays(held: zipfile.ZipFile, layout: Layout, names: set[str]) -> dict[str, NDArray[Any]]:
+    """Those of the named variables that are there."""
+    if _DATA not in held.namelist():
+        return {name: _member(held, name) for name in layout if name in names}
+    data, begin, found = _bytes(held, _DATA), 0, {}
+    for name, (dtype, shape) in layout.items():
+        length = math.prod(shape) * dtype.itemsize
+        if name in names:
+            found[name] = data[begin : begin + length].view(dtype).reshape(shape)
+        begin += length
+    return found
+
+
+def _member(held: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    """A variable as former versions have it."""
+    with held.open(f"{name}.npy") as member:
+        return np.asarray(npy.read_array(member, allow_pickle=False))  # type: ignore[no-untyped-call]
+
+
+def _header(held: zipfile.ZipFile, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """A variable's type and shape as former versions have them, its numbers unread."""
+    with held.open(f"{name}.npy") as member:
+        version = npy.read_magic(member)  # type: ignore[no-untyped-call]
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(member)
+        return dtype, tuple(shape)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import perturbkv as pk
+from perturbkv.errors import ActivationError
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline import samples
+from perturbkv.pipeline.sharding import ShardDone
+from perturbkv.schema import SUMS
+from perturbkv.selection.policies import registry
+from perturbkv.storage.merge import _FLOORS
+from perturbkv.trace import SampleTrace, Trace
+from tests.support.models import tiny_adapter
+from tests.support.sharded import assert_same_trace
+
+SHARDS, WHERE = 7, "hidden states of layer 1"
+CONFIGS = tuple(
+    config for one in registry.known() for config in pk.grid(40, policy=one.name, selection=one.selections[0], window=6)
+)
+HEAD_SCORES = ((1.0, 2.0, 5.0, 1.0),)
+
+
+@pytest.fixture(scope="module")
+def model() -> Adapter:
+    return tiny_adapter(layers=1)
+
+
+@pytest.fixture
+def prompts(model: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[pk.Prompt, ...]:
+    """Eight, of which the fifth fails."""
+    texts = [f"{place} The quick brown fox jumps over it. " * 2 for place in range(8)]
+    made = tuple(pk.Prompt.from_text(text, model, "Which fox?", id=f"p{place}") for place, text in enumerate(texts))
+    whole, broken = samples.trace_sample, made[4].sample_id
+
+    def failing(adapter: Any, prompt: pk.Prompt, *more: Any) -> Any:
+        if prompt.sample_id == broken:
+            raise ActivationError(WHERE, broken)
+        return whole(adapter, prompt, *more)
+
+    monkeypatch.setattr(samples, "trace_sample", failing)
+    return made
+
+
+def in_shards(path: Path, *asked: Any, count: int = SHARDS, **options: Any) -> Iterator[Trace | ShardDone]:
+    for number in range(count, 0, -1):
+        yield pk.measure(*asked, path=path, shard=f"{number}/{count}", progress=False, **options)
+
+
+@pytest.mark.parametrize(("scenario", "text"), [("regular", True), ("context-only", False)])
+def test_seven_shards_give_the_file_of_one_process(
+    model: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path, scenario: str, text: bool
+) -> None:
+    assert {config.policy.name for config in CONFIGS} == set(registry.names())
+    options: dict[str, Any] = {"scenario": scenario, "text": text, "head_scores": HEAD_SCORES}
+    alone = pk.measure(model, prompts, CONFIGS, path=tmp_path / "one.h5", progress=False, **options)
+    *left, last = in_shards(tmp_path / "t.h5", model, prompts, CONFIGS, **options)
+    assert [len(one.samples) for one in left] == [1] * 6
+    assert [len(one.done) for one in left] == list(range(1, SHARDS))
+    assert isinstance(last, Trace)
+    assert last.failures == alone.failures != {}
+    assert ("prompt_text" in last.arrays) == text
+    assert_same_trace(tmp_path / "t.h5", tmp_path / "one.h5")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.h5", "t.h5"]
+
+
+def test_shards_of_configurations_give_it_up_to_floors_and_bytes(
+    model: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path
+) -> None:
+    chosen = CONFIGS[:5]
+    alone = pk.measure(model, prompts[:2], chosen, path=tmp_path / "one.h5", progress=False)
+    *left, last = in_shards(tmp_path / "t.h5", model, prompts[:2], chosen, count=2, shard_by="configs")
+    assert [(len(one.samples), one.configs) for one in left] == [(2, 2)]
+    assert isinstance(last, Trace)
+    assert (last.run, last.sample_ids) == (alone.run, alone.sample_ids)
+    for name, array in alone.arrays.items():
+        if name not in (*_FLOORS, *SUMS, "kept_offset", "kept_position"):
+            np.testing.assert_array_equal(last.arrays[name], array, err_msg=name)
+    assert [kept(last, sample) for sample in range(2)] == [kept(alone, sample) for sample in range(2)]
+
+
+def kept(trace: Trace, sample: int) -> list[list[int]]:
+    """The kept positions of every configuration, layer and head of a sample."""
+    held = trace.sample(trace.sample_ids[sample])
+    assert isinstance(held, SampleTrace)
+    places = zip(held.arrays["kept_offset"].reshape(-1), held.arrays["kept_count"].reshape(-1), strict=True)
+    return [held.arrays["kept_position"][start : start + count].tolist() for start, count in places]
