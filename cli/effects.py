@@ -84,6 +84,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "steps": "answers are as long as --max-new-tokens says",
         "save": "generate measures no outputs; perturbkv trace does",
         "text": "it leaves no trace, and answers alone in its file",
+        "kept": "it leaves no trace, and answers alone in its file",
     },
     "horizon": {"step": "it shows all of them"},
     "bytes": {"precision": "it measures several, which --bits names"},

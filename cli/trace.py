@@ -55,7 +55,7 @@ def trace(
         effects.check("trace", sweep.run, sweep.configs)
         run, planning = sweep.run, sweep.plan
     if run.dry_run:
-        dry_run.show(planning(), run.as_json)
+        dry_run.show(planning(), run.as_json, run_folder(run, run.output))
         return
     target = run_folder(run, run.output)
     path = reachable(target if target.suffix in _HDF5 else target / "trace.h5", run.wait)

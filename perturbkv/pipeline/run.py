@@ -13,6 +13,7 @@ from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.provenance import provenance
 from perturbkv.pipeline.texts import PromptTexts
+from perturbkv.storage.left_out import without_kept
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.memory import in_memory
 from perturbkv.storage.places import check_place
@@ -56,11 +57,12 @@ def run_to_file(
 
 def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
     made, total = provenance(planned), len(planned.prompts)
-    writer = TraceWriter(path, planned.run, planned.prompts.ids, made, overwrite=overwrite, texts=_texts(planned))
+    writer = TraceWriter(path, planned.run, planned.prompts.ids, made, overwrite, _texts(planned), planned.kept)
     missing = writer.missing()
     _say_what_is_there(planned, missing)
     _say_what_is_special(planned)
     _say_whose_text_changes(planned, writer.changing_text())
+    _say_whose_positions_go(*writer.changing_kept())
 
     def finished(sample: SampleTrace | FailedSample) -> None:
         lock.check()
@@ -89,7 +91,7 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
     progress(0, total)
 
     def finished(sample: SampleTrace | FailedSample) -> None:
-        measured[sample.sample_id] = sample
+        measured[sample.sample_id] = sample if planned.kept else without_kept(sample)
         progress(len(measured), total)
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
@@ -123,6 +125,19 @@ def _say_whose_text_changes(planned: Plan, changing: int) -> None:
         samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
         added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
         _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
+
+
+def _say_whose_positions_go(leaving: int, lacking: int) -> None:
+    """Kept positions are measured: they can be taken out of samples that are there, and not be added to them."""
+    if leaving:
+        _log.info(
+            "the kept positions of %s are taken out of the trace", f"{leaving:,} sample{'' if leaving == 1 else 's'}"
+        )
+    if lacking:
+        _log.info(
+            "%s were measured without kept positions (--no-kept, kept=False) and stay without them; --overwrite "
+            "measures all anew", f"{lacking:,} sample{'' if lacking == 1 else 's'}"
+        )  # fmt: skip
 
 
 def _say_what_is_special(planned: Plan) -> None:
