@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perturbkv import room
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
@@ -20,18 +23,18 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-def show(planned: Plan, as_json: bool, part: Shard | None = None) -> None:
-    """Print the plan of a run, and which share of it is measured."""
-    document = describe(planned, part)
+def show(planned: Plan, as_json: bool, folder: Path | None, part: Shard | None = None) -> None:
+    """Print the plan of a run whose trace goes into `folder`, None: it makes none; and which share is measured."""
+    document = describe(planned, folder, part)
     if as_json:
         console.print_json(document)
     else:
         _show(planned, document)
 
 
-def show_all(plans: Sequence[Plan], as_json: bool, part: Shard | None = None) -> None:
+def show_all(plans: Sequence[Plan], as_json: bool, folder: Path, part: Shard | None = None) -> None:
     """Print the plans of several runs, one after the other; as JSON under `runs`."""
-    documents = [describe(planned, part) for planned in plans]
+    documents = [describe(planned, folder, part) for planned in plans]
     if as_json:
         console.print_json({"runs": documents})
         return
@@ -53,6 +56,7 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         ("full cache", f"{document['full_cache_mib']:,.1f} MiB for the longest sample"),
         ("evicted caches", f"{document['evicted_caches_mib']:,.1f} MiB for the longest sample, all configurations"),
         ("decoded", _decoded(document)),
+        *_taken(document),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
     kept = [
@@ -73,14 +77,27 @@ def _shared(document: dict[str, Any]) -> str:
     return f"{document['shard']}: {samples}, {configs} of each"
 
 
+def _taken(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Memory and disk against what is free, and what would make it fit."""
+    needed, free = (room.said(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
+    rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
+    if document["trace_mib"]:
+        trace, journal, there = (
+            room.said(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
+        )
+        rows.append(("trace", f"about {trace} on disk, {journal} of journal until it is whole; {there} free"))
+    said = f"no; each of these alone would: {'; '.join(document['advice'])}" if document["advice"] else "no"
+    return [*rows, ("fits", "yes" if document["fits"] else said)]
+
+
 def _decoded(document: dict[str, Any]) -> str:
     """How many batches the configurations are decoded in, and what the largest takes."""
     batches = counted(document["batches"], "batch", "batches")
     return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
 
 
-def describe(planned: Plan, part: Shard | None = None) -> dict[str, Any]:
-    """The same as numbers. Memory is what weights and caches take, in MiB, without activations."""
+def describe(planned: Plan, folder: Path | None, part: Shard | None = None) -> dict[str, Any]:
+    """The same as numbers, sizes in MiB."""
     run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()
@@ -111,4 +128,30 @@ def describe(planned: Plan, part: Shard | None = None) -> dict[str, Any]:
             {"config": config_object(eviction), "entries": eviction.kept_entries(compressed)}
             for eviction in run.configs
         ],
+        **_needs(planned, folder),
     }
+
+
+def _needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
+    """What the run takes of memory and disk, what there is, and what would make it fit."""
+    from perturbkv.pipeline import footprint
+
+    found, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
+    trace, journal, disk_free = (found.trace, sum(found.journal), _disk_free(folder)) if folder else (0, 0, 0)
+    fits = found.memory <= memory_free and trace + journal <= disk_free
+    return {
+        "device": planned.placement.device.type,
+        "memory_mib": found.memory / _MIB,
+        "memory_free_mib": memory_free / _MIB,
+        "trace_mib": trace / _MIB,
+        "journal_mib": journal / _MIB,
+        "disk_free_mib": disk_free / _MIB,
+        "fits": fits,
+        "advice": footprint.advice(planned, disk_free if folder else found.disk, memory_free),
+    }
+
+
+def _disk_free(folder: Path) -> int:
+    """Bytes that are free where a folder is, or will be."""
+    where = folder.absolute()
+    return shutil.disk_usage(next(one for one in (where, *where.parents) if one.exists())).free

@@ -98,6 +98,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "text": "it leaves no trace, and answers alone in its file",
         "shard": "it leaves no trace, which alone has shards",
         "shard_by": "it leaves no trace, which alone has shards",
+        "kept": "it leaves no trace, and answers alone in its file",
     },
     "horizon": {"step": "it shows all of them"},
     "bytes": {"precision": "it measures several, which --bits names"},

@@ -77,7 +77,7 @@ def generate(
     if run.dry_run:
         from perturbkv.cli import dry_run
 
-        dry_run.show(planned, run.as_json)
+        dry_run.show(planned, run.as_json, None)
         return
     metrics_of(planned.prompts)
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +33,8 @@ def info(
     states = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
     about = [
         ("samples", states),
-        ("text", _text(description)),
+        ("text", _held(description, description.with_text)),
+        ("kept positions", _held(description, description.with_kept)),
         *_caches(description.caches),
         *((line(name), line(value)) for name, value in sorted(description.attrs.items())),
     ]
@@ -53,9 +55,9 @@ def info(
         console.say(line(f"failed: {reason}"))
 
 
-def _text(description: Description) -> str:
-    """Whether the prompts' text can be read from the file."""
-    held, complete = len(description.with_text), len(description.sample_ids) - len(description.failures)
+def _held(description: Description, samples: Sequence[str]) -> str:
+    """Of how many samples something can be read from the file that a trace may go without."""
+    held, complete = len(samples), len(description.sample_ids) - len(description.failures)
     return "not stored" if not held else "stored" if held == complete else f"stored of {held} of {complete} samples"
 
 

@@ -58,7 +58,7 @@ def open_joined(
     planned = _planned(runs, asked, leave_out_unfit, generate, metric)
     _say_unshared(planned, name)
     if run.dry_run:
-        dry_run.show_all(planned, run.as_json, run.part)
+        dry_run.show_all(planned, run.as_json, folder, run.part)
         return None
     return _study(name, _made(runs, planned, paths, folder), folder, look, run)
 

@@ -126,6 +126,10 @@ class RunOptions(DataOptions):
         bool,
         _run("--text/--no-text", help="Keep the prompts' text in the trace", show_default="yes"),
     ] = True
+    kept: Annotated[
+        bool,
+        _run("--kept/--no-kept", help="Keep the positions of kept entries in it", show_default="yes"),
+    ] = True
     max_memory: Annotated[
         str | None,
         _run(metavar="SIZE", help="Of evicted caches at once: 2GiB", show_default="half of the model's"),

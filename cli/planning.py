@@ -77,6 +77,7 @@ def plan(
         generate=generate,
         head_scores=scores,
         text=options.text,
+        kept=options.kept,
         scored=scored,
         leave_out_unfit=leave_out_unfit,
     )

@@ -167,7 +167,7 @@ def open_study(
         msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}{more}"
         raise ConfigError(msg)
     if run.dry_run:
-        dry_run.show(planned, run.as_json, run.part)
+        dry_run.show(planned, run.as_json, folder, run.part)
         return None
     return _study(name, make_trace(run, planned, path), folder, look, run)
 

@@ -57,7 +57,7 @@ def trace(
         effects.check("trace", sweep.run, sweep.configs)
         run, planning = sweep.run, sweep.plan
     if run.dry_run:
-        dry_run.show(planning(), run.as_json, run.part)
+        dry_run.show(planning(), run.as_json, run_folder(run, run.output), run.part)
         return
     target = run_folder(run, run.output)
     path = reachable(target if target.suffix in HDF5 else target / "trace.h5", run.wait)

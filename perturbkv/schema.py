@@ -141,6 +141,13 @@ VARIABLES: dict[str, Variable] = {
     "kept_code": Variable(
         ("kept_byte",), "1", "kept positions as a bit mask or as gaps, whichever is shorter", "uint8", optional=True
     ),
+    "kept_digest": Variable(
+        ("config", "layer", "head"),
+        "1",
+        "digest of the kept positions, where these are not stored",
+        "int64",
+        optional=True,
+    ),
     "lost_position": Variable(
         _LOST,
         "token",
@@ -211,6 +218,8 @@ TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt
 
 KEPT = ("kept_offset", "kept_length", "kept_code")
 """What shows which entries were kept, not only how many: a trace may go without."""
+DIGEST = "kept_digest"
+"""What tells equal kept sets from others where a trace goes without their positions."""
 
 SUMS = ("cache_bytes", "cache_padding_bytes")
 """Variables of all configurations together: of some of them nothing is known."""

@@ -18,7 +18,7 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import FORMER, KEPT, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
+from perturbkv.schema import DIGEST, FORMER, KEPT, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
 from perturbkv.visible import line
 
 
@@ -139,9 +139,12 @@ class Trace:
     def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
         """(sample, layer, head) over the complete samples: True where two configurations keep the same positions.
 
-        Equal sets of one prompt have equal codes, which are compared once for all heads that share both. Raises
-        TraceError where the trace lacks kept positions.
+        Equal sets of one prompt have equal codes, which are compared once for all heads that share both; where
+        positions were left out, their digests. Raises TraceError where the trace has neither.
         """
+        if DIGEST in self.arrays:
+            known = self._digests()
+            return np.asarray(known[:, first] == known[:, second])
         codes, *places = self._kept((self.ok,))
         (here, there), (lengths, others) = ((held[:, first], held[:, second]) for held in places)
         same = np.asarray(lengths == others)
@@ -233,12 +236,26 @@ class Trace:
         """The codes of kept sets, and where those at a place of the axes begin and how long they are."""
         told = [self.arrays[name][where] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
         if len(told) < 3 or ((told[1] == 0) & (told[2] != 0)).any():
-            msg = (
-                f"expected kept positions in {self.source or 'this trace'}, got one that was measured without them; "
-                f"measure anew: perturbkv trace --model {self.run.model} --dataset {self.run.dataset} -o trace.h5"
-            )
-            raise TraceError(msg)
+            raise TraceError(self._no_positions())
         return np.asarray(self.arrays["kept_code"]), np.asarray(told[0]), np.asarray(told[1])
+
+    def _digests(self) -> NDArray[np.int64]:
+        """(sample, config, layer, head) of the complete samples' kept sets, those with positions too."""
+        found, counts = self.arrays[DIGEST][self.ok], self.arrays["kept_count"][self.ok]
+        if KEPT[2] in self.arrays:
+            offsets, lengths = (self.arrays[name][self.ok] for name in KEPT[:2])
+            own = kept_code.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
+            found = np.where(lengths > 0, own, found)
+        if ((found == 0) & (counts > 0)).any():
+            raise TraceError(self._no_positions())
+        return np.asarray(np.where(counts > 0, found, 0), dtype=np.int64)
+
+    def _no_positions(self) -> str:
+        return (
+            f"expected kept positions in {self.source or 'this trace'}, got one that was measured without them "
+            "(--no-kept, kept=False); measure them into another file: perturbkv trace "
+            f"--model {self.run.model} --dataset {self.run.dataset} -o trace.h5"
+        )
 
     def _title(self) -> str:
         run, complete = self.run, int(self.ok.sum())

@@ -53,6 +53,7 @@ def measure(  # type: ignore[misc]  # the options above are those below
     timeout_per_sample: float | None = None,
     save_outputs: bool = False,
     text: bool = True,
+    kept: bool = True,
     cache: str = "ragged",
     generate: int | None = 0,
     head_scores: Sequence[Sequence[float]] = (),
@@ -82,6 +83,9 @@ def measure(  # type: ignore[misc]  # the options above are those below
         save_outputs: keep head outputs, hidden states and attention too.
         text: keep each prompt's tokens and text too, which `tokens` shows. No number depends on it: a run that goes on
             adds it to the samples that are there, or takes it out of them.
+        kept: keep the positions that every head keeps, which `tokens` and `Trace.kept` show; their counts, and what
+            compares equal sets, stay without. A run that goes on takes them out of the samples that are there, and
+            cannot add them.
         cache: layout of evicted caches, `ragged` or `rectangular`.
         generate: tokens generated from every cache and graded, which takes prompts with accepted answers; None: as many
             as the dataset says.
@@ -102,7 +106,7 @@ def measure(  # type: ignore[misc]  # the options above are those below
     by_configs = part is None and shard_by != BY[0]
     chosen = EngineConfig(engine, workers, ray_address, cpus_per_worker, timeout_per_sample, by_configs)
     save = ("outputs",) if save_outputs else ()
-    settings = Settings(steps, scenario, cache, save, generate, head_scores, text)
+    settings = Settings(steps, scenario, cache, save, generate, head_scores, text, kept)
     ready = planned(model, prompts, configs, settings, resources, kept=path is not None)
     with (
         choosing.engine(chosen, [ready]) as measuring,

@@ -42,6 +42,7 @@ class Settings:
         generate: tokens generated from every cache and scored; None: as many as the dataset says.
         head_scores: one row of scores per layer, for `headkv`.
         text: whether the trace holds the prompts' text.
+        kept: whether the trace holds the kept positions, beside their counts.
         scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
         leave_out_unfit: a budget that some prompt makes no larger than the window is left out instead of refused.
     """
@@ -53,6 +54,7 @@ class Settings:
     generate: int | None = 0
     head_scores: Sequence[Sequence[float]] = ()
     text: bool = True
+    kept: bool = True
     scored: bool = True
     leave_out_unfit: bool = False
 
@@ -78,6 +80,7 @@ class Plan:
         resources: what it may take.
         batches: how the configurations of the largest prompt are decoded.
         text: whether its trace holds the prompts' text: no number depends on it, so it is no part of `run`.
+        kept: whether its trace holds the kept positions, likewise.
         loaded: the model, where it was loaded already.
     """
 
@@ -88,6 +91,7 @@ class Plan:
     resources: Resources
     batches: Batches
     text: bool = True
+    kept: bool = True
     loaded: Adapter | None = None
 
     def model(self) -> Adapter:
@@ -152,7 +156,7 @@ def plan(
     if generate and settings.scored:
         resources = _with_room(resources, shape, run, prompts, placement, loaded)
     batches = _batches(shape, run, prompts, resources)
-    return Plan(files, placement, prompts, run, resources, batches, settings.text, loaded)
+    return Plan(files, placement, prompts, run, resources, batches, settings.text, settings.kept, loaded)
 
 
 def _own_length(prompts: Prompts) -> int:

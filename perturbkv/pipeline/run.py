@@ -14,6 +14,7 @@ from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.provenance import provenance
 from perturbkv.pipeline.texts import PromptTexts
 from perturbkv.storage.joining import taken_over, together
+from perturbkv.storage.left_out import without_kept
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.memory import in_memory
 from perturbkv.storage.merge import join
@@ -82,9 +83,12 @@ def run_to_file(
 def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
     shards = taken_over(path, planned.run, overwrite, lock.wait)
     made, journals = together(provenance(planned), shards), [one.journal for one in shards]
-    writer = TraceWriter(path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals)
+    writer = TraceWriter(
+        path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals, planned.kept
+    )
     _say_what_is_there(planned, writer.missing())
     _say_whose_text_changes(planned, writer.changing_text())
+    _say_whose_positions_go(*writer.changing_kept())
     return measure_missing(planned, engine, writer, lock, path, len(planned.prompts), progress)
 
 
@@ -127,7 +131,8 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
     progress(0, total)
 
     def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
-        measured.setdefault(sample.sample_id, []).append((sample, [config.label() for config in configs]))
+        own = sample if planned.kept else without_kept(sample)
+        measured.setdefault(sample.sample_id, []).append((own, [config.label() for config in configs]))
         progress(len(measured), total)
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
@@ -173,6 +178,19 @@ def _say_whose_text_changes(planned: Plan, changing: int) -> None:
         samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
         added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
         _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
+
+
+def _say_whose_positions_go(leaving: int, lacking: int) -> None:
+    """Kept positions are measured: they can be taken out of samples that are there, and not be added to them."""
+    if leaving:
+        _log.info(
+            "the kept positions of %s are taken out of the trace", f"{leaving:,} sample{'' if leaving == 1 else 's'}"
+        )
+    if lacking:
+        _log.info(
+            "%s were measured without kept positions (--no-kept, kept=False) and stay without them; --overwrite "
+            "measures all anew", f"{lacking:,} sample{'' if lacking == 1 else 's'}"
+        )  # fmt: skip
 
 
 def _say_what_is_special(planned: Plan) -> None:

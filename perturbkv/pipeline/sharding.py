@@ -68,7 +68,7 @@ def run_shard(
     where shards of another run are there.
     """
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
-    record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command)
+    record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
     place = ShardJournal(path, shard).path
     check_place(place)
     with _alone(path, place, wait) as lock:

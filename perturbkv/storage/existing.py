@@ -28,7 +28,7 @@ class ExistingTrace:
     def __init__(self, path: Path) -> None:
         held = describe_whole(path)
         self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
-        self.with_text = frozenset(held.with_text)
+        self.with_text, self.with_kept = frozenset(held.with_text), frozenset(held.with_kept)
         self._path, self._stamp = path, path.stat().st_mtime_ns
         self._places = {name: place for place, name in enumerate(held.sample_ids) if name not in held.failures}
 

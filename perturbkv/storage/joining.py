@@ -142,7 +142,8 @@ def _writer(
 ) -> TraceWriter:
     """What writes the trace. Raises TraceError where a shard that says it is done lacks something."""
     first, attrs = records[0], provenance_of([one.attrs for one in records])
-    writer = TraceWriter(path, first.run, first.sample_ids, attrs, overwrite, texts, journals)
+    kept = all(one.kept for one in records)
+    writer = TraceWriter(path, first.run, first.sample_ids, attrs, overwrite, texts, journals, kept)
     if unmeasured := set(writer.unmeasured()):
         missing = {name: set(configs) for name, configs in writer.missing().items() if name in unmeasured}
         shares = {shard: first.share(shard) for shard in first.shards()}

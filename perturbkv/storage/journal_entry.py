@@ -68,12 +68,13 @@ class Entry:
     def shapes(self) -> Shapes:
         """Variable name -> shape, that of kept_code without what is no head's. Raises as `arrays`."""
         with self._opened() as held:
-            layout = _layout(held)
+            layout, told = _layout(held), _head(held)
         if former_kept.POSITIONS in layout:
             codes = self.arrays(KEPT)
             own = {name: array.shape for name, array in codes.items()} | {KEPT[2]: (code_bytes(codes),)}
             return {name: shape for name, (_, shape) in layout.items() if name in VARIABLES} | own
-        return {name: shape for name, (_, shape) in layout.items()}
+        codes = {KEPT[2]: (int(told["code_bytes"]),)} if KEPT[2] in layout else {}
+        return {name: shape for name, (_, shape) in layout.items()} | codes
 
     @contextmanager
     def _opened(self) -> Iterator[zipfile.ZipFile]:
@@ -94,6 +95,7 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
     held = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
     layout = [[name, array.dtype.str, array.shape] for name, array in held.items()]
     told = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
+    told |= {"code_bytes": code_bytes(arrays)}
 
     def write(stream: IO[bytes]) -> None:
         with zipfile.ZipFile(stream, "w") as archive:

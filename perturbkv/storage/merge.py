@@ -13,8 +13,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv import kept_code
 from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT, SUMS, VARIABLES
+from perturbkv.schema import DIGEST, KEPT, SUMS, VARIABLES
 from perturbkv.trace import SampleTrace
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -90,18 +91,28 @@ def single_whole_part(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels
 
 
 def with_kept_alike(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
-    """The parts of a sample as they are; where some have kept positions, the others with none of any head's."""
-    if not any(KEPT[0] in sample.arrays for sample in samples):
-        return list(samples)
+    """The parts of a sample: where some have kept positions, or digests, all have such, of no set or their own."""
+    some = {name for sample in samples for name in (*KEPT, DIGEST) if name in sample.arrays}
     return [
-        sample if KEPT[0] in sample.arrays else replace(sample, arrays={**sample.arrays, **_none_kept(sample.arrays)})
+        sample
+        if some <= sample.arrays.keys()
+        else replace(sample, arrays={**_kept_of(sample.arrays, some), **sample.arrays})
         for sample in samples
     ]
 
 
-def _none_kept(arrays: Arrays) -> Arrays:
+def digests(arrays: Arrays) -> NDArray[Any]:
+    """Of every head's kept positions; 0 where they are not known."""
+    if KEPT[0] not in arrays:
+        return np.zeros_like(arrays["kept_count"])
+    return kept_code.digests(arrays["kept_code"], *(arrays[name] for name in (*KEPT[:2], "kept_count")))
+
+
+def _kept_of(arrays: Arrays, names: set[str]) -> Arrays:
+    """Of the named variables those that a part without them has."""
     nothing = np.zeros_like(arrays["kept_count"])
-    return dict(zip(KEPT, (nothing, nothing, np.zeros(0, dtype=np.uint8)), strict=True))
+    none = dict(zip(KEPT, (nothing, nothing, np.zeros(0, dtype=np.uint8)), strict=True))
+    return {name: digests(arrays) if name == DIGEST else none[name] for name in names}
 
 
 def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
@@ -118,8 +129,8 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
 
 def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
     """Variable name -> shape of what `join` makes of parts of these shapes."""
-    if any(KEPT[0] in part for part in parts):
-        parts = [{**dict.fromkeys(KEPT[:2], part["kept_count"]), KEPT[2]: (0,), **part} for part in parts]
+    some = {name for part in parts for name in (*KEPT, DIGEST) if name in part}
+    parts = [{**{name: (0,) if name == KEPT[2] else part["kept_count"] for name in some}, **part} for part in parts]
     first, *others = parts
     shapes = {name: shape for name, shape in first.items() if all(name in other for other in others)}
     for name, shape in shapes.items():
@@ -130,7 +141,7 @@ def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
 
 def code_bytes(arrays: Arrays) -> int:
     """Bytes of a part's codes of kept positions, shared ones once; 0 where it has none."""
-    if KEPT[0] not in arrays:
+    if KEPT[1] not in arrays:
         return 0
     first, _ = distinct_places(arrays["kept_offset"], arrays["kept_length"])
     return int(arrays["kept_length"].reshape(-1)[first].sum())

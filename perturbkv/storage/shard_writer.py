@@ -39,7 +39,7 @@ class ShardWriter:
         self.shard, self._record, self._texts = ShardJournal(trace, record.shard), record, texts
         _check_others(trace, record, overwrite)
         held = _held(trace, record.run, overwrite)
-        self._own = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite)
+        self._own = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite, kept=record.kept)
         self._missing = _share(record, self._own.missing(), held)
         self._begin()
 

@@ -66,6 +66,7 @@ class ShardRecord:
         sample_ids: of every sample of the run, in the order of the file.
         attrs: provenance of what the shard measured.
         text: whether its samples are kept with their prompts' text.
+        kept: whether they are with kept positions.
         command: how it was asked for.
     """
 
@@ -75,6 +76,7 @@ class ShardRecord:
     attrs: Mapping[str, str]
     text: bool
     command: Command = Command()
+    kept: bool = True
 
     def share(self, shard: Shard) -> tuple[tuple[str, ...], tuple[EvictionConfig, ...]]:
         """The samples that a shard of the run measures, and the configurations that it measures of each."""
@@ -111,7 +113,7 @@ class ShardJournal:
             return None
         if run is None or (shard.number, shard.count) != (self.shard.number, self.shard.count):
             return None
-        return ShardRecord(shard, run, ids, attrs, held.get("text") is True, told)
+        return ShardRecord(shard, run, ids, attrs, held.get("text") is True, told, held.get("kept") is not False)
 
     def begin(self, record: ShardRecord) -> None:
         """Make the journal, and note what it knows; it is not done, so that nobody joins it."""

@@ -120,7 +120,7 @@ class StoredVariable:
 class Description:
     """What a trace file holds; of its numbers the bytes of its evicted caches alone, all samples' together.
 
-    `with_text` names the samples whose prompt's text is stored.
+    `with_text` names the samples whose prompt's text is stored, `with_kept` those whose kept positions are.
     """
 
     run: RunConfig
@@ -130,6 +130,7 @@ class Description:
     variables: dict[str, StoredVariable]
     caches: dict[str, int]
     with_text: tuple[str, ...]
+    with_kept: tuple[str, ...]
 
 
 def describe(path: Path) -> Description:
@@ -142,12 +143,23 @@ def describe(path: Path) -> Description:
         found = {name: _stored(file, name) for name in names if name not in AXES}
         variables = {name: one for name, one in found.items() if one is not None}
         caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
-        return Description(run, ids, failures, _provenance_of(file), variables, caches, _with_text(file, ids))
+        stored = _with_text(file, ids), _with_kept(file, ids)
+        return Description(run, ids, failures, _provenance_of(file), variables, caches, *stored)
 
 
 def _with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
     counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
     return tuple(name for name, count in zip(ids, counts, strict=True) if count)
+
+
+def _with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    if not all(holds(file, name) for name in KEPT):
+        return ()
+    complete = file.read("complete") != 0
+    if not is_former(file):
+        counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
+        complete &= ((counts == 0) | (lengths > 0)).all(axis=1)
+    return tuple(name for name, held in zip(ids, complete.tolist(), strict=True) if held)
 
 
 def _stored(file: StoredFile, name: str) -> StoredVariable | None:

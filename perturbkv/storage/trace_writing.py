@@ -45,6 +45,12 @@ _VERSIONS = ("v110", "v110")
 """From HDF5 1.10 on, headers, links and indices carry sums of their own; netCDF reads them as well."""
 
 
+_SCALARS = 512
+"""Numbers, one for each sample, that are written together."""
+_CACHED = 2**20
+"""Bytes of chunks that HDF5 holds of each variable, for those that are written in parts."""
+
+
 def write_trace(
     path: Path,
     run: RunConfig,
@@ -64,7 +70,7 @@ def write_trace(
 
     def write(stop: Event) -> None:
         with Stream(path) as stream:
-            with h5py.File(stream, "w", libver=_VERSIONS, track_order=True) as file:
+            with h5py.File(stream, "w", libver=_VERSIONS, track_order=True, rdcc_nbytes=_CACHED) as file:
                 variables = _begun(file, told, sizes, names, sample_ids, run.labels())
                 filled = nothing_filled()
                 for where, name in enumerate(sample_ids):
@@ -195,6 +201,8 @@ class _SummedVariable:
         self._shape = () if variable.in_rows else held.shape[1:]
         self._dtype = np.dtype(object) if variable.dtype == "str" else held.dtype
         self._begin, self._end, self._bytes = 0, 0, 0
+        chunked = held.ndim > 1 and 0 not in held.shape
+        self._together = held.chunks[0] if chunked else _SCALARS
         self._waiting: list[NDArray[Any]] = []
         self._sums = [0] if variable.in_rows else [checksums.of(self._empty())] * held.shape[0]
 
@@ -229,7 +237,7 @@ class _SummedVariable:
         self._waiting.append(block.copy() if small else block)  # a view would hold the whole of its sample
         self._end = begin + len(block)
         self._bytes += block.nbytes
-        if self._bytes >= _TOGETHER:
+        if self._end - self._begin >= self._together or self._bytes >= _TOGETHER:
             self._write()
 
     def _write(self) -> None:

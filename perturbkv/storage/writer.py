@@ -14,6 +14,7 @@ from perturbkv.storage.existing import ExistingSample, existing_trace
 from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.files import clear_leftovers, written_whole
 from perturbkv.storage.journal import Entry, Journal, journal_path
+from perturbkv.storage.left_out import without_kept, without_kept_shapes
 from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
 from perturbkv.storage.texts import Texts, with_text, with_text_shapes
 from perturbkv.storage.trace_writing import write_trace
@@ -54,6 +55,7 @@ class TraceWriter:
             stays as it is until this run's is whole and takes its place; a journal of another run, which is no trace
             yet, is removed at once. A run that was killed before that goes on with `overwrite` alone: without it the
             other run's file is refused as ever.
+        kept: whether the finished file has kept positions, where the samples were measured with them.
         texts: of the samples' prompts; the finished file has these and no others, whatever its samples were measured
             with. None: samples keep what they have.
         shards: journals of shards of this run, which its samples are taken from too; `finish` removes them.
@@ -70,8 +72,9 @@ class TraceWriter:
         overwrite: bool = False,
         texts: Texts | None = None,
         shards: Sequence[Journal] = (),
+        kept: bool = True,
     ) -> None:
-        self.path, self.run, self.attrs, self.texts = path, run, dict(attrs), texts
+        self.path, self.run, self.attrs, self.texts, self.kept = path, run, dict(attrs), texts, kept
         self.sample_ids = tuple(sample_ids)
         self._check_ids()
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
@@ -108,6 +111,14 @@ class TraceWriter:
         held = [name for name in self.sample_ids if self._old.part(name) is not None]
         return sum((name in self._old.with_text) != bool(self.texts) for name in held)
 
+    def changing_kept(self) -> tuple[int, int]:
+        """How many finished samples of the older file lose their kept positions, and how many lack them for good."""
+        if self._old is None:
+            return 0, 0
+        held = [name for name in self.sample_ids if self._old.part(name) is not None]
+        there = sum(name in self._old.with_kept for name in held)
+        return (0, len(held) - there) if self.kept else (there, 0)
+
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
         """Keep one sample in the journal: measured for `configs`, by default all of the run, in this order.
 
@@ -126,7 +137,8 @@ class TraceWriter:
         if not self._begun:
             self._journal.begin(self.run)
             self._begun = True
-        self._entries.setdefault(sample.sample_id, []).append(self._journal.append(sample, labels))
+        entry = self._journal.append(sample if self.kept else without_kept(sample), labels)
+        self._entries.setdefault(sample.sample_id, []).append(entry)
         if isinstance(sample, FailedSample):
             self._failed.add(sample.sample_id)
         else:
@@ -265,18 +277,19 @@ class TraceWriter:
         old = self._old
         if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
             return False
-        if self.changing_text():
+        if self.changing_text() or self.changing_kept()[0]:
             return False
         return not any(self._entries.get(name) and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 
     def _shapes(self, name: str) -> Shapes | None:
         if name in self._lacking:
             return None
-        return with_text_shapes(name, joined_shapes([part.shapes() for part in self._parts(name)]), self.texts)
+        found = with_text_shapes(name, joined_shapes([part.shapes() for part in self._parts(name)]), self.texts)
+        return found if self.kept else without_kept_shapes(found)
 
     def _sample(self, name: str) -> SampleTrace | FailedSample:
         if name in self._lacking:
             return FailedSample(name, str(self._reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
         whole = single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))
-        return with_text(whole, self.texts)
+        return with_text(whole if self.kept else without_kept(whole), self.texts)
