@@ -85,11 +85,13 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
     audited = [*own, "--dataset", data, "--samples", 1, "--steps", 1, "--format", "png"]
     return {
         "trace": ["trace", *tiny, "-o", "t.h5"],
+        "trace --shard": ["trace", *tiny, "-o", "s.h5", "--shard", "1/2"],
+        "merge": ["merge", "t.h5"],
         "info": ["info", "t.h5"],
         "export": ["export", "t.h5", "-o", "t.csv"],
         "tokens": ["tokens", "t.h5"],
         **of_answers(tiny),
-        "dry run": ["heads", *tiny, "--dry-run"],
+        "dry run": ["heads", *tiny, "--dry-run", "-o", "dry", "--shard", "1/2"],
         "head-scores": ["head-scores", *own, "-o", "s.json"],
         "models": ["models"],
         "datasets": ["datasets"],

@@ -27,15 +27,15 @@ HEAD_SCORES = ((1.0, 2.0, 5.0, 1.0),)
 
 
 @pytest.fixture(scope="module")
-def model() -> Adapter:
+def adapter() -> Adapter:
     return tiny_adapter(layers=1)
 
 
 @pytest.fixture
-def prompts(model: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[pk.Prompt, ...]:
+def prompts(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[pk.Prompt, ...]:
     """Eight, of which the fifth fails."""
     texts = [f"{place} The quick brown fox jumps over it. " * 2 for place in range(8)]
-    made = tuple(pk.Prompt.from_text(text, model, "Which fox?", id=f"p{place}") for place, text in enumerate(texts))
+    made = tuple(pk.Prompt.from_text(text, adapter, "Which fox?", id=f"p{place}") for place, text in enumerate(texts))
     whole, broken = samples.trace_sample, made[4].sample_id
 
     def failing(adapter: Any, prompt: pk.Prompt, *more: Any) -> Any:
@@ -54,12 +54,12 @@ def in_shards(path: Path, *asked: Any, count: int = SHARDS, **options: Any) -> I
 
 @pytest.mark.parametrize(("scenario", "text"), [("regular", True), ("context-only", False)])
 def test_seven_shards_give_the_file_of_one_process(
-    model: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path, scenario: str, text: bool
+    adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path, scenario: str, text: bool
 ) -> None:
     assert {config.policy.name for config in CONFIGS} == set(registry.names())
     options: dict[str, Any] = {"scenario": scenario, "text": text, "head_scores": HEAD_SCORES}
-    alone = pk.measure(model, prompts, CONFIGS, path=tmp_path / "one.h5", progress=False, **options)
-    *left, last = in_shards(tmp_path / "t.h5", model, prompts, CONFIGS, **options)
+    alone = pk.measure(adapter, prompts, CONFIGS, path=tmp_path / "one.h5", progress=False, **options)
+    *left, last = in_shards(tmp_path / "t.h5", adapter, prompts, CONFIGS, **options)
     assert [len(one.samples) for one in left] == [1] * 6
     assert [len(one.done) for one in left] == list(range(1, SHARDS))
     assert isinstance(last, Trace)
@@ -70,11 +70,11 @@ def test_seven_shards_give_the_file_of_one_process(
 
 
 def test_shards_of_configurations_give_it_up_to_floors_and_bytes(
-    model: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path
+    adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path
 ) -> None:
     chosen = CONFIGS[:5]
-    alone = pk.measure(model, prompts[:2], chosen, path=tmp_path / "one.h5", progress=False)
-    *left, last = in_shards(tmp_path / "t.h5", model, prompts[:2], chosen, count=2, shard_by="configs")
+    alone = pk.measure(adapter, prompts[:2], chosen, path=tmp_path / "one.h5", progress=False)
+    *left, last = in_shards(tmp_path / "t.h5", adapter, prompts[:2], chosen, count=2, shard_by="configs")
     assert [(len(one.samples), one.configs) for one in left] == [(2, 2)]
     assert isinstance(last, Trace)
     assert (last.run, last.sample_ids) == (alone.run, alone.sample_ids)
