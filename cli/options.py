@@ -60,11 +60,6 @@ def _many(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=_MANY, **more)
 
 
-def _more(*names: str, **more: Any) -> Any:
-    """An option that one command's help alone shows."""
-    return _many(*names, hidden=True, **more)
-
-
 @dataclass(frozen=True)
 class RunOptions(DataOptions):
     """What the user asked for, as typed; `configs` turns it into eviction configurations."""
@@ -145,13 +140,15 @@ class RunOptions(DataOptions):
         int | None, _many(metavar="N", help="How many processes; more in trace --help", show_default="one per GPU")
     ] = None
     ray_address: Annotated[
-        str | None, _more(metavar="ADDR", help="Of the Ray cluster's head: host:port", show_default="RAY_ADDRESS")
+        str | None,
+        _many(hidden=True, metavar="ADDR", help="Of the Ray cluster's head: host:port", show_default="RAY_ADDRESS"),
     ] = None
     cpus_per_worker: Annotated[
-        int | None, _more(metavar="N", help="Cores of each worker", show_default="an even share")
+        int | None, _many(hidden=True, metavar="N", help="Cores of each worker", show_default="an even share")
     ] = None
     timeout_per_sample: Annotated[
-        float | None, _more(metavar="S", help="Seconds after which a worker is ended", show_default="never")
+        float | None,
+        _many(hidden=True, metavar="S", help="Seconds after which a worker is ended", show_default="never"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -171,9 +168,7 @@ class RunOptions(DataOptions):
     @property
     def spread(self) -> EngineConfig:
         """Where the run is measured. Raises ConfigError for a choice that makes no difference there."""
-        return EngineConfig(
-            self.engine, self.workers, self.ray_address, self.cpus_per_worker, self.timeout_per_sample
-        )  # fmt: skip
+        return EngineConfig(self.engine, self.workers, self.ray_address, self.cpus_per_worker, self.timeout_per_sample)
 
     @property
     def resources(self) -> Resources:
