@@ -28,6 +28,8 @@ from perturbkv.selection.grid import FIELDS, every, names_policy
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
+HIDDEN = ("chunk_mib", "norm_kernel", "shard_by", "ray_address", "cpus_per_worker", "timeout_per_sample")
+"""Options that the help of `perturbkv trace` alone tells of."""
 _MOST_MIB = 2**20
 _EVICT, _RUN, _MANY = "Eviction", "Running and output", "Many processes"
 
@@ -61,9 +63,9 @@ def _many(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=_MANY, **more)
 
 
-def _more(*names: str, **more: Any) -> Any:
+def _hidden(panel: str, **more: Any) -> Any:
     """An option that one command's help alone shows."""
-    return _many(*names, hidden=True, **more)
+    return Option(rich_help_panel=panel, hidden=True, **more)
 
 
 @dataclass(frozen=True)
@@ -134,31 +136,32 @@ class RunOptions(DataOptions):
         str | None,
         _run(metavar="SIZE", help="Of evicted caches at once: 2GiB", show_default="half of the model's"),
     ] = None
-    chunk_mib: Annotated[int, _run(metavar="N", help="Working memory of value norms and sums, MiB")] = 256
-    norm_kernel: Annotated[str, _run(metavar="NAME", help="Of value norms: auto, triton, chunked")] = "auto"
+    chunk_mib: Annotated[int, _hidden(_RUN, metavar="N", help="Working memory of value norms and sums, MiB")] = 256
+    norm_kernel: Annotated[str, _hidden(_RUN, metavar="NAME", help="Of value norms: auto, triton, chunked")] = "auto"
     output: Annotated[
         Path | None,
         _run("--output", "-o", metavar="PATH", help="Where results go",
              show_default="runs/<time>-<model>-<dataset>"),
     ] = None  # fmt: skip
-    shard: Annotated[str | None, _run(metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")] = None
-    shard_by: Annotated[str, _run(metavar="NAME", help="What is shared out: samples or configs")] = BY[0]
     overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run")] = False
     wait: Annotated[bool, _run("--wait", help="Wait while another process writes there")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Tell samples, configurations, memory; run nothing")] = False
     as_json: Annotated[bool, _run("--json", help=_JSON)] = False
+    shard: Annotated[str | None, _many(metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")] = None
+    shard_by: Annotated[str, _hidden(_MANY, metavar="NAME", help="What is shared out: samples or configs")] = BY[0]
     engine: Annotated[str, _many(metavar="NAME", help="What measures: here, workers, ray")] = "here"
     workers: Annotated[
         int | None, _many(metavar="N", help="How many processes; more in trace --help", show_default="one per GPU")
     ] = None
     ray_address: Annotated[
-        str | None, _more(metavar="ADDR", help="Of the Ray cluster's head: host:port", show_default="RAY_ADDRESS")
+        str | None,
+        _hidden(_MANY, metavar="ADDR", help="Of the Ray cluster's head: host:port", show_default="RAY_ADDRESS"),
     ] = None
     cpus_per_worker: Annotated[
-        int | None, _more(metavar="N", help="Cores of each worker", show_default="an even share")
+        int | None, _hidden(_MANY, metavar="N", help="Cores of each worker", show_default="an even share")
     ] = None
     timeout_per_sample: Annotated[
-        float | None, _more(metavar="S", help="Seconds after which a worker is ended", show_default="never")
+        float | None, _hidden(_MANY, metavar="S", help="Seconds after which a worker is ended", show_default="never")
     ] = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from perturbkv.cli import console, dry_run, effects
-from perturbkv.cli.options import RunOptions
+from perturbkv.cli.options import HIDDEN, RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import telling, with_options
@@ -25,7 +25,7 @@ HDF5 = (".h5", ".hdf5")
 """How the --output ends that is a trace itself, and not its folder."""
 
 
-@telling("ray_address", "cpus_per_worker", "timeout_per_sample")
+@telling(*HIDDEN)
 @with_options
 def trace(
     run: RunOptions,

@@ -39,6 +39,8 @@ ENORMOUS = {
     "--dtype": ("float64", "int8", "complex64", "torch.float32", "nonsense", ""),
     "--device-map": ("balanced", "", "AUTO"),
     "--norm-kernel": ("triton", "nonsense", ""),
+    "--engine": ("rays", "", "HERE"),
+    "--ray-address": ("127.0.0.1:1", "", "ray://a:1", ":::", "a:99999"),
 }
 """Values of single options beside those that every number and every name is tried with."""
 _WHOLE = ("info", "models", "policies", "datasets", "doctor", "export")

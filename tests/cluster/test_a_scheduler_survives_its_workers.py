@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 import tracemalloc
+from dataclasses import dataclass
 
 import pytest
+import torch
 
 from perturbkv.engines.attempts import Waiting
 from perturbkv.engines.crew import Gone
 from perturbkv.engines.scheduler import Scheduler
+from perturbkv.engines.task import Models
 from perturbkv.engines.worker import Heard, Reply, Worker
 from perturbkv.errors import ActivationError, NoMemoryError, WorkerError
 from tests.support.crews import HANGING, FakeCrew, Nothing, Told
@@ -153,3 +156,21 @@ def test_no_memory_is_no_attempt() -> None:
     with pytest.raises(NoMemoryError, match=r"worker \d \(cpu\): there is not enough memory on the GPU"):
         Scheduler(crew).run(Told().work([1, 1]))
     assert max(crew.attempts.values()) == 1
+
+
+def test_a_model_is_loaded_once_for_several_tasks() -> None:
+    loaded: list[str] = []
+
+    @dataclass(frozen=True)
+    class Spec:
+        name: str
+
+        def load(self, device: torch.device) -> object:
+            loaded.append(self.name)
+            return object()
+
+    models = Models(torch.device("cpu"))
+    one = models.get(Spec("a"))  # type: ignore[arg-type]
+    assert models.get(Spec("a")) is one  # type: ignore[arg-type]
+    assert models.get(Spec("b")) is not one  # type: ignore[arg-type]
+    assert loaded == ["a", "b"]
