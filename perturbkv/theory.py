@@ -84,9 +84,8 @@ def _by_kv_head(
 def _grouped_sums(
     weights: Float[Tensor, "kv_head config group key"], summands: Float[Tensor, "kv_head key column"]
 ) -> Float[Tensor, "config head column"]:
-    rows = weights.flatten(1, 2)
-    sums = (summands.mT @ rows.mT).mT  # this way round few columns cost half the time on a CPU
-    return sums.reshape(*weights.shape[:3], -1).transpose(0, 1).flatten(1, 2)
+    sums = weights.flatten(1, 2) @ summands  # equal rows give equal bits; transposed, which is faster, they do not
+    return sums.view(*weights.shape[:3], -1).transpose(0, 1).flatten(1, 2)
 
 
 def head_slices(w_o: Float[Tensor, "d_model head_d_head"], heads: int) -> Float[Tensor, "head d_head d_model"]:
@@ -160,8 +159,8 @@ class Summands:
 
 def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]) -> Summands:
     """`Summands` of a layer's values and value norms, in `WORK`."""
-    per_head = norms.view(value.shape[0], -1, norms.shape[1]).to(WORK)
-    columns = torch.cat([value.mT.to(WORK), per_head, torch.ones_like(per_head[:, :1])], dim=1).mT
+    per_head = norms.view(value.shape[0], -1, norms.shape[1]).transpose(1, 2).to(WORK)
+    columns = torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
     return Summands(columns, value.shape[-1])
 
 
