@@ -82,20 +82,21 @@ def served(door: socket.socket, bash: subprocess.Popen[bytes], run: Callable[...
 
 
 def test_every_command_runs_as_it_is_written(
-    perturbkv: Callable[..., Any], model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    perturbkv: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = PAGE.read_text().partition("\n## Worker processes")[0]
     ((name, batch),) = FILE.findall(page)
     assert len(batch.splitlines()) <= 10
-    (tmp_path / "prompts.jsonl").write_bytes(data.read_bytes())
+    rows = [{"id": f"p{place}", "prompt": f"{place} The quick brown fox jumps. " * 8} for place in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tiny = f"--dataset prompts.jsonl --model {model} --window 8"
     (tmp_path / name).write_text(batch.replace("--dataset prompts.jsonl", tiny))
     blocks = BLOCK.findall(page)
     left = [shell(block.replace("--dataset prompts.jsonl", tiny), tmp_path, perturbkv) for block in blocks]
-    halves, _, array, again, wide = left
-    assert page.count(" ".join(halves[0].out.split()).partition(";")[0].replace("3 samples", "4 samples")) == 1
-    assert [ran.code for ran in (*halves, *array, *again, *wide)] == [0] * (2 + 5 + 2 + 2)
-    assert "halves.h5: 6 samples" in halves[1].out
+    halves, heads, array, again, wide = left
+    assert page.count(" ".join(halves[0].out.split()).partition(";")[0]) == 1
+    assert [ran.code for ran in (*halves, *heads, *array, *again, *wide)] == [0] * (2 + 1 + 5 + 2 + 2)
+    assert "halves.h5: 8 samples" in halves[1].out
     assert "3 of 4 shards are there" in " ".join(array[2].out.split())
     assert "joined into study.h5" in array[3].err
     assert_same_trace(tmp_path / "study.h5", tmp_path / "halves.h5")
