@@ -34,7 +34,7 @@ def started(command: list[str], place: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def until(met: Callable[[], object], seconds: float = 60) -> None:
+def until(met: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not met():
         assert time.monotonic() < end

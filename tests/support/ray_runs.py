@@ -79,7 +79,7 @@ class _Runs:
         more = ("--engine", "ray", "--workers", 2, "--ray-address", address)
         started = subprocess.Popen(self.command("stopped.h5", *more), stderr=subprocess.PIPE, text=True)
         journal = self.where / "stopped.h5.journal"
-        before, end = set(mischief.met(240)), time.monotonic() + 120
+        before, end = set(mischief.met(240)), time.monotonic() + 300
         while time.monotonic() < end and not (
             set(mischief.met(240)) - before and len(list(journal.glob("*.npz"))) == 5
         ):
