@@ -201,6 +201,7 @@ $(WEIGHTS)/.installed: $(VENV)/.installed
 
 bench: install
 	$(BIN) bench --output docs/bench/cpu.json --overwrite
+	$(BIN) bench scale --output docs/bench/scale.json --overwrite
 
 # Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing,
 # nor the embedded model: MODEL=folder brings another for the table of ties. The package is laid out under build/gpu,

@@ -66,13 +66,37 @@ def run(
     with claimed(path, overwrite) as beside, console.progress("groups", suite.groups(settings)) as bar:
         report = suite.measure(settings, targets, lambda name: bar.one_more())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
-    if as_json:
-        console.print_json(report.to_dict())
-    else:
-        _show(report)
-        console.say(f"written to {path}")
-    if report.failed:
-        raise typer.Exit(1)
+    _tell(report, path, as_json)
+
+
+@bench.command(cls=OnceCommand)
+def scale(
+    model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
+    samples: Annotated[int, Option(metavar="N", help="Of the longest runs; fewer take less time")] = 10_000,
+    repeats: Annotated[int, Option(metavar="N", help="How often workers are timed, in turns; medians count")] = 3,
+    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-scale.json"),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what runs of thousands of samples take: workers, Ray, coordinating, merging.
+
+    Workers sleep instead of measuring, but for one row: so two cores carry eight of them. Each value is a ratio within
+    one run, or milliseconds; start-up is not in it, but in the JSON. A row whose process fails says why, and the
+    command exits with 1 when the others are done.
+    """
+    from perturbkv.benchmark import scale
+    from perturbkv.benchmark.rows import SCALE, check_names
+
+    targets, settings = check_names(only or [], SCALE), scale.Settings(model, samples, repeats)
+    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-scale.json"
+    with claimed(path, overwrite) as beside, console.progress("groups", scale.groups(settings)) as bar:
+        report = scale.measure(settings, targets, lambda name: bar.one_more())
+        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
+    _tell(report, path, as_json)
 
 
 @bench.command(cls=OnceCommand)
@@ -121,11 +145,23 @@ def _check_used(context: typer.Context, names: set[str]) -> None:
             raise ConfigError(msg)
 
 
+def _tell(report: Report, path: Path, as_json: bool) -> None:
+    """Show a report, or print it; the command ends with 1 where a row failed."""
+    if as_json:
+        console.print_json(report.to_dict())
+    else:
+        _show(report)
+        console.say(f"written to {path}")
+    if report.failed:
+        raise typer.Exit(1)
+
+
 def _show(report: Report) -> None:
     about = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
     console.say(f"{report.machine['device']}: {about}")
     settings = report.settings
-    title = f"{settings['model']}, {settings['tokens']:,} tokens, {counted(settings['repeats'], 'repeat')}"
+    length = f"{settings['tokens']:,} tokens" if "tokens" in settings else counted(settings["samples"], "sample")
+    title = f"{settings['model']}, {length}, {counted(settings['repeats'], 'repeat')}"
     rows = [(row.target.name, row.target.what, _bound(row), _number(row.value), row.verdict()) for row in report.rows]
     console.table(title, ["row", "what", "#bound", "#value", ""], rows)
     for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):

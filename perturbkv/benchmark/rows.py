@@ -60,8 +60,8 @@ TARGETS = (
 SCALE = (
     Target("scale-workers", "8 worker processes that sleep / one, speed-up over 8", 0.95, at_least=True),
     Target("scale-ray", "8 actors of Ray that sleep / one, speed-up over 8", 0.95, at_least=True),
-    Target("coordination-workers", "the coordinating process, 8 worker processes, ms per sample", 3.0),
-    Target("coordination-ray", "the coordinating process, 8 actors of Ray, ms per sample", 3.0),
+    Target("coordination-workers", "the coordinating process's CPU, 8 worker processes, ms per sample", 3.0),
+    Target("coordination-ray", "the coordinating process's CPU, 8 actors of Ray, ms per sample", 3.0),
     Target("coordinator-memory", "the coordinating process's peak memory, all samples / 10", 1.1),
     Target("merging", "merging 7 shards / writing the same samples once", 2.0),
     Target("merging-memory", "peak memory of merging 7 shards, all samples / 10", 1.1),

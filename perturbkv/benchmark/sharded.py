@@ -36,7 +36,6 @@ def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> R
     found: Result = {"journals": time.perf_counter() - start}
     if once:
         found["once"] = _written_once(run, place)
-    (place / "once.h5").unlink(missing_ok=True)
     return found | {"merging": _merged(place / "merged.h5")}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from os import getpid
 
 from perturbkv.engines.crew import Work
 from perturbkv.engines.measuring import Part
@@ -53,7 +53,7 @@ class _RollCall:
 
         def here(item: int) -> int:
             time.sleep(_CALLED)
-            return os.getpid()
+            return getpid()
 
         return here
 

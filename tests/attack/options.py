@@ -45,7 +45,7 @@ ENORMOUS = {
 """Values of single options beside those that every number and every name is tried with."""
 _WHOLE = ("info", "models", "policies", "datasets", "doctor", "export")
 """Commands that run no model."""
-_MINUTES = ("selfcheck", "bench")
+_MINUTES = ("selfcheck", "bench", "bench scale")
 """Commands of which a valid value takes minutes: what they must refuse is tried alone."""
 
 
@@ -112,6 +112,7 @@ class Whole:
             "head-scores": {**model, **one, **needle, **cpu, "--output": ("--output", "scores.json")},
             "selfcheck": {**cpu, "--output": ("--output", "gpu.json")},
             "bench": {**model, **cpu, "--output": ("--output", "bench.json")},
+            "bench scale": {**model, **one, "--output": ("--output", "scale.json")},
             "bench compare": {"": (self.report, self.report)},
             "doctor": {}, "models": {}, "policies": {},
             "needle": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "6")},

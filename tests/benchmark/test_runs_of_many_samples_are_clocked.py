@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from perturbkv.benchmark import rows, scale, sharded, spreading, stand_ins
+from perturbkv.benchmark.process import without_network
+from perturbkv.cli.main import app
+from perturbkv.engines.scheduler import Scheduler
+from perturbkv.engines.task import Do, Models
+from perturbkv.engines.worker import Reply
+from perturbkv.errors import ConfigError, PerturbkvError, WorkerError
+from perturbkv.storage.trace_file import read_trace
+from tests.support.crews import FakeCrew
+from tests.support.folders import model_folder
+
+KEPT: dict[str, Any] = {"bytes": 200, "seconds": 1.0}
+ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "one_sample": lambda **more: KEPT,
+    "speed_up": lambda workers, pause, **more: {
+        "one": [2.0, 3.0, 2.0], "all": [2.5, 3.0, 2.5] if pause is None else [2.0, 4.0, 2.5],
+        "ready": {"one": 2.0, "all": 3.5},
+    },
+    "coordinating": lambda samples, **more: {
+        "handing": {"passed": 1.0, "cpu": 0.5}, "writing": {"passed": samples / 100, "cpu": samples / 400},
+        "ready": 9.0, "peak": 500 if samples > 10 else 400,
+    },
+    "merging": lambda samples, once, **more: {
+        "journals": 1.0, "merging": {"seconds": 6.0, "peak": samples}, **({"once": 4.0} if once else {})
+    },
+}  # fmt: skip
+EXPECTED = {
+    "scale-workers": 0.8, "scale-ray": 0.8, "coordination-workers": 2.5, "coordination-ray": 2.5,
+    "coordinator-memory": 1.25, "merging": 1.5, "merging-memory": 2.0, "two-workers": 1.6,
+}  # fmt: skip
+"""By hand: the median turn of the sleepers is 2.0 / 2.5; two that measure do twice the samples."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Processes whose numbers are known, and what each was asked for: its work, and the words before it."""
+    seen: list[tuple[str, Any]] = []
+
+    def answer(name: str, *, before: Any = (), **arguments: Any) -> dict[str, Any]:
+        seen.append((f"{name} {arguments.get('engine', '')}".strip(), before))
+        return ANSWERS[name](**arguments)
+
+    monkeypatch.setattr(scale, "in_process", answer)
+    monkeypatch.setattr(scale, "find_spec", lambda name: name)
+    monkeypatch.setattr(scale, "without_network", lambda: ("alone",))
+    return seen
+
+
+def test_every_row_of_scale_is_what_its_processes_found(asked: list[tuple[str, Any]]) -> None:
+    report = scale.measure(scale.Settings(samples=20), rows.SCALE)
+    assert {row.target.name: row.value for row in report.rows} == {
+        name: pytest.approx(value) for name, value in EXPECTED.items()
+    }
+    found = {row.target.name: row for row in report.rows}
+    assert found["two-workers"].details["with_loading"] == pytest.approx(2 * 4.0 / 6.0)
+    assert found["coordination-ray"].details["ms_per_sample"]["handing"] == {"passed": 50.0, "cpu": 25.0}
+    assert all(row.details["wall"] >= 0 for row in report.rows)
+    assert [name for name, _ in asked].count("one_sample") == 1
+
+
+def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[str, Any]]) -> None:
+    report = scale.measure(scale.Settings(samples=20), rows.SCALE)
+    assert {name for name, before in asked if before} == {"speed_up ray", "coordinating ray"}
+    told = {row.target.name for row in report.rows if row.details.get("network") == "loopback alone"}
+    assert told == {"scale-ray", "coordination-ray"}
+
+
+@pytest.mark.usefixtures("asked")
+def test_without_ray_its_rows_say_so_and_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "find_spec", lambda name: None)
+    report = scale.measure(scale.Settings(samples=20), rows.SCALE)
+    without = {row.target.name: row.reason for row in report.rows if row.value is None}
+    assert without == {"scale-ray": rows.NO_RAY, "coordination-ray": rows.NO_RAY}
+    assert report.failed == []
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_command_shows_bounds_and_compare_reads_its_file(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    for path, samples in ((old, "20"), (new, "30")):
+        shown = CliRunner().invoke(app, ["bench", "scale", "--samples", samples, "--output", str(path)])
+        assert shown.exit_code == 0, shown.output
+    for words in ("≥ 0.95", "≤ 3", "1.600", "falls short", "reached", "30 samples"):
+        assert words in shown.stdout
+    compared = CliRunner().invoke(app, ["bench", "compare", str(old), str(new), "--json"])
+    assert compared.exit_code == 1
+    found = json.loads(compared.stdout)
+    assert [change["name"] for change in found["changes"] if change["regressed"]] == ["merging-memory"]
+    assert found["differences"] == ["samples: 20 and 30"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--samples", "0"], "--samples must lie between 1 and 100,000, got 0"),
+        (["--repeats", "0"], "--repeats must lie between 1 and 1,000, got 0"),
+        (["--only", "growth"], "unknown benchmark row 'growth'; known: scale-workers"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: list[str], told: str) -> None:
+    shown = CliRunner().invoke(app, ["bench", "scale", *words])
+    assert isinstance(shown.exception, PerturbkvError)  # which `main` prints, and leaves with 2
+    assert told in str(shown.exception)
+    assert "\n" not in str(shown.exception)
+
+
+def test_the_words_of_no_network_leave_the_loopback() -> None:
+    names = "import socket; print(*(name for _, name in socket.if_nameindex()))"
+    words = without_network()
+    found = subprocess.run([*words, sys.executable, "-c", names], capture_output=True, text=True, check=True).stdout
+    assert not words or found.split() == ["lo"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model under `model`, and a sample of it as the sleepers answer with."""
+    made = tmp_path_factory.mktemp("scale")
+    model_folder(made / "model", positions=2048)
+    found = spreading.one_sample(str(made / "model"), str(made))
+    assert found["bytes"] > 1000
+    return made
+
+
+class _Here(FakeCrew):
+    """A crew that does what it is asked in this process."""
+
+    def begin(self, place: int, task: Any) -> None:
+        self.do_ = task.prepare(Models(spreading._CPU))
+        super().begin(place, task)
+
+    def do(self, place: int, item: Any) -> None:
+        self._answers.append((place, Reply(self.do_(item))))
+
+    do_: Do
+
+
+@pytest.fixture
+def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def made(engine: str, sizes: list[int]) -> Iterator[list[_Here]]:
+        yield [_Here(count=size) for size in sizes]
+
+    monkeypatch.setattr(spreading, "crews", made)
+    monkeypatch.setattr(stand_ins, "getpid", itertools.count().__next__)
+
+
+@pytest.mark.usefixtures("crews_here")
+@pytest.mark.parametrize("pause", [0.02, None])
+def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, pause: float | None) -> None:
+    found = spreading.speed_up("workers", 2, 2, 2, str(folder / "model"), str(folder), pause)
+    assert {len(found["one"]), len(found["all"])} == {2}
+    assert min(found["one"] + found["all"]) > 0
+    if pause:  # in one process nothing is done at once
+        assert min(found["all"]) >= 4 * pause > 2 * pause <= min(found["one"])
+
+
+def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) -> None:
+    found = spreading.coordinating("workers", 1, 3, str(folder / "model"), str(folder))
+    assert set(found) == {"handing", "writing", "ready", "peak"}
+    assert 0 < found["handing"]["cpu"] <= found["handing"]["passed"] + 0.1
+    assert found["writing"]["passed"] > 0
+    assert found["peak"] > 50 * 2**20
+
+
+def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
+    found = sharded.merging(5, 2, str(folder / "model"), str(folder), once=True)
+    assert min(found["journals"], found["once"], found["merging"]["seconds"]) > 0
+    merged, once = (read_trace(folder / "merging-5" / name) for name in ("merged.h5", "once.h5"))
+    assert merged.sample_ids == once.sample_ids == [f"{number:05}" for number in range(5)]
+    np.testing.assert_array_equal(merged.perturbation_isolated, once.perturbation_isolated)
+
+
+def test_merging_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(PerturbkvError, match="merging failed: .*nothing.h5"):
+        sharded._merged(tmp_path / "nothing.h5")
+
+
+def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that never comes is not waited for without end."""
+    monkeypatch.setattr(stand_ins, "_LONGEST", 0.0)
+    monkeypatch.setattr(stand_ins, "getpid", lambda: 7)
+    crew = _Here(count=2)
+    with pytest.raises(WorkerError, match="expected 2 workers within 0 seconds, got 1"):
+        stand_ins.until_ready(Scheduler(crew), stand_ins.Sleeping(0, None), 2)  # type: ignore[arg-type]
+
+
+def test_samples_have_limits() -> None:
+    with pytest.raises(ConfigError, match="--samples must"):
+        scale.Settings(samples=100_001)
