@@ -79,7 +79,7 @@ NEEDS: Mapping[str, Need] = {
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.given, "a policy of ours: a press has a window of its own"),
     "shard_by": Need(
-        lambda run, config: "shard" in run.typed or run.engine in ENGINES["by_configs"],
+        lambda run, config: "shard" in run.typed or getattr(run, "engine", "") in ENGINES["by_configs"],
         f"--shard, or {engine_needs('by_configs')}",
     ),
     "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),

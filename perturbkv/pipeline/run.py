@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Protocol
 
@@ -48,7 +49,7 @@ class Writer(Protocol):
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
         """Sample -> the configurations that it still lacks."""
 
-    def done(self) -> set[str]:
+    def done(self) -> AbstractSet[str]:
         """Samples that lack nothing."""
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:

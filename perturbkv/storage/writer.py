@@ -13,7 +13,8 @@ from perturbkv.errors import TraceError
 from perturbkv.storage.existing import ExistingSample, existing_trace
 from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.files import clear_leftovers, written_whole
-from perturbkv.storage.journal import Entry, Journal, journal_path
+from perturbkv.storage.journal import Journal, journal_path
+from perturbkv.storage.journal_entry import Entry
 from perturbkv.storage.left_out import without_kept, without_kept_shapes
 from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
 from perturbkv.storage.texts import Texts, with_text, with_text_shapes
