@@ -80,6 +80,12 @@ def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[
     assert told == {"scale-ray", "coordination-ray"}
 
 
+@pytest.mark.parametrize("name", [one for one in EXPECTED if one != "two-workers"])
+def test_the_sample_that_sleepers_answer_with_is_there_before_them(asked: list[tuple[str, Any]], name: str) -> None:
+    scale.measure(scale.Settings(samples=20), rows.check_names([name], rows.SCALE))
+    assert asked[0] == ("one_sample", ())
+
+
 @pytest.mark.usefixtures("asked")
 def test_without_ray_its_rows_say_so_and_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "find_spec", lambda name: None)
