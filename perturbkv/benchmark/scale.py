@@ -126,7 +126,8 @@ class _Rows:
         return self._on(engine, "speed_up", workers=workers, pause=pause, **turns) | turns
 
     def _coordinating(self, engine: str, samples: int) -> Result:
-        return self._on(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": self._measure_one()}
+        sample = self._measure_one()  # which the workers answer with
+        return self._on(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": sample}
 
     def _on(self, engine: str, work: str, **arguments: Any) -> Result:
         """What a process finds; Ray's reaches no network where that can be, so that it joins nobody's cluster."""

@@ -80,6 +80,12 @@ def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[
     assert told == {"scale-ray", "coordination-ray"}
 
 
+@pytest.mark.parametrize("name", [one for one in EXPECTED if one != "two-workers"])
+def test_the_sample_that_sleepers_answer_with_is_there_before_them(asked: list[tuple[str, Any]], name: str) -> None:
+    scale.measure(scale.Settings(samples=20), rows.check_names([name], rows.SCALE))
+    assert asked[0] == ("one_sample", ())
+
+
 @pytest.mark.usefixtures("asked")
 def test_without_ray_its_rows_say_so_and_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "find_spec", lambda name: None)
@@ -162,11 +168,11 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("crews_here")
 @pytest.mark.parametrize("pause", [0.02, None])
 def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, pause: float | None) -> None:
-    found = spreading.speed_up("workers", 2, 2, 2, str(folder / "model"), str(folder), pause)
-    assert {len(found["one"]), len(found["all"])} == {2}
-    assert min(found["one"] + found["all"]) > 0
-    if pause:  # in one process nothing is done at once
-        assert min(found["all"]) >= 4 * pause > 2 * pause <= min(found["one"])
+    each, repeats = (2, 2) if pause else (1, 1)
+    found = spreading.speed_up("workers", 2, each, repeats, str(folder / "model"), str(folder), pause)
+    assert len(found["one"]) == len(found["all"]) == repeats
+    assert min(found["one"]) > (pause or 0) * each  # in one process nothing is done at once
+    assert min(found["all"]) > (pause or 0) * each * 2
 
 
 def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) -> None:
@@ -181,8 +187,9 @@ def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
     found = sharded.merging(5, 2, str(folder / "model"), str(folder), once=True)
     assert min(found["journals"], found["once"], found["merging"]["seconds"]) > 0
     merged, once = (read_trace(folder / "merging-5" / name) for name in ("merged.h5", "once.h5"))
-    assert merged.sample_ids == once.sample_ids == [f"{number:05}" for number in range(5)]
-    np.testing.assert_array_equal(merged.perturbation_isolated, once.perturbation_isolated)
+    assert merged.sample_ids == once.sample_ids == tuple(f"{number:05}" for number in range(5))
+    for name in ("perturbation_isolated", "kept_code", "prompt_text"):
+        np.testing.assert_array_equal(merged.arrays[name], once.arrays[name])
 
 
 def test_merging_that_fails_says_why(tmp_path: Path) -> None:
