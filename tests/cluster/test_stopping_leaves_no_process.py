@@ -65,7 +65,7 @@ def test_a_run_is_stopped_and_gone_on_with_by_any_engine(
         workers = workers_of(run.pid)
         os.killpg(run.pid, number)
         began = time.monotonic()
-        _, said = run.communicate(timeout=SECONDS + 5)
+        _, said = run.communicate(timeout=patience(SECONDS) + 5)
         until(lambda workers=workers: gone(workers), patience(SECONDS))
         assert time.monotonic() - began < patience(SECONDS)
         assert run.returncode == code
