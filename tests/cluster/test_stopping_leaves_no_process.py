@@ -30,8 +30,13 @@ def command(folder: Path, data: Path, mischief: Mischief) -> list[str]:
 
 
 def started(command: list[str], place: Path) -> subprocess.Popen[str]:
+    """A run that hears Ctrl-C, which is ignored in a shell's background jobs and whatever they start."""
     more = ["--engine", "workers", "--workers", "2", "-o", str(place)]
-    return subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def until(met: Callable[[], object], seconds: float = 300) -> None:
