@@ -30,8 +30,13 @@ def command(folder: Path, data: Path, mischief: Mischief) -> list[str]:
 
 
 def started(command: list[str], place: Path) -> subprocess.Popen[str]:
+    """A run that hears Ctrl-C, which is ignored in a shell's background jobs and whatever they start."""
     more = ["--engine", "workers", "--workers", "2", "-o", str(place)]
-    return subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def until(met: Callable[[], object], seconds: float = 300) -> None:
@@ -65,7 +70,7 @@ def test_a_run_is_stopped_and_gone_on_with_by_any_engine(
         workers = workers_of(run.pid)
         os.killpg(run.pid, number)
         began = time.monotonic()
-        _, said = run.communicate(timeout=SECONDS + 5)
+        _, said = run.communicate(timeout=patience(SECONDS) + 5)
         until(lambda workers=workers: gone(workers), patience(SECONDS))
         assert time.monotonic() - began < patience(SECONDS)
         assert run.returncode == code
