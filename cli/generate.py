@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer import Option
 
 from perturbkv.analyses import numbers
@@ -18,9 +19,10 @@ from perturbkv.cli.options import MetricOption, RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
+from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.run import METRICS, RunConfig
-from perturbkv.errors import ConfigError, InterruptedRunError
+from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.reading import FileKind
 from perturbkv.storage.answers_file import FILE, is_row, parsed
 from perturbkv.storage.files import clear_leftovers, write_whole
@@ -29,7 +31,7 @@ from perturbkv.storage.places import refusals
 
 if TYPE_CHECKING:
     from perturbkv.configs.eviction import EvictionConfig
-    from perturbkv.datasets.metrics import Metric
+    from perturbkv.datasets.encode import Prompt
     from perturbkv.pipeline.plan import Plan
 
 _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
@@ -77,30 +79,47 @@ def generate(
 
         dry_run.show(planned, run.as_json)
         return
-    metrics = metrics_of(planned.prompts)
+    metrics_of(planned.prompts)
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
               "divergence": divergence}  # fmt: skip
+    failed: dict[str, str] = {}
     with Lock(path, run.wait) as lock:
-        rows = _answered(planned, path, header, metrics, run.overwrite, lock)
+        rows = _answered(run, planned, path, header, failed, lock)
+    if not rows:
+        raise FailedRunError(str(path), failed)
     if run.as_json:
-        console.print_json({**header, "run": run_object(planned.run), "file": str(path), "samples": rows})
+        document = {**header, "run": run_object(planned.run), "file": str(path), "samples": rows, "failed": failed}
+        console.print_json(document)
     else:
         _show(rows, planned.run.configs, compress_every, path)
+    say_failures(failed)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _answered(
-    planned: Plan, path: Path, header: dict[str, Any], metrics: dict[str, Metric], overwrite: bool, lock: Lock
+    run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str], lock: Lock
 ) -> list[dict[str, Any]]:
-    """Every sample's answers, those of an earlier run of the same kind first."""
+    """Every sample's answers in the run's order, those of an earlier run of the same kind among them."""
     from perturbkv.pipeline.provenance import provenance
 
-    rows = _open(path, header, provenance_object(provenance(planned)), overwrite)
+    about = provenance_object(provenance(planned))
+    begun, rows = _open(path, header, about, run.overwrite)
     try:
         with refusals(path):
-            _generate(planned, path, rows, header, metrics, lock)
+            _generate(run, planned, path, rows, header, failed, lock)
+            return _in_order(planned, path, begun, rows)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
-    return rows
+
+
+def _in_order(planned: Plan, path: Path, begun: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as the run has its samples; the file too, whose lines came as workers were done."""
+    place = {name: index for index, name in enumerate(planned.prompts.ids)}
+    ordered = sorted(rows, key=lambda row: place.get(row["sample"], len(place)))
+    if ordered != rows:
+        _write_whole(path, [begun, *ordered])
+    return ordered
 
 
 def _show(
@@ -113,8 +132,10 @@ def _show(
     console.say(f"written to {path}, every answer whole")
 
 
-def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
-    """The samples that the same run has finished already; a new file where there is none.
+def _open(
+    path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The file's first line, and the samples that the same run has finished already; a new file where there is none.
 
     Raises ConfigError where the file is of another run, or none of ours.
     """
@@ -129,8 +150,9 @@ def _open(path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: 
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
     if rows:
         console.note(f"{counted(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
-    _write_whole(path, [begun or {**header, "made_with": about}, *rows])
-    return rows
+    first_line = begun or {**header, "made_with": about}
+    _write_whole(path, [first_line, *rows])
+    return first_line, rows
 
 
 def _asked(document: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,34 +184,39 @@ def _line(document: dict[str, Any]) -> str:
 
 
 def _generate(
+    run: RunOptions,
     planned: Plan,
     path: Path,
     rows: list[dict[str, Any]],
     header: dict[str, Any],
-    metrics: dict[str, Metric],
+    failed: dict[str, str],
     lock: Lock,
 ) -> None:
-    """Answer the prompts that `rows` lack, one line each as soon as it is there."""
-    from perturbkv.pipeline.answered import row
-    from perturbkv.pipeline.generation import answer
+    """Answer the prompts that `rows` lack, one line each as soon as it is there; `failed` gets those given up."""
+    from perturbkv.engines import choosing
+    from perturbkv.pipeline.answering import Answered, Asked
 
     names = {line["sample"] for line in rows}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
     if not todo:
         return
-    adapter = planned.model()
-    labels, config = planned.run.labels(), planned.run
-    with console.progress("samples", len(todo) + len(rows), len(rows)) as bar, path.open("a", encoding="utf-8") as file:
-        for prompt in todo:
-            made = answer(
-                adapter, prompt, config.configs, config.generate, scenario=config.scenario, layout=config.cache,
-                head_scores=config.head_scores, compress_every=header["compress_every"],
-                divergence=header["divergence"], resources=planned.resources,
-            )  # fmt: skip
-            lock.check()
-            answered = row(prompt, made, labels, adapter.tokenizer.decode, metrics)
-            file.write(_line(answered))
-            file.flush()
-            os.fsync(file.fileno())
-            rows.append(answered)
-            bar.one_more()
+
+    def done(prompt: Prompt, made: Answered) -> None:
+        lock.check()
+        file.write(_line(made.row))
+        file.flush()
+        os.fsync(file.fileno())
+        rows.append(made.row)
+        bar.one_more()
+
+    def given_up(prompt: Prompt, why: str) -> None:
+        failed[prompt.sample_id] = why
+        bar.one_more()
+
+    asked = Asked(header["compress_every"], header["divergence"])
+    with (
+        choosing.engine(run.spread, [planned]) as engine,
+        console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
+        path.open("a", encoding="utf-8") as file,
+    ):
+        engine.answer(planned, asked, todo, done, given_up)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from perturbkv.api.planning import CONFIGS, all_of, planned
+from perturbkv.configs.engine import EngineConfig
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
+from perturbkv.engines import choosing
+from perturbkv.errors import WorkerError
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answered import Generation, row
-from perturbkv.pipeline.generation import Answers, answer, check_asked, check_memory
+from perturbkv.pipeline.answered import Generation
+from perturbkv.pipeline.answering import Answered, Asked
+from perturbkv.pipeline.generation import check_asked, check_memory
 from perturbkv.pipeline.grading import metrics_of
 from perturbkv.pipeline.plan import Plan, Settings
 from perturbkv.pipeline.progress import bar
@@ -19,6 +24,7 @@ from perturbkv.pipeline.provenance import provenance
 from perturbkv.storage.answers_file import WrittenAnswers
 
 _DEFAULT = Resources()
+_log = logging.getLogger(__name__)
 
 
 def generate(
@@ -32,6 +38,11 @@ def generate(
     compress_every: int | None = None,
     divergence: bool = False,
     head_scores: Sequence[Sequence[float]] = (),
+    engine: str = "here",
+    workers: int | None = None,
+    ray_address: str | None = None,
+    cpus_per_worker: int | None = None,
+    timeout_per_sample: float | None = None,
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Generation:
@@ -50,39 +61,56 @@ def generate(
             entries than this.
         divergence: also read the full cache's answer from every cache, which `divergence` then shows.
         head_scores: as in `measure`.
+        engine: as in `measure`; a prompt that workers give up is left out, which is logged.
+        workers: as in `measure`.
+        ray_address: as in `measure`.
+        cpus_per_worker: as in `measure`.
+        timeout_per_sample: as in `measure`.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
     Raises what `measure` raises, and ConfigError for a configuration that would have to know the next query or cannot
-    be compressed again, and where `resources` do not hold all caches at once.
+    be compressed again, and where `resources` do not hold all caches at once; WorkerError where no prompt is answered.
     """
     from perturbkv.analyses.objects import provenance_object
 
+    spread = EngineConfig(engine, workers, ray_address, cpus_per_worker, timeout_per_sample)
     chosen = all_of(EvictionConfig, configs, CONFIGS)
     check_asked(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     ready = planned(model, prompts, chosen, settings, resources)
     check_memory(ready)
-    graded, found = metrics_of(ready.prompts), _answered(ready, model, compress_every, divergence, progress)
-    told = zip(ready.prompts, found, strict=True)
-    labels, decode = ready.run.labels(), model.tokenizer.decode
-    rows = tuple(row(prompt, one, labels, decode, graded) for prompt, one in told)
+    metrics_of(ready.prompts)
+    with given.evaluating(model):
+        found = _answered(ready, Asked(compress_every, divergence), spread, progress)
     about = provenance_object(provenance(ready))
-    return Generation(tuple(found), WrittenAnswers(ready.run, rows, compress_every, made_with=about))
+    rows = tuple(one.row for one in found)
+    return Generation(
+        tuple(one.answers for one in found), WrittenAnswers(ready.run, rows, compress_every, made_with=about)
+    )
 
 
-def _answered(
-    ready: Plan, model: Adapter, compress_every: int | None, divergence: bool, progress: bool
-) -> list[Answers]:
-    run, found = ready.run, []
-    with bar("samples", shown=progress) as drawn, given.evaluating(model):
-        for done, prompt in enumerate(ready.prompts):
-            drawn.at(done, len(ready.prompts))
-            found.append(
-                answer(
-                    model, prompt, run.configs, run.generate, scenario=run.scenario, layout=run.cache,
-                    head_scores=run.head_scores, compress_every=compress_every, divergence=divergence,
-                    resources=ready.resources,
-                )
-            )  # fmt: skip
-    return found
+def _answered(ready: Plan, asked: Asked, spread: EngineConfig, progress: bool) -> list[Answered]:
+    """Every prompt's answers in their order, but for those given up."""
+    found: dict[str, Answered] = {}
+    failed: dict[str, str] = {}
+
+    def done(prompt: Prompt, made: Answered) -> None:
+        found[prompt.sample_id] = made
+        drawn.one_more()
+
+    def given_up(prompt: Prompt, why: str) -> None:
+        failed[prompt.sample_id] = why
+        drawn.one_more()
+
+    with (
+        choosing.engine(spread, [ready]) as engine,
+        bar("samples", len(ready.prompts), shown=progress, beside=engine.alive) as drawn,
+    ):
+        engine.answer(ready, asked, ready.prompts, done, given_up)
+    for why in failed.values():
+        _log.warning("left out: %s", why)
+    if not found:
+        msg = f"no prompt was answered: {next(iter(failed.values()))}"
+        raise WorkerError(msg)
+    return [found[name] for name in ready.prompts.ids if name in found]

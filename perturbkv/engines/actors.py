@@ -21,11 +21,11 @@ class Actor:
     """A worker as Ray holds it; every answer is one object of bytes, which nobody keeps in the cluster's store."""
 
     def __init__(self, place: Place, folder: str) -> None:
-        from perturbkv.engines.worker import Worker
+        from perturbkv.engines.worker import Heard, Worker
 
         with suppress(OSError):  # of a machine that has no such folder
             os.chdir(folder)
-        self._worker = Worker(place)
+        self._worker = Worker(place, Heard().listen())
 
     def hello(self) -> bytes:
         """Answer that it is there."""

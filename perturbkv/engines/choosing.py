@@ -9,18 +9,25 @@ from typing import Protocol
 import torch
 
 from perturbkv.configs.engine import EngineConfig
+from perturbkv.datasets.encode import Prompt
 from perturbkv.engines import actors, devices, joining, nodes
+from perturbkv.engines.answering import Done, Failed
 from perturbkv.engines.crew import Crew
 from perturbkv.engines.here import HereTogether
 from perturbkv.engines.processes import Processes
+from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.spread import Spread
 from perturbkv.models.loading import pick_device
+from perturbkv.pipeline.answering import Asked
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.run import Engine
 
 
 class Measuring(Engine, Protocol):
-    """An engine that says how many of its workers are there."""
+    """An engine that answers too, and says how many of its workers are there."""
+
+    def answer(self, planned: Plan, asked: Asked, prompts: Sequence[Prompt], done: Done, failed: Failed) -> None:
+        """Answer prompts; `done` or `failed` gets each."""
 
     def alive(self) -> str:
         """For a progress bar: `7 of 8 workers`; empty where there are none."""
@@ -38,7 +45,7 @@ def engine(chosen: EngineConfig, plans: Sequence[Plan]) -> Iterator[Measuring]:
     largest = max(plans, key=Plan.caches_bytes)
     devices.check_device(chosen, largest)
     with _crew(chosen, largest) as crew, closing(crew):
-        yield Spread(chosen, plans, crew)
+        yield Spread(chosen, plans, Scheduler(crew))
 
 
 @contextmanager
@@ -62,5 +69,5 @@ def device(chosen: EngineConfig, name: str) -> torch.device:
         return torch.device(name)
     if name != "auto":
         return pick_device(name)
-    with joining.joined(chosen) as ray:
+    with joining.joined(chosen, told=False) as ray:
         return torch.device("cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from perturbkv.datasets.encode import Prompt
+from perturbkv.engines.answering import Done, Failed
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.answering import Asked, answered
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.run import Finished, Missing
 from perturbkv.pipeline.samples import trace
@@ -35,9 +38,17 @@ class HereTogether:
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
         """As `Here`; there has to be room for the caches of the run that takes most."""
-        self._model = self._model or self._largest.model()
-        Here().measure(replace(planned, loaded=self._model), missing, finished)
+        Here().measure(replace(planned, loaded=self._loaded()), missing, finished)
+
+    def answer(self, planned: Plan, asked: Asked, prompts: Sequence[Prompt], done: Done, failed: Failed) -> None:
+        """Answer prompts in their order; `done` gets each. Raises what the pipeline's `answer` raises."""
+        for prompt in prompts:
+            done(prompt, answered(self._loaded(), prompt, planned.run, asked, planned.resources))
 
     def alive(self) -> str:
         """Nobody but this process."""
         return ""
+
+    def _loaded(self) -> Adapter:
+        self._model = self._model or self._largest.model()
+        return self._model

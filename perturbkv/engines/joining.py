@@ -52,8 +52,8 @@ def address(chosen: EngineConfig) -> str:
 
 
 @contextmanager
-def joined(chosen: EngineConfig) -> Iterator[Any]:
-    """The module `ray`, connected inside the block; a connection that was there before stays behind it.
+def joined(chosen: EngineConfig, told: bool = True) -> Iterator[Any]:
+    """The module `ray`, connected inside the block, which is `told`; a connection that was there before stays.
 
     Raises ConfigError where no cluster is reached, or one of another version.
     """
@@ -67,7 +67,8 @@ def joined(chosen: EngineConfig) -> Iterator[Any]:
         check_answers(where)
     _init(ray, where)
     try:
-        _log.info("%s the Ray cluster %s", "joined" if where else "started", _described(ray))
+        if told:
+            _log.info("%s the Ray cluster %s", "joined" if where else "started", _described(ray))
         yield ray
     finally:
         ray.shutdown()

@@ -25,9 +25,9 @@ def main(pipe: int) -> None:
 
 def _serve(coordinator: Connection) -> None:
     """Imported late: reading the path comes first."""
-    from perturbkv.engines.worker import Reply, Worker
+    from perturbkv.engines.worker import Heard, Reply, Worker
 
-    worker = Worker(pickle.loads(coordinator.recv_bytes()))
+    worker = Worker(pickle.loads(coordinator.recv_bytes()), Heard().listen())
     orders = {"begin": worker.begin, "do": worker.do}
     coordinator.send_bytes(pickle.dumps(Reply()))
     while True:

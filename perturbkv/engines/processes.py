@@ -19,6 +19,8 @@ from perturbkv.engines.worker import Place, Reply
 
 _BEGIN = "import sys; from perturbkv.engines.process import main; main(int(sys.argv[1]))"
 _THREADS = "OMP_NUM_THREADS"
+_STDERR = 2
+"""What a library prints is no result."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Processes:
             [sys.executable, "-c", _BEGIN, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+            stdout=_STDERR,
             env={_THREADS: str(where.threads), **os.environ},
             start_new_session=True,
         )

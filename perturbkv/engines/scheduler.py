@@ -46,12 +46,12 @@ class Scheduler:
     """Keeps workers busy.
 
     Args:
-        crew: the workers; they stay from one run to the next.
-        timeout: seconds after which a worker that does an item counts as hanging; None: never.
+        crew: the workers, none of them hired yet; they stay from one run to the next.
     """
 
-    def __init__(self, crew: Crew, timeout: float | None = None) -> None:
-        self._crew, self._timeout = crew, timeout
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._timeout: float | None = None
         self._seats = [_Seat() for _ in crew.places]
         self._said: dict[Said, None] = {}
         self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._seats))
@@ -61,14 +61,20 @@ class Scheduler:
         there = sum(seat.there and seat.asked != "start" for seat in self._seats)
         return f"{there} of {len(self._seats)} workers"
 
-    def run(self, work: Work) -> None:
+    @property
+    def size(self) -> int:
+        """Workers at most."""
+        return len(self._seats)
+
+    def run(self, work: Work, timeout: float | None = None) -> None:
         """Do every item: `done` or `failed` gets each, as it is ready.
 
-        An item whose worker ends is done again, once, and given up when that worker ends too.
+        An item whose worker ends is done again, once, and given up when that worker ends too. One that takes longer
+        than `timeout` seconds is ended; None: never.
 
         Raises what a worker raises, its message beginning with the worker's name; WorkerError where no worker is left.
         """
-        waiting, self._ends = Waiting(work.sizes), 0
+        waiting, self._ends, self._timeout = Waiting(work.sizes), 0, timeout
         while True:
             self._hand_out(work, waiting)
             if not waiting and not any(isinstance(seat.asked, int) for seat in self._seats):
@@ -82,17 +88,15 @@ class Scheduler:
 
     def _hand_out(self, work: Work, waiting: Waiting) -> None:
         """Something to do for every worker that has nothing, as long as items wait."""
-        coming = sum(isinstance(seat.asked, str) for seat in self._seats)
         for place, seat in enumerate(self._seats):
-            if not waiting:
-                return
-            if seat.asked is None and seat.there:
+            if waiting and seat.asked is None and seat.there:
                 self._next(work, waiting, place, seat)
+        coming = sum(isinstance(seat.asked, str) for seat in self._seats)
         for place, seat in enumerate(self._seats):
             if coming < len(waiting) and not seat.there and seat.in_vain < _MOST_STARTS:
                 self._crew.hire(place)
                 seat.there, seat.task, seat.asked = True, None, "start"
-            coming += seat.asked == "start"
+                coming += 1
 
     def _next(self, work: Work, waiting: Waiting, place: int, seat: _Seat) -> None:
         if seat.task is not work.task:

@@ -62,14 +62,19 @@ class Reply:
 
 
 class Worker:
-    """Does what a coordinator orders; what goes wrong is an answer, too."""
+    """Does what a coordinator orders; what goes wrong is an answer, too.
 
-    def __init__(self, place: Place) -> None:
+    Args:
+        place: where it computes.
+        heard: what is logged in its process.
+    """
+
+    def __init__(self, place: Place, heard: Heard) -> None:
         torch.set_num_threads(place.threads)
         device = torch.device(place.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._models, self._heard = Models(device), _Heard()
+        self._models, self._heard = Models(device), heard
         self._do: Do | None = None
 
     def begin(self, task: Task) -> Reply:
@@ -95,19 +100,25 @@ class Worker:
             return Reply(trouble=traceback.format_exc(), said=self._heard.taken())
 
 
-class _Heard(logging.Handler):
-    """Keeps what is logged, and what is warned of, until the next answer takes it along."""
+class Heard(logging.Handler):
+    """Keeps what is logged until the next answer takes it along."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[Said] = []
+
+    def listen(self) -> Heard:
+        """Hear everything that is logged, and warned of, in this process from now on."""
         logging.getLogger().addHandler(self)
         logging.getLogger(_OURS).setLevel(logging.INFO)
         logging.captureWarnings(True)
+        return self
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
         self._lines.append((record.name, record.levelno, record.getMessage()))
 
     def taken(self) -> tuple[Said, ...]:
+        """The lines since it was last asked."""
         lines, self._lines = tuple(self._lines), []
         return lines

@@ -1,0 +1,142 @@
+"""Worker processes give the trace of one process, bit for bit, also where some of them are killed or hang."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+import perturbkv as pk
+from perturbkv.api.planning import planned
+from perturbkv.cli.main import app
+from perturbkv.configs.engine import EngineConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.engines.here import Here
+from perturbkv.engines.processes import Processes
+from perturbkv.engines.scheduler import Scheduler
+from perturbkv.engines.spread import Spread
+from perturbkv.engines.worker import Place
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.plan import Plan, Settings
+from perturbkv.pipeline.run import run_in_memory, run_to_file
+from perturbkv.selection.policies import registry
+from tests.support.alike import differing
+from tests.support.mischief import Mischief
+from tests.support.pages import commands, shell
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Adapter:
+    return pk.load_model(str(folder))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Scheduler]:
+    """Two processes, started by the first test and used by all."""
+    crew = Processes([Place("cpu", 1)] * 2)
+    yield Scheduler(crew)
+    crew.close()
+
+
+def plan_of(model: Adapter, data: Path, configs: Any, **settings: Any) -> Plan:
+    scores = [[1.0 + head for head in range(model.heads)]] * len(model.layers)
+    chosen = Settings(head_scores=scores, **settings)
+    return planned(model, pk.load_prompts(str(data), model), configs, chosen, Resources())
+
+
+def of_every_policy() -> list[pk.EvictionConfig]:
+    """Each with its own score, where it has one, and some with two stages."""
+    known = [(name, registry.info(name).selections) for name in registry.names()]
+    own = [(name, "attention" if "attention" in selections else selections[0]) for name, selections in known]
+    chosen = [*own, ("snapkv", "two-stage"), ("adakv", "two-stage"), ("pyramidkv", "two-stage")]
+    return [one for name, selection in chosen for one in pk.grid(40, policy=name, selection=selection, window=8)]
+
+
+def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Scheduler, tmp_path: Path) -> None:
+    plan = plan_of(model, data, of_every_policy(), steps=2, generate=3)
+    assert len(plan.run.configs) > 15
+    alone = run_to_file(plan, Here(), tmp_path / "here.h5")
+    told: list[tuple[int, int]] = []
+    engine = Spread(EngineConfig("workers"), [plan], two)
+    spread = run_to_file(plan, engine, tmp_path / "spread.h5", progress=lambda *done: told.append(done))
+    assert differing(alone, spread) == []
+    assert told == [(done, 6) for done in range(7)]
+    assert engine.alive() == "2 of 2 workers"
+    assert not list(tmp_path.glob("*.journal"))
+
+
+def test_configurations_are_shared_out_and_joined_again(
+    model: Adapter, data: Path, two: Scheduler, tmp_path: Path
+) -> None:
+    plan = plan_of(model, data, pk.grid((16, 20, 24), selection=("attention", "two-stage"), window=8))
+    engine = Spread(EngineConfig("workers", by_configs=True), [plan], two)
+    spread = run_to_file(plan, engine, tmp_path / "spread.h5")
+    held = run_in_memory(plan, engine)
+    assert differing(held, spread) == []
+    alone = run_in_memory(plan, Here())
+    assert [name for name in differing(alone, held) if "bytes" not in name and "floor" not in name] == []
+
+
+def test_workers_that_are_killed_or_hang_cost_an_attempt_each(
+    model: Adapter, data: Path, two: Scheduler, mischief: Mischief, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_of(model, data, pk.grid(24, policy=mischief.policy, window=8))
+    alone = run_in_memory(plan, Here())
+    for tokens, harm in ((120, "kill once"), (180, "kill"), (210, "hang once")):
+        mischief.on(tokens, harm)
+    engine = Spread(EngineConfig("workers", timeout_per_sample=4), [plan], two)
+    harmed = pk.read_trace(run_to_file(plan, engine, tmp_path / "harmed.h5"))
+    assert harmed.failures == {"p180": "its worker ended twice (signal 9) on sample 'p180'"}
+    assert (len(mischief.met(120)), len(mischief.met(180)), len(mischief.met(210))) == (1, 2, 1)
+    assert sum("what it did is done again" in one.getMessage() for one in caplog.records) == 3
+    mischief.off()
+    run_to_file(plan, engine, tmp_path / "harmed.h5")
+    assert differing(alone, tmp_path / "harmed.h5") == [], "the failed sample alone was measured again"
+
+
+def test_a_worker_that_dies_with_nothing_to_do_is_replaced(model: Adapter, data: Path, two: Scheduler) -> None:
+    plan = plan_of(model, data, pk.grid(24, window=8))
+    engine = Spread(EngineConfig("workers"), [plan], two)
+    before = run_in_memory(plan, engine)
+    killed, *_ = psutil.Process().children()
+    killed.kill()
+    assert differing(run_in_memory(plan, engine), before) == []
+    assert len(psutil.Process().children()) == 2
+
+
+def test_a_script_measures_in_workers(model: Adapter, data: Path) -> None:
+    """Without a guard of `__main__`: a worker imports nothing of the program."""
+    prompts, configs = pk.load_prompts(str(data), model, samples=2), pk.grid(24, window=8)
+    alone = pk.measure(model, prompts, configs, progress=False)
+    spread = pk.measure(model, prompts, configs, engine="workers", workers=1, progress=False)
+    assert differing(alone, spread) == []
+
+
+def test_the_page_has_commands_that_run(tmp_path: Path) -> None:
+    script = commands("## Worker processes on one machine")
+    ran = subprocess.run(["sh", "-e", "-c", script], cwd=tmp_path, env=shell(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "run" / "heads.png").exists()
+
+
+def test_answers_are_those_of_one_process(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose lines came as they were done is in the run's order once it is whole, also gone on with."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["generate", "--model", folder, "--dataset", data, "--budget", 40, "--window", 8, "--max-new-tokens", 4]
+    more = {"here": [], "spread": ["--engine", "workers", "--workers", 2]}
+    for name, engine in more.items():
+        ran = CliRunner().invoke(app, [*map(str, asked), "--compress-every", "44", "--divergence", "-o", name, *engine])
+        assert ran.exit_code == 0, ran.output
+    alone, spread = (Path(name, "generation.jsonl").read_text().splitlines() for name in more)
+    assert spread[1:] == alone[1:]
+    Path("spread/generation.jsonl").write_text("\n".join([spread[0], spread[4], spread[2]]) + "\n")
+    ran = CliRunner().invoke(app, [*map(str, asked), "--compress-every", "44", "--divergence", "-o", "spread"])
+    assert ran.exit_code == 0, ran.output
+    assert Path("spread/generation.jsonl").read_text().splitlines()[1:] == alone[1:]

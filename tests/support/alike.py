@@ -1,0 +1,37 @@
+"""Two traces, dataset for dataset, but for what they say of how they were made.
+
+Where equal kept sets lie is a file's own business: positions are compared place by place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perturbkv.storage.trace_file import read_trace
+from perturbkv.trace import Trace
+
+
+def differing(one: Trace | Path, other: Trace | Path) -> list[str]:
+    """What is not the same, bit for bit: run, samples, failures and every variable."""
+    first, second = (read_trace(trace) if isinstance(trace, Path) else trace for trace in (one, other))
+    found = [name for name in ("run", "sample_ids", "failures") if getattr(first, name) != getattr(second, name)]
+    left, right = _arrays(first), _arrays(second)
+    if left.keys() != right.keys():
+        return [*found, "variables"]
+    return found + [name for name in left if not _same(left[name], right[name])]
+
+
+def _arrays(trace: Trace) -> dict[str, Any]:
+    """The variables, of kept entries the positions of every place instead of where they lie."""
+    found = dict(trace.arrays)
+    starts, counts = found.pop("kept_offset").ravel(), found["kept_count"].ravel()
+    positions = found.pop("kept_position")
+    rows = [positions[start : start + count] for start, count in zip(starts, counts, strict=True) if count > 0]
+    return {**found, "kept": np.concatenate(rows)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
