@@ -1,4 +1,4 @@
-"""What a process does to itself on behalf of a test: end as if killed, at the so-manieth change that it makes on disk."""
+"""What a process of a test does to itself: it ends as if killed, at one of the changes that it makes on disk."""
 
 from __future__ import annotations
 

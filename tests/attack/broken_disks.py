@@ -9,7 +9,7 @@ from pathlib import Path
 
 from perturbkv.storage.journal import SUFFIX
 from tests.attack.arena import disk
-from tests.attack.life import SHARDS, Life, Way, ended
+from tests.attack.life import Life, Way, ended
 
 
 def full_for(place: Life, draw: random.Random, rest: Way, way: Way) -> str | None:
@@ -51,7 +51,7 @@ def vanishes_for(place: Life, draw: random.Random, rest: Way, way: Way) -> str |
         shutil.rmtree(place.shared)
     place.away.rename(place.shared)
     safe = place.kept()
-    if flaw := place.flaw_of_ended(ended(runs), (0, 1, 2)):
+    if flaw := place.flaw_of_ended(ended(runs), (0, 1, 2), tidy=False):  # what was away could not be tidied up
         return flaw
     return "the shared folder was made anew" if made_anew else place.flaw_of_rest(rest, safe, 2)
 

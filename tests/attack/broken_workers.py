@@ -10,10 +10,11 @@ from contextlib import suppress
 
 import psutil
 
-from tests.attack.arena import LONG_S
+from tests.attack import processes
 from tests.attack.counted import IDS
 from tests.attack.life import WORKERS, Life, Way, ended
 from tests.attack.running import Running
+from tests.support.patience import patience
 
 HASTE = ("--timeout-per-sample", "3")
 ENDS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
@@ -22,7 +23,7 @@ ENDS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL
 def worker_killed(place: Life, draw: random.Random, rest: Way, way: Way = WORKERS) -> str | None:
     """kill −9 of one of two workers at a random moment of the measuring: the run does not mind."""
     runs = place.begin(way)
-    _measuring(place, draw, runs)
+    measuring(place, draw, runs)
     _strike(place, draw, signal.SIGKILL)
     return place.flaw_of_ended(ended(runs), (0,)) or place.flaw_of_rest(rest, set(IDS), 2)
 
@@ -31,7 +32,7 @@ def workers_killed(place: Life, draw: random.Random, rest: Way, way: Way = WORKE
     """kill −9 of workers again and again: a sample may be given up after two, by name, and is measured later."""
     runs = place.begin(way)
     for _ in range(draw.randint(2, 6)):
-        _measuring(place, draw, runs)
+        measuring(place, draw, runs)
         _strike(place, draw, signal.SIGKILL)
     return place.flaw_of_ended(ended(runs), (0, 1, 2)) or place.flaw_of_rest(rest, set(), 2)
 
@@ -55,7 +56,7 @@ def worker_hangs(place: Life, draw: random.Random, rest: Way, way: Way = WORKERS
 def worker_stopped(place: Life, draw: random.Random, rest: Way, way: Way = WORKERS) -> str | None:
     """SIGSTOP of a worker at a random moment of the measuring."""
     runs = place.begin(way, *HASTE)
-    _measuring(place, draw, runs)
+    measuring(place, draw, runs)
     _strike(place, draw, signal.SIGSTOP)
     return place.flaw_of_ended(ended(runs), (0,)) or place.flaw_of_rest(rest, set(IDS), 2)
 
@@ -63,9 +64,9 @@ def worker_stopped(place: Life, draw: random.Random, rest: Way, way: Way = WORKE
 def ended_by(place: Life, draw: random.Random, rest: Way, way: Way, number: int) -> str | None:
     """A signal to every command at a random moment: all end within seconds, with their workers, and all is kept."""
     runs = place.begin(way)
-    place.until(lambda: place.begun(), runs)
+    place.until(place.begun, runs)
     if draw.random() < 0.7:
-        _measuring(place, draw, runs)
+        measuring(place, draw, runs)
     else:
         time.sleep(draw.random() * 3)
     safe = place.kept()
@@ -73,12 +74,12 @@ def ended_by(place: Life, draw: random.Random, rest: Way, way: Way, number: int)
         run.send(number)
     began = time.monotonic()
     outcomes = ended(runs)
-    if (seconds := time.monotonic() - began) > place.patience_s:
+    if (seconds := time.monotonic() - began) > patience(processes.ENDED_S):
         return f"ends after {seconds:.1f} s"
     return place.flaw_of_ended(outcomes, (0, ENDS[signal.Signals(number)])) or place.flaw_of_rest(rest, safe, 2)
 
 
-def _measuring(place: Life, draw: random.Random, runs: Sequence[Running]) -> None:
+def measuring(place: Life, draw: random.Random, runs: Sequence[Running]) -> None:
     """Wait for a random moment while samples are measured."""
     enough = draw.randint(1, len(IDS))
     place.until(lambda: place.counted.begun() >= enough, runs)

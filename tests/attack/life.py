@@ -7,16 +7,19 @@ leaves the file of an undisturbed run, and no process, lock or half-written file
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from perturbkv.errors import PerturbkvError
+import psutil
+import torch
+
 from perturbkv.storage.journal import SUFFIX, Journal
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.trace_file import read_trace
@@ -24,10 +27,22 @@ from tests.attack import processes
 from tests.attack.accidents import counting_changes
 from tests.attack.arena import LONG_S, same
 from tests.attack.counted import IDS, LENGTHS, SCORE, Counted
+from tests.attack.ray_nodes import Nodes, enter_cluster, leave_network, nodes
 from tests.attack.running import Outcome, Running
 from tests.support.folders import model_folder
 
-_ASKED = ("--dataset", "prompts.jsonl", "--policy", SCORE, "--selection", "attention", "--budget", "24", "--window", "8")
+_ASKED = (
+    "--dataset",
+    "prompts.jsonl",
+    "--policy",
+    SCORE,
+    "--selection",
+    "attention",
+    "--budget",
+    "24",
+    "--window",
+    "8",
+)
 RUN = ("trace", "--model", "model", *_ASKED, "--output", "shared/t.h5")
 MERGE = ("merge", "shared/t.h5")
 _TEXT = "The quick brown fox jumps over the lazy dog. " * 6
@@ -39,7 +54,6 @@ class Way:
 
     name: str
     commands: tuple[tuple[str, ...], ...]
-    before: Callable[[], None] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -47,6 +61,8 @@ class Way:
 
 HERE = Way("here", ((),))
 WORKERS = Way("workers", (("--engine", "workers", "--workers", "2"),))
+RAY = Way("ray", (("--engine", "ray", "--workers", "2"),))
+RAY_OF_ITS_OWN = Way("Ray that it starts", RAY.commands)
 SHARDS = Way("shards", tuple(("--shard", f"{number}/3") for number in (1, 2, 3)))
 
 
@@ -57,6 +73,7 @@ class Life:
     Attributes:
         seconds: that each way took undisturbed.
         changes: that a command made on disk, undisturbed.
+        ray: the cluster, where one can be had.
     """
 
     folder: Path
@@ -64,7 +81,7 @@ class Life:
     counted: Counted
     seconds: dict[str, float] = field(default_factory=dict)
     changes: dict[str, int] = field(default_factory=dict)
-    patience_s: float = processes.ENDED_S
+    ray: Nodes | None = None
 
     @property
     def shared(self) -> Path:
@@ -88,8 +105,18 @@ class Life:
 
     def begin(self, way: Way, *more: str, before: Callable[[], None] | None = None) -> list[Running]:
         """Start all commands of a way; `before` is what each process does first."""
-        first = partial(_in_turn, one_thread, way.before, before)
+        first = partial(_in_turn, one_thread, self._network(way), before)
         return [Running((*RUN, *words, *more), self.folder, before=first) for words in way.commands]
+
+    def _network(self, way: Way) -> Callable[[], None] | None:
+        """What brings a process to where it can have Ray."""
+        if way is RAY_OF_ITS_OWN:
+            return leave_network
+        if way is not RAY:
+            return None
+        assert self.ray is not None
+        self.ray.whole()
+        return partial(enter_cluster, *self.ray.entrance())
 
     def merge(self, before: Callable[[], None] | None = None) -> Running:
         """Start joining shards."""
@@ -120,13 +147,10 @@ class Life:
             found |= {entry.sample_id for entry in Journal(folder).entries() if entry.reason is None}
         return found
 
-    def others(self) -> list[processes.psutil.Process]:
-        """Workers that are there."""
-        return processes.with_environment("PERTURBKV_CACHE", str(self.folder.parent / f"{self.folder.name}.cache"))
-
-    def workers(self) -> list[processes.psutil.Process]:
-        """Workers alone."""
-        return self.others()
+    def workers(self) -> list[psutil.Process]:
+        """Workers that are there, of this machine or the cluster."""
+        cache = self.folder.parent / f"{self.folder.name}.cache"
+        return processes.with_environment("PERTURBKV_CACHE", str(cache)) + (self.ray.actors() if self.ray else [])
 
     def begun(self) -> bool:
         """Whether a run has locked its output, and says so itself where it is asked to end."""
@@ -137,20 +161,20 @@ class Life:
         while not met() and any(run.lives() for run in runs):
             time.sleep(0.002)
 
-    def flaw_of_ended(self, outcomes: Sequence[Outcome], codes: Sequence[int]) -> str | None:
+    def flaw_of_ended(self, outcomes: Sequence[Outcome], codes: Sequence[int], tidy: bool = True) -> str | None:
         """What is wrong with commands that ended: exit codes, traceback, a line missing, orphans, half-written files.
 
-        A killed one (code −9) may leave its lock and what it was writing, and nothing else.
+        A killed one (code −9) may leave its lock and what it was writing, and nothing else; without `tidy` so may all.
         """
         for outcome in outcomes:
             if flaw := flaw_of_line(outcome, codes):
                 return flaw
-        if there := processes.left(self.others):
+        if there := processes.left(self.workers):
             told = processes.named(there)
             processes.end(there)
             return f"processes are left: {told}"
         killed = any(outcome.code == -signal.SIGKILL for outcome in outcomes)
-        halves = [] if killed else [path.name for path in self._all() if _is_half(path)]
+        halves = [] if killed or not tidy else [path.name for path in self._all() if _is_half(path)]
         return f"left behind: {halves}" if halves else None
 
     def flaw_of_rest(self, way: Way, safe: set[str], attempts: int) -> str | None:
@@ -183,10 +207,6 @@ class Life:
 
 def one_thread() -> None:
     """Here as in a worker: sums of another number of threads are rounded otherwise."""
-    import os
-
-    import torch
-
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
@@ -220,8 +240,8 @@ def _is_half(path: Path) -> bool:
 
 
 @contextmanager
-def life(folder: Path) -> Iterator[Life]:
-    """A tiny model, its prompts and the score in a folder; the run's file as nothing disturbs it."""
+def life(folder: Path, on_ray: bool = False) -> Iterator[Life]:
+    """A tiny model, its prompts and the score in a folder; the run's file as nothing disturbs it; a cluster on wish."""
     place = folder / "life"
     model_folder(place / "model", positions=512)
     texts = {name: f"{name} {_TEXT}"[: length - 1] + "." for name, length in zip(IDS, LENGTHS, strict=True)}
@@ -234,7 +254,8 @@ def life(folder: Path) -> Iterator[Life]:
         made.trace.replace(made.expected)
     made.all_shards()
     _undisturbed(made, "merge", lambda counting: [made.merge(counting)])
-    yield made
+    with nodes() if on_ray else nullcontext() as made.ray:
+        yield made
 
 
 def _undisturbed(made: Life, name: str, begin: Callable[[Callable[[], None]], list[Running]]) -> None:

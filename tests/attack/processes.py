@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.patience import patience
+
 ENDED_S = 5.0
-"""Within which everything of a run ends once the run does."""
+"""Within which everything of a run ends once the run does, on an idle machine."""
 
 
 def with_environment(name: str, value: str) -> list[psutil.Process]:
@@ -21,13 +23,24 @@ def with_environment(name: str, value: str) -> list[psutil.Process]:
 
 def in_network_of(pid: int) -> list[psutil.Process]:
     """Other processes in a process' network namespace."""
-    space = _network(pid)
-    return [one for one in _there() if space and one.pid != pid and _network(one.pid) == space]
+    return [one for one in in_network(network(pid)) if one.pid != pid]
+
+
+def in_network(space: str) -> list[psutil.Process]:
+    """Processes in a network namespace."""
+    return [one for one in _there() if space and network(one.pid) == space]
+
+
+def network(pid: int) -> str:
+    """A process' network namespace; empty where it is gone."""
+    with suppress(OSError):
+        return os.readlink(Path(f"/proc/{pid}/ns/net"))
+    return ""
 
 
 def left(found: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
     """Those that are there still after the time within which they have to end."""
-    end = time.monotonic() + ENDED_S
+    end = time.monotonic() + patience(ENDED_S)
     while (there := found()) and time.monotonic() < end:
         time.sleep(0.05)
     return there
@@ -42,10 +55,10 @@ def end(processes: list[psutil.Process]) -> None:
 
 def named(processes: list[psutil.Process]) -> str:
     """Their ids and what they run."""
-    return "; ".join(f"{one.pid} {_title(one)}" for one in processes)
+    return "; ".join(f"{one.pid} {title(one)}" for one in processes)
 
 
-def _title(one: psutil.Process) -> str:
+def title(one: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(one.cmdline())[:80]
     return "?"
@@ -62,9 +75,3 @@ def _environment(one: psutil.Process) -> dict[str, str]:
     with suppress(psutil.Error, OSError):
         return one.environ()
     return {}
-
-
-def _network(pid: int) -> str:
-    with suppress(OSError):
-        return os.readlink(Path(f"/proc/{pid}/ns/net"))
-    return ""
