@@ -38,9 +38,9 @@ def network(pid: int) -> str:
     return ""
 
 
-def left(found: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+def left(found: Callable[[], list[psutil.Process]], seconds: float = ENDED_S) -> list[psutil.Process]:
     """Those that are there still after the time within which they have to end."""
-    end = time.monotonic() + patience(ENDED_S)
+    end = time.monotonic() + patience(seconds)
     while (there := found()) and time.monotonic() < end:
         time.sleep(0.05)
     return there
