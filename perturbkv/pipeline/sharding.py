@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ def run_shard(
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
     place = ShardJournal(path, shard).path
     check_place(place)
-    with _alone(path, place, wait) as lock:
+    with _alone(path, place, wait, lambda: _all_done(path, record, overwrite)) as lock:
         writer = ShardWriter(path, record, texts_of(planned), overwrite)
         samples, configs = record.share(shard)
         missing = writer.missing()
@@ -86,27 +86,35 @@ def run_shard(
 
 
 @contextmanager
-def _alone(path: Path, place: Path, wait: bool) -> Iterator[Lock]:
+def _alone(path: Path, place: Path, wait: bool, joining: Callable[[], bool]) -> Iterator[Lock]:
     """The shard's lock, held while nobody holds the trace's: who joins shards looks at both in the other order.
 
-    Raises HeldError, or waits, for the trace without keeping the shard from who joins it.
+    Raises HeldError, or waits, for the trace without keeping the shard from who joins it; a joining is always awaited.
     """
     while True:
-        wait_until_free(path, wait)
+        try:
+            check_free(path)
+        except HeldError:
+            wait_until_free(path, wait or joining())
         with Lock(place, wait) as lock:
             try:
                 check_free(path)
             except HeldError:
-                if not wait:
+                if not (wait or joining()):
                     raise
                 continue
             yield lock
             return
 
 
+def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
+    """Whether no shard lacks anything: who holds the trace then joins them, and is through in a moment."""
+    return len(done(path, record, overwrite)) == record.shard.count
+
+
 def _joined(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
     """Whether all shards were there and this process joined them; where another one does it, it does not."""
-    if len(done(path, record, overwrite)) < record.shard.count:
+    if not _all_done(path, record, overwrite):
         return False
     try:
         joined = join(path, overwrite=overwrite, texts=texts_of(planned))

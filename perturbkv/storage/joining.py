@@ -12,8 +12,16 @@ from perturbkv.errors import TraceError
 from perturbkv.storage.existing import existing_trace
 from perturbkv.storage.extending import differing_fields
 from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.lock import Lock, wait_until_free
-from perturbkv.storage.shards import ShardJournal, ShardRecord, beside, check_alike, named, provenance_of
+from perturbkv.storage.lock import Lock, drop_dead, wait_until_free
+from perturbkv.storage.shards import (
+    ShardJournal,
+    ShardRecord,
+    beside,
+    check_alike,
+    drop_dead_locks,
+    named,
+    provenance_of,
+)
 from perturbkv.storage.texts import Texts
 from perturbkv.storage.trace_file import describe, read_trace
 from perturbkv.storage.writer import TraceWriter
@@ -45,6 +53,8 @@ def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Text
     `texts` are those that the trace is to have, None: what the shards have, which all have theirs or none has.
     """
     if not (found := beside(path)):
+        drop_dead(path)  # of a merge that was killed at its very end
+        drop_dead_locks(path)
         describe(path)
         return 0
     _wait_for(found, wait)
@@ -61,6 +71,7 @@ def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Text
             writer.finish()
         for one in found:
             one.journal.discard()
+        drop_dead_locks(path)
     return len(found)
 
 
@@ -91,6 +102,7 @@ def taken_over(path: Path, run: RunConfig, overwrite: bool, wait: bool) -> list[
             _log.info("%s does not say of which run it is; its samples are measured again", one.journal.folder)
         if held is None or (overwrite and differing_fields(run, held)):
             one.journal.discard()
+    drop_dead_locks(path)
     return [one for one in found if one.journal.folder.exists()]
 
 

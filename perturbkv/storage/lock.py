@@ -66,14 +66,23 @@ class Lock:
     def check(self) -> None:
         """Whether it is held still. One that vanished is made again; raises OutputError where another process has it.
 
-        A machine that slept, or was cut off, finds its lock taken over.
+        A machine that slept, or was cut off, finds its lock taken over. A folder that was there before the lock and
+        vanished, as a share does, is not made again: what went into another of its name is lost when it comes back.
         """
         with refusals(self.path):
             if _peek(self._file) == self._holder:
                 return
+            self._check_there()
             held = despite_others(self._claim)
         if held is not None:
             raise HeldError(_taken(self.path, held, self.advice))
+
+    def _check_there(self) -> None:
+        """Raise OutputError where the innermost folder that the lock did not make is gone."""
+        folder = min(self._made, key=lambda made: len(made.parts)).parent if self._made else self._file.parent
+        if not folder.is_dir():
+            msg = f"expected the folder {folder} to stay while {self.path} is written, got none; bring it back"
+            raise OutputError(msg)
 
     def _acquire(self) -> None:
         told = False
@@ -112,6 +121,16 @@ class Lock:
             with suppress(OSError, OutputError):
                 if _peek(self._file) == self._holder:
                     os.utime(self._file)
+
+
+def drop_dead(path: Path) -> None:
+    """Remove the lock that a dead process left at `path`, where one did."""
+    file = lock_path(path)
+    if file.exists():
+        with suppress(OSError, OutputError), _alone(file) as opened:
+            held = _read(opened, file)
+            if held is None or held.is_gone(_silence(file)):
+                file.unlink()
 
 
 def lock_path(path: Path) -> Path:

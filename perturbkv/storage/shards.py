@@ -22,6 +22,7 @@ from perturbkv.errors import OutputError, PerturbkvError
 from perturbkv.storage.extending import differing_fields
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.journal import DONE, SHARD, SUFFIX, Journal, journal_path
+from perturbkv.storage.lock import drop_dead
 from perturbkv.storage.places import real
 
 _NAMED = re.compile(r"shard-([0-9]+)-of-([0-9]+)")
@@ -141,6 +142,13 @@ def beside(trace: Path) -> list[ShardJournal]:
     pattern = f"{glob.escape(where.name)}.shard-*-of-*{SUFFIX}"
     found = [_named(where, folder) for folder in where.parent.glob(pattern)]
     return sorted((one for one in found if one), key=lambda one: (one.shard.count, one.shard.number))
+
+
+def drop_dead_locks(trace: Path) -> None:
+    """Remove the locks that killed processes left of a trace's shards, of those too that had begun nothing yet."""
+    where = real(trace)
+    for file in where.parent.glob(f".{glob.escape(where.name)}.shard-*-of-*.lock"):
+        drop_dead(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
 
 
 def _named(trace: Path, folder: Path) -> ShardJournal | None:

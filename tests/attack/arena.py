@@ -64,10 +64,10 @@ class Arena:
         left = sorted(path.name for path in self.folder.iterdir() if path.name.lstrip(".").startswith("t.h5"))
         if left != ["t.h5"]:
             return f"the second run leaves {left}"
-        return None if _same(self.trace, self.expected) else "the file differs from the undisturbed run's"
+        return None if same(self.trace, self.expected) else "the file differs from the undisturbed run's"
 
 
-def _same(found: Path, expected: Path) -> bool:
+def same(found: Path, expected: Path) -> bool:
     """Everything but the second in which a file was made, and the sum of the attributes that name it."""
     (mine, *variables), (others, *expected_variables) = told(found), told(expected)
     of_its_own = {"created": "", "crc32": ""}
@@ -94,14 +94,21 @@ def small_disk(place: Arena, size: int) -> Iterator[Arena]:
     """The arena on a disk of its own."""
     folder = place.folder.parent / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
-    try:
+    with disk(folder, size):
         for name in ("model", "prompts.jsonl"):
             (folder / name).symlink_to(place.folder / name)
         yield Arena(folder, place.expected, place.seconds)
+    folder.rmdir()
+
+
+@contextmanager
+def disk(folder: Path, size: int) -> Iterator[None]:
+    """A disk of so many bytes at an empty folder."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield
     finally:
         subprocess.run(["umount", folder], check=True)
-        folder.rmdir()
 
 
 def can_mount() -> bool:

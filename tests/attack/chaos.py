@@ -1,5 +1,7 @@
 """`make chaos`: a run is killed, stopped, starved and crowded; the same command then leaves the undisturbed run's file.
 
+First one in a single process, then those in shards, in worker processes and on Ray (`cluster_chaos`).
+
 No finished sample is lost or measured twice: the command, run again, says how many samples are there already, and its
 file equals the one that nothing disturbed.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -19,6 +22,8 @@ from pathlib import Path
 
 from tests.attack import disturbances
 from tests.attack.arena import SAMPLES, Arena, arena, can_mount
+from tests.attack.cluster_chaos import KINDS, accidents, possible
+from tests.attack.life import life
 
 COUNTS = {
     "kill -9 at a random moment": 44,
@@ -70,18 +75,32 @@ def main() -> int:
     """Try everything and say per kind how often it held; 1 where something did not."""
     options = argparse.ArgumentParser(prog="python -m tests.attack.chaos")
     options.add_argument("--seed", type=int, default=0)
-    start, held = time.monotonic(), {kind: 0 for kind in COUNTS}
-    counts = COUNTS if can_mount() else {**COUNTS, "full disk": 0}
-    with tempfile.TemporaryDirectory() as folder, arena(Path(folder)) as place:
-        for one in tries(options.parse_args().seed, counts):
-            wrong = flaw(one, place)
-            held[one.kind] += wrong is None
-            if wrong:
-                print(f"  {one.kind}: {wrong}", flush=True)
-    for kind, count in counts.items():
-        print(f"{kind}: {held[kind]} of {count} held", flush=True)
-    print(f"chaos: {sum(held.values())} of {sum(counts.values())} held, {time.monotonic() - start:.0f} s", flush=True)
-    return int(held != counts)
+    options.add_argument("--only", default="", help="kinds in whose name this regular expression is found")
+    asked, start = options.parse_args(), time.monotonic()
+    held: dict[str, list[bool]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, wrong in _tried(asked.seed, asked.only, Path(folder)):
+            held.setdefault(name, []).append(wrong is None)
+            print(f"  {name}: {wrong or 'held'}, {time.monotonic() - start:.0f} s", flush=True)
+    for name, of_kind in held.items():
+        print(f"{name}: {sum(of_kind)} of {len(of_kind)} held", flush=True)
+    everything = [one for of_kind in held.values() for one in of_kind]
+    print(f"chaos: {sum(everything)} of {len(everything)} held, {time.monotonic() - start:.0f} s", flush=True)
+    return int(not all(everything))
+
+
+def _tried(seed: int, only: str, folder: Path) -> Iterator[tuple[str, str | None]]:
+    """Every kind that is asked for and can be had here, and what each of its tries leaves wrong."""
+    counts = {kind: count for kind, count in COUNTS.items() if re.search(only, kind)}
+    if not can_mount():
+        counts.pop("full disk", None)
+    if counts:
+        with arena(folder / "one") as place:
+            yield from ((one.kind, flaw(one, place)) for one in tries(seed, counts))
+    kinds = {kind: one.count for kind, one in KINDS.items() if re.search(only, kind) and possible(kind)}
+    if kinds:
+        with life(folder / "many", any(KINDS[kind].needs == "ray" for kind in kinds)) as many:
+            yield from ((one.kind, one.flaw(many)) for one in accidents(seed, kinds))
 
 
 if __name__ == "__main__":

@@ -112,6 +112,10 @@ class Running:
         self._start = time.monotonic()
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     def lives(self) -> bool:
         return self._process.is_alive()
 

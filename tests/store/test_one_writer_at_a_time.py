@@ -19,7 +19,7 @@ import pytest
 from perturbkv.errors import OutputError
 from perturbkv.storage import lock
 from perturbkv.storage.holder import SILENCE_S, Holder
-from perturbkv.storage.lock import Lock, check_free, lock_path
+from perturbkv.storage.lock import Lock, check_free, drop_dead, lock_path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDING = """
@@ -210,6 +210,34 @@ def test_a_lock_that_vanished_is_made_again(tmp_path: Path) -> None:
         (tmp_path / "new").rmdir()
         held.check()
         assert not is_free(held.path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_vanished_is_told_and_not_made_again(tmp_path: Path) -> None:
+    """It may come back, and would hide what was written into another one of its name."""
+    (tmp_path / "shared").mkdir()
+    with Lock(tmp_path / "shared" / "new" / "t.h5") as held:
+        (tmp_path / "shared").rename(tmp_path / "away")
+        with pytest.raises(OutputError, match="expected the folder .*shared to stay while .*, got none; bring it back"):
+            held.check()
+        assert not (tmp_path / "shared").exists()
+        (tmp_path / "away").rename(tmp_path / "shared")
+        held.check()
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_the_lock_of_a_dead_process_alone_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    drop_dead(path)
+    with Lock(path) as held:
+        drop_dead(path)
+        held.check()
+        assert not is_free(path)
+    held_by(path, elsewhere())
+    drop_dead(path)
+    assert lock_path(path).exists()
+    lock_path(path).write_text("")
+    drop_dead(path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,40 @@
+"""Whoever joins shards, or goes on with them, tidies up what killed ones left; what living ones hold stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from perturbkv.configs.shard import Shard
+from perturbkv.storage.joining import join, taken_over
+from perturbkv.storage.lock import Lock, lock_path
+from perturbkv.storage.shards import ShardJournal, drop_dead_locks
+from tests.support.growing import CONFIGS, fill, opened
+from tests.support.traces import run_config
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A finished trace, beside it the lock of a shard that was killed before it said who held it."""
+    path = fill(opened(tmp_path / "t.h5", CONFIGS))
+    lock_path(ShardJournal(path, Shard(1, 3)).path).touch()
+    return path
+
+
+def test_a_merge_killed_at_its_end_leaves_nothing_to_the_next(trace: Path) -> None:
+    lock_path(trace).touch()
+    assert join(trace) == 0
+    assert list(trace.parent.iterdir()) == [trace]
+
+
+def test_a_run_without_shards_removes_the_locks_of_killed_ones(trace: Path) -> None:
+    assert taken_over(trace, run_config(3, configs=CONFIGS), overwrite=False, wait=False) == []
+    assert list(trace.parent.iterdir()) == [trace]
+
+
+def test_the_lock_of_a_living_shard_stays(trace: Path) -> None:
+    with Lock(ShardJournal(trace, Shard(2, 3)).path) as held:
+        drop_dead_locks(trace)
+        assert set(trace.parent.iterdir()) == {trace, lock_path(held.path)}
+        held.check()
