@@ -23,7 +23,7 @@ class Compact:
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
         """Print usage, what the command does, its options and its subcommands."""
-        _paragraph(f"Usage: {_usage(self, ctx)}")
+        _line(f"Usage: {_usage(self, ctx)}")
         for text in (self.help or "").split("\n\n"):
             _paragraph(" ".join(text.split()))
         found = {**_options(self, ctx), **_commands(self)}
@@ -83,8 +83,12 @@ def _about(parameter: Any, ctx: Any) -> str:
 
 
 def _paragraph(text: str) -> None:
-    console.out.print(text, markup=False, highlight=False, emoji=False, width=_width())
+    _line(text)
     console.out.print()
+
+
+def _line(text: str) -> None:
+    console.out.print(text, markup=False, highlight=False, emoji=False, width=_width())
 
 
 def _section(title: str, rows: list[tuple[str, str]], column: int) -> None:

@@ -13,7 +13,8 @@ from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.storage.existing import ExistingSample, ExistingTrace
 from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.files import clear_leftovers, written_whole
-from perturbkv.storage.journal import Entry, Journal, journal_path
+from perturbkv.storage.journal import Journal, journal_path
+from perturbkv.storage.journal_entry import Entry
 from perturbkv.storage.left_out import without_kept, without_kept_shapes
 from perturbkv.storage.merge import FULL_RUN, Shapes, check_same_run, disjoint, join, joined_shapes, single_whole_part
 from perturbkv.storage.texts import Texts, with_text, with_text_shapes
@@ -93,7 +94,8 @@ class TraceWriter:
 
         A sample that failed in an older run is measured again, one that failed in this one is not.
         """
-        return {name: configs for name, configs in self._lacking.items() if name not in self._failed}
+        left = self._lacking.keys() - self._failed
+        return {name: self._lacking[name] for name in self.sample_ids if name in left}
 
     def done(self) -> AbstractSet[str]:
         """Samples that need not be measured: complete in the file and the journal, or failed in this run.
