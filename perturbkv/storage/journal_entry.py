@@ -73,8 +73,8 @@ class Entry:
             own = {name: array.shape for name, array in codes.items()}
             others = {name: shape for name, (_, shape) in layout.items() if name in VARIABLES}
             return {**others, **own, KEPT[2]: (code_bytes(codes),)}
-        codes = {KEPT[2]: (int(told["code_bytes"]),)} if KEPT[2] in layout else {}
-        return {name: shape for name, (_, shape) in layout.items()} | codes
+        length = {KEPT[2]: (int(told["code_bytes"]),)} if KEPT[2] in layout else {}
+        return {name: shape for name, (_, shape) in layout.items()} | length
 
     @contextmanager
     def _opened(self) -> Iterator[zipfile.ZipFile]:
