@@ -241,14 +241,18 @@ class Trace:
 
     def _digests(self) -> NDArray[np.int64]:
         """(sample, config, layer, head) of the complete samples' kept sets, those with positions too."""
-        found, counts = self.arrays[DIGEST][self.ok], self.arrays["kept_count"][self.ok]
+        found, counts = (self._whole(name) for name in (DIGEST, "kept_count"))
         if KEPT[2] in self.arrays:
-            offsets, lengths = (self.arrays[name][self.ok] for name in KEPT[:2])
+            offsets, lengths = (self._whole(name) for name in KEPT[:2])
             own = kept_code.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
             found = np.where(lengths > 0, own, found)
         if ((found == 0) & (counts > 0)).any():
             raise TraceError(self._no_positions())
         return np.asarray(np.where(counts > 0, found, 0), dtype=np.int64)
+
+    def _whole(self, name: str) -> NDArray[np.int64]:
+        """Of the complete samples."""
+        return np.asarray(self.arrays[name][self.ok], dtype=np.int64)
 
     def _no_positions(self) -> str:
         return (

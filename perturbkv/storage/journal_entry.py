@@ -60,9 +60,8 @@ class Entry:
         """
         wanted = list(names)
         with self._opened() as held:
-            layout = _layout(held)
-            former = former_kept.POSITIONS in layout
-            found = _arrays(held, layout, set(former_kept.asked(wanted) if former else wanted))
+            former = former_kept.POSITIONS in _names(held)
+            found = _arrays(held, set(former_kept.asked(wanted) if former else wanted))
             return former_kept.with_codes(found, wanted) if former else found
 
     def shapes(self) -> Shapes:
@@ -71,10 +70,11 @@ class Entry:
             layout, told = _layout(held), _head(held)
         if former_kept.POSITIONS in layout:
             codes = self.arrays(KEPT)
-            own = {name: array.shape for name, array in codes.items()} | {KEPT[2]: (code_bytes(codes),)}
-            return {name: shape for name, (_, shape) in layout.items() if name in VARIABLES} | own
-        codes = {KEPT[2]: (int(told["code_bytes"]),)} if KEPT[2] in layout else {}
-        return {name: shape for name, (_, shape) in layout.items()} | codes
+            own = {name: array.shape for name, array in codes.items()}
+            others = {name: shape for name, (_, shape) in layout.items() if name in VARIABLES}
+            return {**others, **own, KEPT[2]: (code_bytes(codes),)}
+        length = {KEPT[2]: (int(told["code_bytes"]),)} if KEPT[2] in layout else {}
+        return {name: shape for name, (_, shape) in layout.items()} | length
 
     @contextmanager
     def _opened(self) -> Iterator[zipfile.ZipFile]:
@@ -94,7 +94,7 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write the file, whole or not at all."""
     held = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
     layout = [[name, array.dtype.str, array.shape] for name, array in held.items()]
-    told = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
+    told: dict[str, Any] = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
     told |= {"code_bytes": code_bytes(arrays)}
 
     def write(stream: IO[bytes]) -> None:
@@ -115,9 +115,9 @@ def read_entry(path: Path, labels: Sequence[str]) -> Entry | None:
             entry = Entry(
                 path.parent, path.name, head["id"], tuple(head.get("configs", labels)), named="configs" in head
             )
-            layout = _layout(held)
-            each_once = len(set(entry.labels)) == len(entry.labels) == layout["kept_count"][1][0]
-            return entry if each_once and layout.keys() >= _NEEDED else None
+            _, shape = _layout(held, "kept_count")["kept_count"]
+            each_once = len(set(entry.labels)) == len(entry.labels) == shape[0]
+            return entry if each_once and _NEEDED <= set(_names(held)) else None
     except (OSError, *_DAMAGE):
         return None
 
@@ -127,7 +127,7 @@ def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> N
     length = sum(memoryview(part).nbytes for part in parts)
     with archive.open(name, "w", force_zip64=True) as member:
         header = {"descr": "|u1", "fortran_order": False, "shape": (length,)}
-        npy.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
+        npy.write_array_header_1_0(member, header)
         for part in parts:
             member.write(part)
 
@@ -143,21 +143,27 @@ def _head(held: zipfile.ZipFile) -> dict[str, Any]:
     return dict(json.loads(_bytes(held, _HEAD).tobytes()))
 
 
-def _layout(held: zipfile.ZipFile) -> Layout:
-    """What an entry holds."""
-    told = _head(held).get("arrays")
-    if told is None:
-        names = [name.removesuffix(".npy") for name in held.namelist() if name != _HEAD]
-        return {name: _header(held, name) for name in names}
-    return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in told}
+def _names(held: zipfile.ZipFile) -> list[str]:
+    """The variables that an entry holds."""
+    if _DATA in held.namelist():
+        return [name for name, _, _ in _head(held)["arrays"]]
+    return [name.removesuffix(".npy") for name in held.namelist() if name != _HEAD]
 
 
-def _arrays(held: zipfile.ZipFile, layout: Layout, names: set[str]) -> dict[str, NDArray[Any]]:
+def _layout(held: zipfile.ZipFile, *names: str) -> Layout:
+    """The named variables' types and shapes, by default all."""
+    if _DATA in held.namelist():
+        told = _head(held)["arrays"]
+        return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in told if not names or name in names}
+    return {name: _header(held, name) for name in names or _names(held)}
+
+
+def _arrays(held: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
     """Those of the named variables that are there."""
     if _DATA not in held.namelist():
-        return {name: _member(held, name) for name in layout if name in names}
+        return {name: _member(held, name) for name in _names(held) if name in names}
     data, begin, found = _bytes(held, _DATA), 0, {}
-    for name, (dtype, shape) in layout.items():
+    for name, (dtype, shape) in _layout(held).items():
         length = math.prod(shape) * dtype.itemsize
         if name in names:
             found[name] = data[begin : begin + length].view(dtype).reshape(shape)
@@ -168,13 +174,13 @@ def _arrays(held: zipfile.ZipFile, layout: Layout, names: set[str]) -> dict[str,
 def _member(held: zipfile.ZipFile, name: str) -> NDArray[Any]:
     """A variable as former versions have it."""
     with held.open(f"{name}.npy") as member:
-        return np.asarray(npy.read_array(member, allow_pickle=False))  # type: ignore[no-untyped-call]
+        return np.asarray(npy.read_array(member, allow_pickle=False))
 
 
 def _header(held: zipfile.ZipFile, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """A variable's type and shape as former versions have them, its numbers unread."""
     with held.open(f"{name}.npy") as member:
-        version = npy.read_magic(member)  # type: ignore[no-untyped-call]
+        version = npy.read_magic(member)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read(member)
         return dtype, tuple(shape)

@@ -96,7 +96,8 @@ class TraceWriter:
 
         A sample that failed in an older run is measured again, one that failed in this one is not.
         """
-        return {name: configs for name, configs in self._lacking.items() if name not in self._failed}
+        left = self._lacking.keys() - self._failed
+        return {name: self._lacking[name] for name in self.sample_ids if name in left}
 
     def done(self) -> AbstractSet[str]:
         """Samples that need not be measured: complete in the file and the journal, or failed in this run.

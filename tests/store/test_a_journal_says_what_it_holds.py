@@ -121,7 +121,7 @@ def test_an_entry_spoilt_in_its_middle_is_told_and_measured_again(tmp_path: Path
         writer.append(measured(name, CONFIGS))
     entry = next(journal_path(path).glob("*.npz"))
     content = bytearray(entry.read_bytes())
-    content[content.index(b"theta.npy") + 200] ^= 255
+    content[content.index(b"data.npy") + 2000] ^= 255
     entry.write_bytes(content)
     with pytest.raises(TraceError, match="got a damaged one, now removed; run the same command again"):
         opened(path, CONFIGS).finish()
