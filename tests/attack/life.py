@@ -30,6 +30,7 @@ from tests.attack.counted import IDS, LENGTHS, SCORE, Counted
 from tests.attack.ray_nodes import Nodes, enter_cluster, leave_network, nodes
 from tests.attack.running import Outcome, Running
 from tests.support.folders import model_folder
+from tests.support.patience import patience
 
 _ASKED = (
     "--dataset",
@@ -219,7 +220,7 @@ def _in_turn(*steps: Callable[[], None] | None) -> None:
 
 def ended(runs: Sequence[Running]) -> list[Outcome]:
     """How all of them ended."""
-    return [run.outcome(LONG_S) for run in runs]
+    return [run.outcome(patience(LONG_S)) for run in runs]
 
 
 def flaw_of_line(outcome: Outcome, codes: Sequence[int]) -> str | None:
@@ -227,7 +228,7 @@ def flaw_of_line(outcome: Outcome, codes: Sequence[int]) -> str | None:
     lines = outcome.err.strip().splitlines()
     last = lines[-1] if lines else "silent"
     if outcome.hung:
-        return f"still running after {LONG_S:.0f} s: {last}"
+        return f"still running after {outcome.seconds:.0f} s: {last}"
     if outcome.code not in codes or "Traceback" in outcome.err:
         return f"exit code {outcome.code}: {outcome.err.strip()[-400:]}"
     silent = outcome.code not in (0, 1, -signal.SIGKILL) and not last.startswith("error: ")
