@@ -61,7 +61,8 @@ test: develop
 attack: develop
 	OMP_NUM_THREADS=1 $(PY) -m tests.attack
 
-# Runs that are killed, stopped, starved and crowded: the same command then leaves the file of an undisturbed one.
+# Runs that are killed, stopped, starved and crowded, in one process and in many: the same command then leaves the file of
+# an undisturbed one. `python -m tests.attack.chaos --only merge` tries some kinds alone.
 chaos: develop
 	OMP_NUM_THREADS=1 $(PY) -m tests.attack.chaos
 

@@ -60,6 +60,10 @@ class TraceError(PerturbkvError):
     """A trace file that cannot be read, is of another run, or lacks what an analysis needs."""
 
 
+class MissingShardError(TraceError):
+    """Shards of which not all are measured."""
+
+
 class TraceUnavailableError(TraceError):
     """A trace file that the system does not let us read now, of which so nothing is known."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perturbkv.configs.shard import Shard
-from perturbkv.errors import HeldError
+from perturbkv.errors import HeldError, MissingShardError
 from perturbkv.pipeline.plan import Plan
 from perturbkv.pipeline.provenance import provenance
 from perturbkv.pipeline.run import Engine, Progress, measure_missing, texts_of
@@ -120,6 +120,8 @@ def _joined(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> 
         joined = join(path, overwrite=overwrite, texts=texts_of(planned))
     except HeldError as error:
         _log.info("all shards are done, and joined elsewhere: %s", error)
+        return False
+    except MissingShardError:  # one that was done began again meanwhile, and joins all when it ends
         return False
     _log.info("all %d shards are done: joined into %s", max(joined, record.shard.count), path)
     return True

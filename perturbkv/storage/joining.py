@@ -8,7 +8,7 @@ from pathlib import Path
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.shard import Shard
-from perturbkv.errors import TraceError
+from perturbkv.errors import MissingShardError, TraceError
 from perturbkv.storage.existing import existing_trace
 from perturbkv.storage.extending import differing_fields
 from perturbkv.storage.journal import Journal, journal_path
@@ -137,7 +137,7 @@ def _records(path: Path, found: Sequence[ShardJournal]) -> list[ShardRecord]:
 def _check_done(path: Path, record: ShardRecord, overwrite: bool) -> None:
     finished = set(done(path, record, overwrite))
     if lacking := [shard for shard in record.shards() if shard not in finished]:
-        raise TraceError(_lacking(path, record, lacking))
+        raise MissingShardError(_lacking(path, record, lacking))
 
 
 def _lacking(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
@@ -164,7 +164,7 @@ def _writer(
             for shard, (samples, configs) in shares.items()
             if any(missing.get(name, set()) & set(configs) for name in samples)
         ]
-        raise TraceError(_lacking(path, first, lacking))
+        raise MissingShardError(_lacking(path, first, lacking))
     return writer
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.attack import disturbances
 from tests.attack.arena import SAMPLES, Arena, arena, can_mount
 from tests.attack.cluster_chaos import KINDS, accidents, possible
-from tests.attack.life import life
+from tests.attack.undisturbed import life
 
 COUNTS = {
     "kill -9 at a random moment": 44,

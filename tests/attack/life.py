@@ -6,13 +6,11 @@ leaves the file of an undisturbed run, and no process, lock or half-written file
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,12 +22,11 @@ from perturbkv.storage.journal import SUFFIX, Journal
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.trace_file import read_trace
 from tests.attack import processes
-from tests.attack.accidents import counting_changes
 from tests.attack.arena import LONG_S, same
-from tests.attack.counted import IDS, LENGTHS, SCORE, Counted
-from tests.attack.ray_nodes import Nodes, enter_cluster, leave_network, nodes
+from tests.attack.counted import IDS, SCORE, Counted
+from tests.attack.ray_nodes import Nodes, enter_cluster, leave_network
 from tests.attack.running import Outcome, Running
-from tests.support.folders import model_folder
+from tests.support.patience import patience
 
 _ASKED = (
     "--dataset",
@@ -45,7 +42,6 @@ _ASKED = (
 )
 RUN = ("trace", "--model", "model", *_ASKED, "--output", "shared/t.h5")
 MERGE = ("merge", "shared/t.h5")
-_TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 
 
 @dataclass(frozen=True)
@@ -219,7 +215,7 @@ def _in_turn(*steps: Callable[[], None] | None) -> None:
 
 def ended(runs: Sequence[Running]) -> list[Outcome]:
     """How all of them ended."""
-    return [run.outcome(LONG_S) for run in runs]
+    return [run.outcome(patience(LONG_S)) for run in runs]
 
 
 def flaw_of_line(outcome: Outcome, codes: Sequence[int]) -> str | None:
@@ -227,7 +223,7 @@ def flaw_of_line(outcome: Outcome, codes: Sequence[int]) -> str | None:
     lines = outcome.err.strip().splitlines()
     last = lines[-1] if lines else "silent"
     if outcome.hung:
-        return f"still running after {LONG_S:.0f} s: {last}"
+        return f"still running after {outcome.seconds:.0f} s: {last}"
     if outcome.code not in codes or "Traceback" in outcome.err:
         return f"exit code {outcome.code}: {outcome.err.strip()[-400:]}"
     silent = outcome.code not in (0, 1, -signal.SIGKILL) and not last.startswith("error: ")
@@ -237,32 +233,3 @@ def flaw_of_line(outcome: Outcome, codes: Sequence[int]) -> str | None:
 def _is_half(path: Path) -> bool:
     """Whether it is a lock or a half-written file."""
     return ".tmp" in path.name or path.name.endswith(".lock")
-
-
-@contextmanager
-def life(folder: Path, on_ray: bool = False) -> Iterator[Life]:
-    """A tiny model, its prompts and the score in a folder; the run's file as nothing disturbs it; a cluster on wish."""
-    place = folder / "life"
-    model_folder(place / "model", positions=512)
-    texts = {name: f"{name} {_TEXT}"[: length - 1] + "." for name, length in zip(IDS, LENGTHS, strict=True)}
-    rows = [{"id": name, "prompt": text} for name, text in texts.items()]
-    (place / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = Life(place, folder / "expected.h5", Counted(place, folder / "notes"))
-    for way in (HERE, SHARDS):
-        made.clear()
-        _undisturbed(made, way.name, lambda counting, way=way: made.begin(way, before=counting))
-        made.trace.replace(made.expected)
-    made.all_shards()
-    _undisturbed(made, "merge", lambda counting: [made.merge(counting)])
-    with nodes() if on_ray else nullcontext() as made.ray:
-        yield made
-
-
-def _undisturbed(made: Life, name: str, begin: Callable[[Callable[[], None]], list[Running]]) -> None:
-    """Run commands and count the changes on disk of the one that ends last."""
-    told = made.folder / "changes"
-    began = time.monotonic()
-    if flaw := made.flaw_of_ended(ended(begin(partial(counting_changes, made.shared, told))), (0,)):
-        raise RuntimeError(flaw)
-    made.seconds[name] = time.monotonic() - began
-    made.changes[name] = int(told.read_text())

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.attack.cluster_chaos import KINDS, Accident, accidents, possible
-from tests.attack.life import Life, life
+from tests.attack.life import Life
+from tests.attack.undisturbed import life
 
 SEED = 1
 SHORT = {name: 1 for name, kind in KINDS.items() if kind.in_suite and possible(name)}

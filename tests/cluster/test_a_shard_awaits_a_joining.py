@@ -1,15 +1,21 @@
-"""A shard that is asked for again while all are joined has nothing to fear: it waits, and finds the trace."""
+"""A shard that begins again while all are joined has nothing to fear, nor have the others: the last one joins all."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from perturbkv.configs.shard import Shard
 from perturbkv.errors import HeldError
 from perturbkv.pipeline import sharding
 from perturbkv.storage.lock import Lock, lock_path
+from perturbkv.storage.shard_writer import ShardWriter
+from perturbkv.storage.shards import ShardJournal, ShardRecord
+from tests.support.growing import CONFIGS, measured
+from tests.support.traces import run_config
 
 
 def begun(folder: Path, joining: bool) -> bool:
@@ -30,3 +36,31 @@ def test_of_any_other_writer_it_is_told(tmp_path: Path) -> None:
     with pytest.raises(HeldError, match="held by process"):
         begun(tmp_path, joining=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shard_that_begins_again_while_another_joins_joins_all_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, join = tmp_path / "t.h5", sharding.join
+    of = [
+        ShardRecord(Shard(number, 2), run_config(2, configs=CONFIGS), ("s0", "s1"), {"model": "m"}, False)
+        for number in (1, 2)
+    ]
+    for record in of:
+        writer = ShardWriter(path, record, {})
+        for name, configs in writer.missing().items():
+            writer.append(measured(name, configs), configs)
+        writer.finish()
+    second = ShardJournal(path, of[1].shard)
+
+    def beginning_again(*asked: Any, **more: Any) -> int:
+        second.begin(of[1])
+        return join(*asked, **more)
+
+    monkeypatch.setattr(sharding, "texts_of", lambda planned: {})
+    monkeypatch.setattr(sharding, "join", beginning_again)
+    assert not sharding._joined(None, path, of[0], False)  # type: ignore[arg-type]
+    monkeypatch.setattr(sharding, "join", join)
+    second.finish()
+    assert sharding._joined(None, path, of[1], False)  # type: ignore[arg-type]
+    assert [file.name for file in tmp_path.iterdir()] == ["t.h5"]
