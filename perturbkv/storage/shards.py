@@ -143,7 +143,7 @@ def beside(trace: Path) -> list[ShardJournal]:
 
 
 def clear_killed(trace: Path) -> None:
-    """Remove what killed shards of a trace left beside their journals: locks, and files that they tried the place with."""
+    """Remove what killed shards of a trace left beside their journals: locks, and files to try the place with."""
     where = real(trace)
     shards = f".{glob.escape(where.name)}.shard-*-of-*"
     for file in where.parent.glob(f"{shards}.lock"):
