@@ -31,6 +31,14 @@ class Ending:
         raise KeyboardInterrupt
 
 
+def lies_behind(error: BaseException) -> bool:
+    """Whether a Ctrl-C does: what it meets inside a library may make another error of it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = found.__cause__ or found.__context__
+    return found is not None
+
+
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[Ending]:
     """Within the block a SIGTERM raises KeyboardInterrupt."""

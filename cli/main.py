@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 import perturbkv
-from perturbkv.cli import console, streams
+from perturbkv.cli import console, interrupting, streams
 from perturbkv.cli.ablation import ablation
 from perturbkv.cli.assumption import assumption
 from perturbkv.cli.audit import audit
@@ -112,6 +112,8 @@ def _ran(asked: Asked, ending: Ending) -> int:
     except KeyboardInterrupt as error:
         return _refuse(error, SAID, ending.code(INTERRUPTED), asked)
     except PerturbkvError as error:
+        if interrupting.lies_behind(error) and error.exit_code != INTERRUPTED:
+            return _refuse(KeyboardInterrupt(), SAID, ending.code(INTERRUPTED), asked)
         return _refuse(error, " ".join(str(error).split()), ending.code(error.exit_code), asked)
     except BrokenPipeError:
         raise  # nobody reads what we say

@@ -9,9 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from perturbkv.storage.places import check_kind, make_folders, real, refusals, remove_empty
-
-_TEMPORARY = ".tmp-"
+from perturbkv.storage.places import TEMPORARY, check_kind, make_folders, real, refusals, remove_empty
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -32,7 +30,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     with refusals(path):
         check_kind(path)
         made = make_folders(where.parent)
-    beside = where.with_name(f"{where.name}{_TEMPORARY}{os.getpid()}")
+    beside = where.with_name(f"{where.name}{TEMPORARY}{os.getpid()}")
     try:
         with refusals(path):
             beside.touch()
@@ -50,10 +48,11 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(path: Path) -> None:
-    """Remove what killed processes left half written of `path`."""
+    """Remove what killed processes left half written of `path`, and what they tried its place with."""
     where = real(path)
-    for leftover in where.parent.glob(f"{glob.escape(where.name)}{_TEMPORARY}*"):
-        leftover.unlink(missing_ok=True)
+    for dot in ("", "."):
+        for leftover in where.parent.glob(f"{dot}{glob.escape(where.name)}{TEMPORARY}*"):
+            leftover.unlink(missing_ok=True)
 
 
 def _keep_rename(folder: Path) -> None:

@@ -18,7 +18,7 @@ from perturbkv.storage.shards import (
     ShardRecord,
     beside,
     check_alike,
-    drop_dead_locks,
+    clear_killed,
     named,
     provenance_of,
 )
@@ -54,7 +54,7 @@ def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Text
     """
     if not (found := beside(path)):
         drop_dead(path)  # of a merge that was killed at its very end
-        drop_dead_locks(path)
+        clear_killed(path)
         describe(path)
         return 0
     _wait_for(found, wait)
@@ -71,7 +71,7 @@ def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Text
             writer.finish()
         for one in found:
             one.journal.discard()
-        drop_dead_locks(path)
+        clear_killed(path)
     return len(found)
 
 
@@ -102,7 +102,7 @@ def taken_over(path: Path, run: RunConfig, overwrite: bool, wait: bool) -> list[
             _log.info("%s does not say of which run it is; its samples are measured again", one.journal.folder)
         if held is None or (overwrite and differing_fields(run, held)):
             one.journal.discard()
-    drop_dead_locks(path)
+    clear_killed(path)
     return [one for one in found if one.journal.folder.exists()]
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from perturbkv.errors import OutputError
 
-_BESIDE = ".tmp-"
+TEMPORARY = ".tmp-"
 _LONGEST_BESIDE = 64
 """Characters that the longest path beside an output, that of a journal's entry, has more than the output's own."""
 _TRIES = 20
@@ -43,7 +43,7 @@ def _probe(path: Path, where: Path) -> None:
     try:
         with suppress(FileNotFoundError, NotADirectoryError):  # the kernel looks at the length first
             os.lstat(where / ("x" * _LONGEST_BESIDE))
-        probe = where.with_name(f".{where.name}{_BESIDE}{os.getpid():010}")
+        probe = where.with_name(f".{where.name}{TEMPORARY}{os.getpid():010}")
         probe.touch()
         probe.unlink(missing_ok=True)  # a process of another machine may have this number
         path.parent.stat()  # through a folder that is not there and back, only `real` finds the way

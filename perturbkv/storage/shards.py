@@ -23,7 +23,7 @@ from perturbkv.storage.extending import differing_fields
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.journal import DONE, SHARD, SUFFIX, Journal, journal_path
 from perturbkv.storage.lock import drop_dead
-from perturbkv.storage.places import real
+from perturbkv.storage.places import TEMPORARY, real
 
 _NAMED = re.compile(r"shard-([0-9]+)-of-([0-9]+)")
 _MOST_NAMED = 6
@@ -144,11 +144,14 @@ def beside(trace: Path) -> list[ShardJournal]:
     return sorted((one for one in found if one), key=lambda one: (one.shard.count, one.shard.number))
 
 
-def drop_dead_locks(trace: Path) -> None:
-    """Remove the locks that killed processes left of a trace's shards, of those too that had begun nothing yet."""
+def clear_killed(trace: Path) -> None:
+    """Remove what killed shards of a trace left beside their journals: locks, and files to try the place with."""
     where = real(trace)
-    for file in where.parent.glob(f".{glob.escape(where.name)}.shard-*-of-*.lock"):
+    shards = f".{glob.escape(where.name)}.shard-*-of-*"
+    for file in where.parent.glob(f"{shards}.lock"):
         drop_dead(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
+    for file in where.parent.glob(f"{shards}{TEMPORARY}*"):
+        file.unlink(missing_ok=True)
 
 
 def _named(trace: Path, folder: Path) -> ShardJournal | None:

@@ -9,16 +9,17 @@ import pytest
 from perturbkv.configs.shard import Shard
 from perturbkv.storage.joining import join, taken_over
 from perturbkv.storage.lock import Lock, lock_path
-from perturbkv.storage.shards import ShardJournal, drop_dead_locks
+from perturbkv.storage.shards import ShardJournal, clear_killed
 from tests.support.growing import CONFIGS, fill, opened
 from tests.support.traces import run_config
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """A finished trace, beside it the lock of a shard that was killed before it said who held it."""
+    """A finished trace, beside it what two shards left that were killed at their very beginning."""
     path = fill(opened(tmp_path / "t.h5", CONFIGS))
     lock_path(ShardJournal(path, Shard(1, 3)).path).touch()
+    (tmp_path / ".t.h5.shard-2-of-3.tmp-0000000007").touch()
     return path
 
 
@@ -35,6 +36,12 @@ def test_a_run_without_shards_removes_the_locks_of_killed_ones(trace: Path) -> N
 
 def test_the_lock_of_a_living_shard_stays(trace: Path) -> None:
     with Lock(ShardJournal(trace, Shard(2, 3)).path) as held:
-        drop_dead_locks(trace)
+        clear_killed(trace)
         assert set(trace.parent.iterdir()) == {trace, lock_path(held.path)}
         held.check()
+
+
+def test_a_run_removes_what_a_killed_one_tried_its_place_with(tmp_path: Path) -> None:
+    (tmp_path / ".t.h5.tmp-0000000007").touch()
+    path = fill(opened(tmp_path / "t.h5", CONFIGS))
+    assert list(tmp_path.iterdir()) == [path]
