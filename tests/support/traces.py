@@ -12,7 +12,7 @@ import numpy as np
 from perturbkv import kept_code
 from perturbkv.configs.run import RunConfig
 from perturbkv.schema import KEPT as KEPT_CODES
-from perturbkv.schema import TEXT, VARIABLES
+from perturbkv.schema import DIGEST, TEXT, VARIABLES
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.former_kept import codes
 from perturbkv.storage.writer import TraceWriter
@@ -52,7 +52,7 @@ def sample_trace(
     sizes |= {"answer_token": 4, "lost_entry": 2}
     arrays: dict[str, Any] = text(f"Prompt of {name}:\nçé {seed}") if optional else {}
     for variable, spec in VARIABLES.items():
-        if spec.optional and not optional or variable in (*KEPT_CODES, *TEXT):
+        if spec.optional and not optional or variable in (*KEPT_CODES, DIGEST, *TEXT):
             continue
         shape = tuple(sizes[axis] for axis in spec.dims)
         kind = np.dtype(spec.dtype)
