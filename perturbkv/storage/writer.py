@@ -201,8 +201,8 @@ class TraceWriter:
             name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
         }
         lost = held - sum(map(len, self._entries.values()))
-        for name in self._known:
-            self._note(name)
+        self._lacking.clear()
+        self._lacking.update({name: configs for name in self.sample_ids if (configs := self._missing_of(name))})
         _log.info("%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, lost)
 
     def _note(self, name: str) -> None:

@@ -251,7 +251,8 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
         if name == "prompt_text":
             assert found.arrays[name].tolist() == array.tolist()
         elif name not in ("kept_offset", "kept_code", "cache_bytes", "cache_padding_bytes"):
-            np.testing.assert_allclose(found.arrays[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+            floors = 1e-4 if "noise_floor" in name else 1e-5  # rounding itself, of other batches
+            np.testing.assert_allclose(found.arrays[name], array, rtol=1e-3, atol=floors, err_msg=name)
     for place in np.ndindex(3, 4, 2, 4):
         np.testing.assert_array_equal(found.kept(*place), expected.kept(*place))
     before = Path("t.h5").read_bytes()
@@ -267,6 +268,7 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
 def test_how_the_machine_is_used_changes_no_number(
     perturbkv: Run, tiny: list[object], option: list[str], tmp_path: Path
 ) -> None:
+    tiny = [*tiny, "--steps", 2]  # a single one holds no copies, of which --max-memory could divide any
     assert perturbkv("trace", *tiny, "-o", "plain.h5").code == 0
     ran = perturbkv("trace", *tiny, *option, "-o", "other.h5")
     assert ran.code == 0, ran.err
@@ -284,8 +286,8 @@ def test_how_the_machine_is_used_changes_no_number(
     ("options", "words"),
     [
         (
-            ["--max-memory", "20KiB"],
-            "max_bytes (--max-memory) allows 20 KiB, less than the 23 KiB that 'snapkv:attention b=24",
+            ["--steps", "2", "--max-memory", "20KiB"],
+            "max_bytes (--max-memory) allows 20 KiB, less than the 24 KiB that 'snapkv:attention b=24",
         ),
         (["--max-memory", "lots"], "--max-memory takes a size such as 512MiB or 2GiB, got 'lots'"),
         (["--norm-kernel", "fast"], "unknown norm kernel 'fast'; known: auto, triton, chunked"),

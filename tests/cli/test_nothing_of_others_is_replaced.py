@@ -209,9 +209,9 @@ def test_an_interrupted_command_that_keeps_nothing_says_so(
 
 
 def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    from perturbkv.pipeline import generation
+    from perturbkv.pipeline import answering
 
-    answer = generation.answer
+    answer = answering.answer
 
     def interrupted(adapter: Any, prompt: Any, *more: Any, **options: Any) -> Any:
         if prompt.sample_id == "p1":
@@ -220,7 +220,7 @@ def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkey
 
     command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
     with monkeypatch.context() as patch:
-        patch.setattr(generation, "answer", interrupted)
+        patch.setattr(answering, "answer", interrupted)
         ran = perturbkv(*command)
     assert ran.code == 130
     assert "error: interrupted: 1 of 2 samples are kept beside generation.jsonl" in ran.err

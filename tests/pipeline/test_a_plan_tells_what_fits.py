@@ -64,14 +64,15 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
     assert footprint.advice(whole, found.disk, found.memory) == []
 
 
-def test_what_is_advised_for_memory_makes_it_fit(whole: Plan) -> None:
+def test_what_is_advised_for_memory_makes_it_fit() -> None:
+    whole = planned(tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), kept=True)
     needed = footprint.memory_bytes(whole)
     assert len(whole.batches.places) == 1, "all at once, unless a bound is given"
     (size, dtype) = footprint.advice(whole, 2**60, needed - 1)
     assert dtype == "--dtype bfloat16"
     bound = parse_size("--max-memory", size.split()[1])
     less = planned(
-        tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(), Resources(2**20, bound), kept=True
+        tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, bound), kept=True
     )  # fmt: skip
     assert footprint.memory_bytes(less) < needed
     assert footprint.advice(whole, 2**60, 0) == [], "nothing makes it fit into nothing"

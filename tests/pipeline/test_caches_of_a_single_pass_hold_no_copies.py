@@ -18,7 +18,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.batches import passing
 from perturbkv.pipeline.samples import trace_sample
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration
 from tests.pipeline.test_the_compact_cache_really_evicts import (
     N,
@@ -74,7 +74,7 @@ def test_one_step_without_copies_equals_the_first_of_two_with_copies(scenario: s
     one, two = (trace_sample(adapter, PROMPT, run(steps=steps, scenario=scenario)).arrays for steps in (1, 2))
     for name, array in one.items():
         dims = VARIABLES[name].dims
-        if name not in ("kept_offset", "kept_position", "cache_padding_bytes", "cache_bytes", "steps_measured"):
+        if name not in (*KEPT, "cache_padding_bytes", "cache_bytes", "steps_measured"):
             first = two[name].take([0], dims.index("step")) if "step" in dims else two[name]
             np.testing.assert_allclose(array.astype(float), first.astype(float), rtol=1e-7, atol=1e-9, err_msg=name)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from perturbkv.schema import KEPT
 from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 
@@ -26,11 +27,9 @@ def differing(one: Trace | Path, other: Trace | Path) -> list[str]:
 
 def _arrays(trace: Trace) -> dict[str, Any]:
     """The variables, of kept entries the positions of every place instead of where they lie."""
-    found = dict(trace.arrays)
-    starts, counts = found.pop("kept_offset").ravel(), found["kept_count"].ravel()
-    positions = found.pop("kept_position")
-    rows = [positions[start : start + count] for start, count in zip(starts, counts, strict=True) if count > 0]
-    return {**found, "kept": np.concatenate(rows)}
+    found = {name: array for name, array in trace.arrays.items() if name not in KEPT}
+    places = [(sample, config) for sample in np.flatnonzero(trace.ok) for config in range(len(trace.run.configs))]
+    return {**found, "kept": np.concatenate([trace.kept_masks(*place).ravel() for place in places])}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,8 +11,8 @@ import numpy as np
 
 from perturbkv import kept_code
 from perturbkv.configs.run import RunConfig
-from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.schema import DIGEST, TEXT, VARIABLES
+from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.former_kept import codes
 from perturbkv.storage.writer import TraceWriter
