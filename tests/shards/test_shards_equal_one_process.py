@@ -17,6 +17,7 @@ from perturbkv.schema import KEPT, SUMS
 from perturbkv.selection.policies import registry
 from perturbkv.storage.merge import _FLOORS
 from perturbkv.trace import Trace
+from tests.support.alike import assert_close_where_rounded
 from tests.support.models import tiny_adapter
 from tests.support.sharded import assert_same_trace
 
@@ -81,14 +82,6 @@ def test_shards_of_configurations_give_it_up_to_floors_and_bytes(
     assert (last.run, last.sample_ids) == (alone.run, alone.sample_ids)
     for name, array in alone.arrays.items():
         if name not in (*_FLOORS, *SUMS, *KEPT):
-            close_where_rounded(last.arrays[name], array, name)
+            assert_close_where_rounded(last.arrays[name], array, name)
     for sample, config in itertools.product(range(2), range(len(chosen))):
         np.testing.assert_array_equal(last.kept_masks(sample, config), alone.kept_masks(sample, config))
-
-
-def close_where_rounded(found: Any, expected: Any, name: str) -> None:
-    """Equal, and floats up to the rounding of sums that are taken for other configurations together."""
-    if np.issubdtype(np.asarray(expected).dtype, np.floating):
-        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6, err_msg=name)
-    else:
-        np.testing.assert_array_equal(found, expected, err_msg=name)
