@@ -43,8 +43,8 @@ def vanishes_for(place: Life, draw: random.Random, rest: Way, way: Way) -> str |
     """The shared folder is away for a while and comes back, as it was when it went."""
     runs = place.begin(way)
     enough = draw.randint(1, 5)
-    place.until(lambda: place.counted.begun() >= enough, runs)
-    place.shared.rename(place.away)
+    place.until(lambda: place.counted.begun() >= enough and _journals(place) >= len(runs), runs)
+    place.shared.rename(place.away)  # of a run that begins while it is away, the folder is the user's to make
     time.sleep(draw.uniform(0.05, 1.5))
     made_anew = place.shared.exists()
     if made_anew:
@@ -54,6 +54,10 @@ def vanishes_for(place: Life, draw: random.Random, rest: Way, way: Way) -> str |
     if flaw := place.flaw_of_ended(ended(runs), (0, 1, 2), tidy=False):  # what was away could not be tidied up
         return flaw
     return "the shared folder was made anew" if made_anew else place.flaw_of_rest(rest, safe, 2)
+
+
+def _journals(place: Life) -> int:
+    return len(list(place.shared.glob(f"*{SUFFIX}")))
 
 
 def without_a_journal(place: Life, draw: random.Random, rest: Way, way: Way) -> str | None:

@@ -101,26 +101,19 @@ import os, signal, sys
 from pathlib import Path
 import h5py, numpy as np
 from perturbkv.storage.joining import merge
+from tests.support.dying import dying
 from tests.support.sharded import FEW, measure_shard
 
 path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
-def killing(function, calls=[0]):
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return counted
-
 if point == "shard":
-    os.replace = killing(os.replace)
+    os.replace = dying(os.replace, count)
     measure_shard(path, sys.argv[4], **FEW)
 elif point == "writing":
-    h5py.Dataset.__setitem__ = killing(h5py.Dataset.__setitem__)
+    h5py.Dataset.__setitem__ = dying(h5py.Dataset.__setitem__, count)
     merge(path)
 elif point == "removing":
-    os.unlink = killing(os.unlink)
+    os.unlink = dying(os.unlink, count)
     merge(path)
 """
 

@@ -140,24 +140,17 @@ import os, signal, sys
 from pathlib import Path
 import h5py
 from perturbkv.storage import journal_entry
+from tests.support.dying import dying
 from tests.support.growing import CONFIGS, fill, opened
 
 path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
-def after(function, calls=[0]):
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return counted
-
 if point == "rename":
-    Path.replace = after(Path.replace)
+    Path.replace = dying(Path.replace, count)
 elif point == "entry":
-    journal_entry._write_bytes = after(journal_entry._write_bytes)
+    journal_entry._write_bytes = dying(journal_entry._write_bytes, count)
 elif point == "hdf5":
-    h5py.Dataset.__setitem__ = after(h5py.Dataset.__setitem__)
+    h5py.Dataset.__setitem__ = dying(h5py.Dataset.__setitem__, count)
 fill(opened(path, CONFIGS))
 """
 

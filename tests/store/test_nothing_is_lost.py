@@ -55,6 +55,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 import h5py, numpy as np
+from tests.support.dying import dying
 from tests.support.changed import changing
 from tests.support.traces import run_config, sample_trace
 from perturbkv.storage import journal, journal_entry, trace_file
@@ -62,24 +63,16 @@ from perturbkv.storage.writer import TraceWriter
 
 path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
-def after(function, calls=[0]):
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return counted
-
 if point == "rename":
-    Path.replace = after(Path.replace)
+    Path.replace = dying(Path.replace, count)
 elif point == "fsync":
-    os.fsync = after(os.fsync)
+    os.fsync = dying(os.fsync, count)
 elif point == "entry":
-    journal_entry._write_bytes = after(journal_entry._write_bytes)
+    journal_entry._write_bytes = dying(journal_entry._write_bytes, count)
 elif point == "hdf5":
-    h5py.Dataset.__setitem__ = after(h5py.Dataset.__setitem__)
+    h5py.Dataset.__setitem__ = dying(h5py.Dataset.__setitem__, count)
 elif point == "discard":
-    journal.shutil.rmtree = after(journal.shutil.rmtree)
+    journal.shutil.rmtree = dying(journal.shutil.rmtree, count)
 
 names = [f"s{i}" for i in range(4)]
 writer = TraceWriter(path, run_config(4), names, {"model": "m"})
