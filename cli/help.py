@@ -19,17 +19,19 @@ _LEGEND = "  [default]  … repeatable"
 
 
 class Compact:
-    """A command that prints its help itself, and leaves Click's formatter empty; every line counts on a screen."""
+    """A command that writes its help itself; every line counts on a screen."""
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
-        """Print usage, what the command does, its options and its subcommands."""
-        _text(f"Usage: {_usage(self, ctx)}")
-        for text in (self.help or "").split("\n\n"):
-            _paragraph(" ".join(text.split()))
-        found = {**_options(self, ctx), **_commands(self)}
-        column = max((len(name) for rows in found.values() for name, _ in rows), default=0)
-        for title, rows in found.items():
-            _section(title, rows, column)
+        """Write usage, what the command does, its options and its subcommands."""
+        with console.out.capture() as written:
+            _text(f"Usage: {_usage(self, ctx)}")
+            for text in (self.help or "").split("\n\n"):
+                _paragraph(" ".join(text.split()))
+            found = {**_options(self, ctx), **_commands(self)}
+            column = max((len(name) for rows in found.values() for name, _ in rows), default=0)
+            for title, rows in found.items():
+                _section(title, rows, column)
+        formatter.write(written.get())
 
 
 def _usage(command: Any, ctx: Any) -> str:

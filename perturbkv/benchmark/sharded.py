@@ -31,6 +31,7 @@ def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> R
     `journals` is what the shards' journals take, `once` the file of a run that has one, of the same entries.
     """
     run, place = planned(model, samples), Path(folder) / f"merging-{samples}"
+    place.mkdir()
     start = time.perf_counter()
     _write_shards(run, shards, place / "merged.h5", folder)
     found: Result = {"journals": time.perf_counter() - start}

@@ -12,24 +12,25 @@ from typing import IO
 from perturbkv.storage.places import TEMPORARY, check_kind, make_folders, real, refusals, remove_empty
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_whole(path: Path, write: Callable[[IO[bytes]], object], folders: bool = True) -> None:
     """Write a file through `write`, as `written_whole` does."""
-    with written_whole(path) as beside, beside.open("wb") as stream:
+    with written_whole(path, folders) as beside, beside.open("wb") as stream:
         write(stream)
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_whole(path: Path, folders: bool = True) -> Iterator[Path]:
     """A new file beside `path`, which takes its place when the block has filled it without an error.
 
     It and its folders are made at once, so that a place that cannot be written is known before any work is done; an
-    error removes them again. Through a link the file that it names is written. Raises OutputError for what the system
-    refuses.
+    error removes them again. Without `folders` none is made: one that was there and vanished, as a share does, is not
+    replaced by another of its name. Through a link the file that it names is written. Raises OutputError for what the
+    system refuses.
     """
     where = real(path)
     with refusals(path):
         check_kind(path)
-        made = make_folders(where.parent)
+        made = make_folders(where.parent) if folders else []
     beside = where.with_name(f"{where.name}{TEMPORARY}{os.getpid()}")
     try:
         with refusals(path):

@@ -21,7 +21,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import OutputError, PerturbkvError, TraceError
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.journal_entry import Entry, read_entry, write_entry
-from perturbkv.storage.places import real
+from perturbkv.storage.places import real, refusals
 from perturbkv.trace import FailedSample, SampleTrace
 
 SUFFIX = ".journal"
@@ -66,17 +66,19 @@ class Journal:
             return None
 
     def begin(self, run: RunConfig) -> None:
-        """Make the folder, clear what a killed process left half written, and note the run.
+        """Make the folder, in one that is there; clear what a killed process left half written, and note the run.
 
         What the run before left unnamed is named first: killed at any point, no entry is read by another run's labels.
+        Raises OutputError where the folder that it is made in vanished.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with refusals(self.folder):
+            self.folder.mkdir(exist_ok=True)
         for leftover in self.folder.glob("*.tmp*"):
             leftover.unlink()
         former, older = self.run(), self._older_labels()
         if former is not None and (older or former.configs != run.configs):
             self._name_configurations(former.labels(), older)
-        write_whole(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()))
+        write_whole(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()), folders=False)
 
     def append(self, sample: SampleTrace | FailedSample, labels: Sequence[str]) -> Entry:
         """Keep the configurations `labels` of one sample beside those that are there, or that it failed."""

@@ -102,7 +102,7 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
             _write_bytes(archive, _HEAD, [json.dumps(told).encode()])
             _write_bytes(archive, _DATA, [array.reshape(-1).view(np.uint8) for array in held.values()])
 
-    write_whole(entry.path, write)
+    write_whole(entry.path, write, folders=False)
 
 
 def read_entry(path: Path, labels: Sequence[str]) -> Entry | None:

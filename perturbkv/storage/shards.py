@@ -121,11 +121,11 @@ class ShardJournal:
         (self.journal.folder / DONE).unlink(missing_ok=True)
         self.journal.begin(record.run)
         text = json.dumps(record.document())
-        write_whole(self.journal.folder / SHARD, lambda stream: stream.write(text.encode()))
+        write_whole(self.journal.folder / SHARD, lambda stream: stream.write(text.encode()), folders=False)
 
     def finish(self) -> None:
         """Note that nothing of its share is missing."""
-        write_whole(self.journal.folder / DONE, lambda stream: stream.write(b""))
+        write_whole(self.journal.folder / DONE, lambda stream: stream.write(b""), folders=False)
 
     def is_done(self) -> bool:
         """Whether it says that nothing of its share is missing."""

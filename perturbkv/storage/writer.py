@@ -172,7 +172,7 @@ class TraceWriter:
             )
             raise TraceError(msg)
         if not self._is_finished():
-            with written_whole(self.path) as beside:
+            with written_whole(self.path, folders=False) as beside:
                 write_trace(beside, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
         for journal in (self._journal, *self._shards):
             journal.discard()

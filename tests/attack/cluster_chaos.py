@@ -70,7 +70,7 @@ KINDS = {
     "full disk for shards": Kind(8, _with(broken_disks.full_for, way=SHARDS), needs="disk", in_suite=True),
     "full disk for a merge": Kind(6, broken_disks.full_for_the_merge, needs="disk"),
     "full disk for workers": Kind(3, _with(broken_disks.full_for, way=WORKERS), needs="disk"),
-    "the folder vanishes under shards": Kind(6, _with(broken_disks.vanishes_for, way=SHARDS)),
+    "the folder vanishes under shards": Kind(6, _with(broken_disks.vanishes_for, way=SHARDS), in_suite=True),
     "the folder vanishes under workers": Kind(3, _with(broken_disks.vanishes_for, way=WORKERS)),
     "a shard's journal is removed": Kind(4, _with(broken_disks.without_a_journal, way=SHARDS)),
     "begun here, gone on with by workers": Kind(2, _ended(HERE, signal.SIGKILL), (WORKERS,)),

@@ -21,6 +21,7 @@ import pytest
 from perturbkv.errors import OutputError, TraceError
 from perturbkv.storage import journal_entry, trace_writing
 from perturbkv.storage.journal import Journal, journal_path
+from perturbkv.storage.journal_entry import Entry, write_entry
 from perturbkv.storage.stream import Stream
 from perturbkv.storage.writer import TraceWriter
 from tests.support.growing import CONFIGS, assert_same_file, fill, measured, opened
@@ -198,6 +199,25 @@ def test_samples_that_are_measured_after_the_journal_vanished_survive(tmp_path: 
     again = opened(path, CONFIGS)
     assert list(again.missing()) == names[:kept]
     assert_same_file(fill(again), fill(opened(tmp_path / "expected.h5", CONFIGS)))
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_folder_that_vanished_is_not_made_anew_by_what_is_written(tmp_path: Path, kept: int) -> None:
+    """A share that is away: what went into another folder of its name would be lost when it comes back."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    writer, away = opened(shared / "t.h5", CONFIGS), shared.rename(tmp_path / "away")
+    if kept:
+        away.rename(shared)
+        writer.append(measured("s0", CONFIGS), CONFIGS)
+        shared.rename(away)
+    with pytest.raises(OutputError, match=r"t\.h5.*No such file"):
+        writer.append(measured("s1", CONFIGS), CONFIGS)
+    with pytest.raises(OutputError, match=r"t\.h5.*No such file"):
+        write_entry(Entry(journal_path(shared / "t.h5"), "s1.npz", "s1", (), "failed"), {})
+    assert not shared.exists()
+    away.rename(shared)
+    assert list(opened(shared / "t.h5", CONFIGS).missing()) == ["s0", "s1", "s2"][kept:]
 
 
 def test_a_journal_in_which_no_sample_found_room_is_not_left(tmp_path: Path) -> None:
