@@ -46,7 +46,7 @@ from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
 app = typer.Typer(
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     cls=OnceGroup,
@@ -82,11 +82,15 @@ def _say_version(asked: bool) -> None:
 
 @app.callback()
 def about(
+    ctx: typer.Context,
     version: Annotated[
         bool, Option("--version", callback=_say_version, is_eager=True, help="Print the version and leave")
     ] = False,
 ) -> None:
     """What KV-cache eviction does to attention outputs, per head and per layer."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(2)
 
 
 def main() -> None:
@@ -107,8 +111,7 @@ def _ran(asked: Asked, ending: Ending) -> int:
             return _refuse(KeyboardInterrupt(), SAID, ending.code(code), asked)
         return code
     except _UsageError as error:
-        said = error.format_message()  # nothing is left to say where the help was printed instead
-        return _refuse(error, _about_usage(said, error), error.exit_code, asked) if said else int(error.exit_code)
+        return _refuse(error, _about_usage(error.format_message(), error), error.exit_code, asked)
     except KeyboardInterrupt as error:
         return _refuse(error, SAID, ending.code(INTERRUPTED), asked)
     except PerturbkvError as error:

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from perturbkv.benchmark import suite
 from perturbkv.cli import console
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.samples import trace as run_trace
@@ -200,7 +201,8 @@ def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_pat
         np.testing.assert_array_equal(found.arrays[name], array)
 
 
-def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path) -> None:
+def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "_SEVEN_B", {"d_model": 1024, "heads": 8, "kv_heads": 2})
     ran = perturbkv("bench", "--only", "norms-memory", "--only", "triton-time", "--repeats", 1, "-o", "out/bench.json")
     assert ran.code == 0, ran.err
     assert all(len(line) <= 80 for line in ran.out.splitlines())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.benchmark import scale
+from perturbkv.benchmark import scale, suite
 from perturbkv.cli import head_scores
 from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
@@ -137,11 +137,12 @@ def of_answers(tiny: list[object]) -> dict[str, list[object]]:
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models, head scores, kernels and merged runs as small as a test can wait for."""
+    """Models, head scores, kernels and what the benchmark measures as small as a test can wait for."""
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
     monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
     monkeypatch.setattr(scale, "in_process", lambda work, **asked: {"merging": {"seconds": 1.0, "peak": 2}})
+    monkeypatch.setattr(suite, "in_process", lambda work, **asked: {"extra": 2})
     monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 
 

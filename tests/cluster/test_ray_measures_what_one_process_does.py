@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from perturbkv.cli.main import app
-from tests.support import alone
+from tests.support import alone, every_policy
 from tests.support.alike import differing
 from tests.support.mischief import Mischief
 from tests.support.patience import patience
@@ -47,15 +45,12 @@ def made(folder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         alone.alone(command) if alone.possible() else command, capture_output=True, text=True, cwd=ROOT
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    asked = ["--model", folder, "--dataset", data, "--policy", Mischief(place).policy, "--selection", "attention"]
-    more = ["--budget", 24, "--window", 8, "-o", place / "here.h5"]
-    here = CliRunner().invoke(app, ["trace", *map(str, [*asked, *more])])
-    assert here.exit_code == 0, here.output
+    every_policy.measured(folder, data, Mischief(place).policy, place / "here.h5")
     return Made(place, json.loads(ran.stdout.splitlines()[-1]))
 
 
 def test_one_node_and_two_give_the_trace_of_one_process(made: Made) -> None:
-    """The second run lost an actor on its way; its sample was measured again."""
+    """Over every policy. The second run lost an actor on its way; its sample was measured again."""
     held = [made.place / f"{name}.h5" for name in ("one", "two") if (made.place / f"{name}.h5").exists()]
     assert len(held) == (2 if alone.possible() else 1)
     assert [differing(made.alone, trace) for trace in held] == [[]] * len(held)

@@ -26,8 +26,8 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Plan, Settings
 from perturbkv.pipeline.run import run_in_memory, run_to_file
 from perturbkv.schema import KEPT
-from perturbkv.selection.policies import registry
 from tests.support.alike import assert_close_where_rounded, differing
+from tests.support.every_policy import head_scores, of_every_policy
 from tests.support.mischief import Mischief
 from tests.support.pages import commands, shell
 
@@ -46,17 +46,8 @@ def two() -> Iterator[Scheduler]:
 
 
 def plan_of(model: Adapter, data: Path, configs: Any, **settings: Any) -> Plan:
-    scores = [[1.0 + head for head in range(model.heads)]] * len(model.layers)
-    chosen = Settings(head_scores=scores, **settings)
+    chosen = Settings(head_scores=head_scores(model), **settings)
     return planned(model, pk.load_prompts(str(data), model), configs, chosen, Resources())
-
-
-def of_every_policy() -> list[pk.EvictionConfig]:
-    """Each with its own score, where it has one, and some with two stages."""
-    known = [(name, registry.info(name).selections) for name in registry.names()]
-    own = [(name, "attention" if "attention" in selections else selections[0]) for name, selections in known]
-    chosen = [*own, ("snapkv", "two-stage"), ("adakv", "two-stage"), ("pyramidkv", "two-stage")]
-    return [one for name, selection in chosen for one in pk.grid(40, policy=name, selection=selection, window=8)]
 
 
 def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Scheduler, tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ def test_cost_shows_the_rows_and_where_the_sweeps_spend_their_seconds() -> None:
     assert "sweep-24: " in said
 
 
+def test_plan_calculates_the_table_of_its_page() -> None:
+    said = script("plan", DOCS / "bench" / "scale.json")
+    assert said.splitlines()[:2] == ["| what | who | how much | how long |", "|---|---|---|---|"]
+    assert said.strip() in (DOCS / "cluster.md").read_text()
+
+
 def test_rare_losses_shows_every_population_and_how_it_is_covered() -> None:
     head, line, *rows = script("rare_losses", 200).splitlines()
     assert head.count("|") == line.count("|") == 7

@@ -31,7 +31,7 @@ def main(folder: str, data: str, place: str, nodes: str) -> None:
     run = _Runs(folder, data, mischief.policy, where)
     if nodes == "local":
         mischief.on(120, _DEATH)
-        run.measured("two", None)
+        run.measured("two", "local")
         sys.stdout.write(json.dumps({"deaths": len(mischief.met(120)), "logs": run.logs}))
         return
     from ray.cluster_utils import Cluster
@@ -54,20 +54,17 @@ def main(folder: str, data: str, place: str, nodes: str) -> None:
 
 
 class _Runs:
-    """The same run in several places."""
+    """Runs in several places."""
 
     def __init__(self, folder: str, data: str, policy: str, where: Path) -> None:
         self.folder, self.data, self.policy, self.where = folder, data, policy, where
         self.logs: list[str] = []
 
-    def command(self, name: str, *more: object) -> list[str]:
-        asked = ("--model", self.folder, "--dataset", self.data, "--policy", self.policy, "--selection", "attention")
-        return [*CLI, "trace", *asked, "--budget", "24", "--window", "8", "-o", str(self.where / name), *map(str, more)]
-
-    def measured(self, name: str, address: str | None, workers: int = 2) -> None:
-        at = () if address is None else ("--ray-address", address)
-        command = self.command(f"{name}.h5", "--engine", "ray", "--workers", workers, *at)
-        self.logs += subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    def measured(self, name: str, address: str, workers: int = 2) -> None:
+        """A run over every policy."""
+        asked = (self.folder, self.data, self.policy, self.where / f"{name}.h5", workers, address)
+        command = [sys.executable, "-m", "tests.support.every_policy", *map(str, asked)]
+        self.logs += subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr.splitlines()
 
     def documented(self, address: str) -> None:
         """The page's own commands on Ray, in this folder."""
@@ -76,8 +73,10 @@ class _Runs:
 
     def stopped(self, address: str, number: int, mischief: Mischief) -> dict[str, Any]:
         """A run of which one worker hangs, ended by a signal: its exit code, and how long until its actors are gone."""
-        more = ("--engine", "ray", "--workers", 2, "--ray-address", address)
-        started = subprocess.Popen(self.command("stopped.h5", *more), stderr=subprocess.PIPE, text=True)
+        asked = ("--model", self.folder, "--dataset", self.data, "--policy", self.policy, "--selection", "attention",
+                 "--budget", "24", "--window", "8", "-o", str(self.where / "stopped.h5"),
+                 "--engine", "ray", "--workers", "2", "--ray-address", address)  # fmt: skip
+        started = subprocess.Popen([*CLI, "trace", *asked], stderr=subprocess.PIPE, text=True)
         journal = self.where / "stopped.h5.journal"
         before, end = set(mischief.met(240)), time.monotonic() + 300
         while time.monotonic() < end and not (
