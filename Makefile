@@ -27,13 +27,15 @@ BESIDE   = smollm2-135m-q4_1 $(GEMMA)
 TEXTS    = --dataset $(SECOND)/news.jsonl --samples 22 --no-chat-template
 NUMBERS  = --dataset $(SECOND)/needle.jsonl --samples 36 --no-chat-template --max-new-tokens 12
 
-# A process per core, one thread each; the tests of a file share what they make.
-BY_CORE = -n auto --dist loadfile
+# A process more than there are cores, as tests wait for the disk and for others, one thread each; the tests of a file
+# share what they make.
+BY_CORE = -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
+ON_RAY  = tests/cluster/test_ray_measures_what_one_process_does.py
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-kvpress test-oldest test-quantised check examples figures longbench tables scores bytes needle second-model bench gpu install develop clean
+.PHONY: demo test attack chaos test-ray test-kvpress test-oldest test-quantised check examples figures longbench tables scores bytes needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -55,7 +57,11 @@ demo: install
 	$(BIN) heads --dataset needle --samples 8 --policy snapkv --budget 128 --output runs/demo --overwrite
 
 test: develop
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) --ignore $(ON_RAY)
+
+# Over all policies on a Ray cluster of one node and of two, in a network namespace of its own.
+test-ray: develop
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ON_RAY)
 
 # Bad inputs by the hundred: each must end in one line, or in the right answer. `tests/attack` says what is tried.
 attack: develop

@@ -36,7 +36,7 @@ def _value(row: Row) -> str:
         return "–"
     spent, base = (row.details.get(name) for name in ("seconds", "base_seconds"))
     both = f" ({_median(spent)} / {_median(base)} s)" if spent and base else ""
-    return f"{row.value:.3g}{both}"
+    return f"{row.value:.4g}{both}"
 
 
 def _median(seconds: Sequence[float]) -> str:

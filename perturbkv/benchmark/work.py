@@ -155,7 +155,7 @@ def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, coun
     return {name: spent[1:] for name, spent in found.items()}
 
 
-def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool) -> Result:
+def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED) -> Result:
     """Peak bytes of reading and generating from the full cache or an evicted one, and what that cache held."""
     adapter = load_model(model, dtype, device)
     chosen = configurations(2)[1:] if evicted else ()
@@ -163,7 +163,7 @@ def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool) 
 
     def work() -> None:
         read = read_evicting(adapter, prompt(tokens), chosen, "benchmark", with_full=not chosen)
-        generate(adapter, read.cache, (), read.logits, _GENERATED, ())
+        generate(adapter, read.cache, (), read.logits, generated, ())
         held.append(read.cache.nbytes)
 
     return {"peak": peak(work, adapter.device)[1], "cache": held[0]}

@@ -200,8 +200,9 @@ def _scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
 
 def _plain(attrs: h5py.AttributeManager, key: str) -> str | int | float | None:
     """An attribute that is a text or a single number; None for any other."""
-    kind, shape = attrs.get_id(key).dtype, attrs.get_id(key).shape
-    if shape != () or not (kind.kind in "iuf" or h5py.check_string_dtype(kind)):
+    held = attrs.get_id(key)
+    kind = held.dtype
+    if held.shape != () or not (kind.kind in "iuf" or h5py.check_string_dtype(kind)):
         return None
     value = attrs[key]
     if kind.kind in "iuf":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ TORCH = ("torch", "transformers", "jaxtyping")
 KERNELS = "perturbkv.scoring.kernels"
 
 
+@cache
 def modules() -> dict[str, str]:
     """Dotted name -> source, of everything that is installed."""
     found = {}
@@ -60,6 +62,7 @@ def modules() -> dict[str, str]:
     return found
 
 
+@cache
 def imports(source: str, everywhere: bool = True) -> set[str]:
     """Dotted names that a source imports; without `everywhere` those at the top of the module alone."""
     tree = ast.parse(source)
