@@ -27,9 +27,8 @@ BESIDE   = smollm2-135m-q4_1 $(GEMMA)
 TEXTS    = --dataset $(SECOND)/news.jsonl --samples 22 --no-chat-template
 NUMBERS  = --dataset $(SECOND)/needle.jsonl --samples 36 --no-chat-template --max-new-tokens 12
 
-# A process more than there are cores, as tests wait for the disk and for others, one thread each; the tests of a file
-# share what they make.
-BY_CORE = -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
+# A process per core, one thread each; the tests of a file share what they make.
+BY_CORE = -n auto --dist loadfile
 ON_RAY  = tests/cluster/test_ray_measures_what_one_process_does.py
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,8 @@ from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.trace import HDF5, describe, report
 from perturbkv.errors import TraceError
+
+_SHARD = re.compile(r"(.+)\.shard-([0-9]+)-of-([0-9]+)\.journal")
 
 
 def merge(
@@ -40,6 +43,10 @@ def _traces(output: Path) -> list[Path]:
 
     if output.suffix in HDF5:
         return [output]
+    if named := _SHARD.fullmatch(output.name):
+        trace = output.with_name(named[1])
+        msg = f"expected a trace, got its shard {named[2]}/{named[3]}; perturbkv merge {trace} joins all of them"
+        raise TraceError(msg)
     own = output / "trace.h5"
     each = [] if own.exists() or beside(own) else [folder / own.name for folder in sorted(output.glob("*/"))]
     found = [path for path in [own, *each] if path.exists() or beside(path)]

@@ -1,12 +1,13 @@
-"""The calculation of docs/cluster.md, "A plan past this machine": `python docs/plan.py docs/bench/scale.json`.
+"""The calculation of docs/cluster.md, "A plan past this machine": `python docs/plan.py docs/bench`.
 
 What a run of 70B parameters takes of a cluster: from the model's shapes, from a GPU's specification, and from what
-`perturbkv bench scale` measured per sample and per byte.
+`perturbkv bench` measured of one process, seconds per byte of samples that are large as well.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,142 +16,145 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.benchmark.rows import Report, read
+from perturbkv.benchmark.rows import Row, read
 from perturbkv.kept_code import mask_bytes
 from perturbkv.pipeline.lost import ENTRIES
 from perturbkv.schema import DIGEST, KEPT, TEXT, VARIABLES
 
-SAMPLES, GPUS, GPUS_EACH, TOKENS, CONFIGS = 10**6, 1000, 4, 8192, 24
-LAYERS, HEADS, KV_HEADS, D_HEAD, PARAMETERS = 80, 64, 8, 128, 70.6e9
-FLOPS, USED, SWEEP = 989e12, 0.4, 1.25
-"""Of one H100 in bfloat16 (its specification); what a prefill uses of them, and what a sweep takes of a prefill."""
-FILES = 1000
-"""Traces of as many samples each."""
-_DAY, _HOUR, _TOKEN = 86_400, 3_600, 4
+SAMPLES, GPUS, GPUS_EACH, FILES = 10**6, 1000, 4, 1000
+PARAMETERS, D_HEAD = 70.6e9, 128
+FLOPS, USED, SWEEP, DISK = 989e12, 0.4, 1.5, 50e9
+"""Of one H100 in bfloat16, by its specification. Assumed: what a prefill uses of them, what a sweep takes of a prefill,
+which is the project's aim on a GPU, and bytes per second of a shared disk."""
+_MINUTE, _HOUR, _DAY, _TOKEN = 60, 3_600, 86_400, 4
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Bytes of one sample, as the journal has them."""
+class Shape:
+    """Of a sample, of one step and without answers; each layer and configuration has `sets` kept sets.
 
-    numbers: int
-    codes: int
-
-    @property
-    def bytes(self) -> int:
-        """Both."""
-        return self.numbers + self.codes
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the benchmark says of one process: of the demo's samples, each of so many bytes.
-
-    Attributes:
-        bytes: of a sample in the journal.
-        coordinating: seconds of CPU per sample, journal and all.
-        merging: seconds per sample.
-        held: bytes of memory per sample of who coordinates, and of who merges.
+    `code` is the bytes of one: of the prompt's mask where at least an eighth is kept, else of a byte per entry.
     """
 
-    bytes: int
-    coordinating: float
-    merging: float
+    tokens: int
+    configs: int
+    layers: int
+    heads: int
+    sets: int
+    code: int
+
+    def codes(self) -> int:
+        """Bytes of the kept positions."""
+        return self.configs * self.layers * self.sets * self.code
+
+    def numbers(self, kept: bool = True) -> int:
+        """Bytes of everything else."""
+        sizes = {"config": self.configs, "layer": self.layers, "head": self.heads, "step": 1, "answer_token": 0}
+        sizes["lost_entry"] = ENTRIES
+        names = VARIABLES.keys() - {*TEXT, KEPT[2], *({DIGEST} if kept else KEPT)}
+        held = [one for one in map(VARIABLES.__getitem__, names) if not one.raw]
+        return sum(math.prod(sizes[axis] for axis in one.dims) * np.dtype(one.dtype).itemsize for one in held)
+
+
+LARGE = Shape(8192, 24, 80, 64, sets=8, code=mask_bytes(8192))
+_BUDGETS = (64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
+MEASURED = Shape(4096, 200, 30, 9, sets=9, code=sum(min(one, mask_bytes(4096)) for one in _BUDGETS) // len(_BUDGETS))
+"""That of the row `writing-200`."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of one process: of a large sample, taken to grow with its bytes, and bytes of memory of a demo's.
+
+    Attributes:
+        answers: CPU of taking a worker's answer in.
+        journal: of writing it there.
+        file: of its part of the trace's file.
+        held: of whoever coordinates, and of a merge, per sample.
+    """
+
+    answers: float
+    journal: float
+    file: float
     held: tuple[float, float]
 
 
 def main() -> None:
     """The table: what is read, held, sent and written, by whom, and how long each takes."""
-    rows = ["| what | who | how much | how long |", "|---|---|---|---|"]
-    found = _rows(_sample(), _measured(read(Path(sys.argv[1]))))
-    rows += [f"| {' | '.join(row)} |" for row in found]
-    sys.stdout.write("\n".join(rows) + "\n")
+    folder = Path(sys.argv[1])
+    rows = {row.target.name: row for name in ("cpu", "scale") for row in read(folder / f"{name}.json").rows}
+    lines = ["| what | who | how much | how long |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(_taken(rows))]
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _sample() -> Sample:
-    """One step, no answers; one kept set per kv head, each a mask of its prompt, as more than an eighth is kept."""
-    sizes = {"config": CONFIGS, "step": 1, "layer": LAYERS, "head": HEADS, "answer_token": 0, "lost_entry": ENTRIES}
-    names = VARIABLES.keys() - {*TEXT, KEPT[2], DIGEST}
-    kept = [one for one in map(VARIABLES.__getitem__, names) if not one.raw]
-    numbers = sum(math.prod(sizes[axis] for axis in one.dims) * np.dtype(one.dtype).itemsize for one in kept)
-    return Sample(numbers, CONFIGS * LAYERS * KV_HEADS * mask_bytes(TOKENS))
+def _taken(rows: dict[str, Row]) -> Taken:
+    size = LARGE.numbers() + LARGE.codes()
+    written, scaled = rows["writing-200"].details, size / (MEASURED.numbers() + MEASURED.codes())
+    answered = rows["coordination-workers"].details
+    answers = answered["ms_per_sample"]["handing"]["cpu"] / 1000 * size / answered["sample"]["bytes"]
+    journal, file = (statistics.median(written[part]) * scaled for part in ("journal", "file"))
+    coordinator, merge = (_grown(rows[name].details) for name in ("coordinator-memory", "merging-memory"))
+    return Taken(answers, journal, file, (coordinator, merge))
 
 
-def _measured(report: Report) -> Measured:
-    rows: dict[str, Any] = {row.target.name: row for row in report.rows}
-    coordination, merging = rows["coordination-workers"], rows["merging"].details
-    samples = int(report.settings["samples"])
-    held = [_per_sample(rows[name].details, samples) for name in ("coordinator-memory", "merging-memory")]
-    return Measured(
-        coordination.details["sample"]["bytes"], coordination.value / 1000, merging["merging"]["seconds"] / samples,
-        (held[0], held[1]),
-    )  # fmt: skip
+def _grown(details: Any) -> float:
+    """Bytes per sample, from 10 samples to 10,000."""
+    return max(0.0, (details["bytes"] - details["base_bytes"]) / (10_000 - 10))
 
 
-def _per_sample(details: Any, samples: int) -> float:
-    """How much memory grows from 10 samples to all."""
-    return max(0.0, (details["bytes"] - details["base_bytes"]) / (samples - 10))
-
-
-def _rows(sample: Sample, measured: Measured) -> Iterator[tuple[str, str, str, str]]:
-    workers, spent = GPUS // GPUS_EACH, _prefill() * SWEEP
-    rate, weights, all_ = workers / spent, 2 * PARAMETERS, sample.bytes * SAMPLES
-    scaled = sample.bytes / measured.bytes
-    coordinating, merging = measured.coordinating * scaled, measured.merging * scaled
-    parts = f"{_size(sample.numbers)} numbers, {_size(sample.codes)} positions"
+def _rows(taken: Taken) -> Iterator[tuple[str, str, str, str]]:
+    workers, measuring = GPUS // GPUS_EACH, _prefill() * SWEEP
+    each, rate = measuring + taken.journal, workers / (measuring + taken.journal)
+    size, weights = LARGE.numbers() + LARGE.codes(), 2 * PARAMETERS
+    alone = taken.answers + taken.journal
     yield (
         "measured",
         f"{workers} workers of {GPUS_EACH} GPUs",
-        f"{spent:.1f} s a sample, {rate:.0f} samples/s",
+        f"{each:.1f} s a sample, {rate:.0f} samples/s",
         (_time(SAMPLES / rate)),
     )
-    yield "weights read", "every worker, once", f"{_size(weights)}, {_size(weights * workers)} in all", "–"
-    tokens = TOKENS * _TOKEN
-    yield "prompts held", "every process, its run's", f"{_size(tokens)} each, {_size(tokens * SAMPLES)} in all", "–"
+    yield "weights read", f"{workers} workers, once", _size(weights * workers), _time(weights * workers / DISK)
+    yield "weights read", f"{FILES:,} tasks", _size(weights * FILES), _time(weights * FILES / DISK)
+    yield "prompts held", "a process, its run's", f"{_size(LARGE.tokens * _TOKEN)} each", "–"
     yield "held on GPUs", "a worker", f"{_size(weights)} weights, {_size(_cache())} a prompt's full cache", "–"
+    parts = f"{_size(LARGE.numbers())} numbers, {_size(LARGE.codes())} positions"
     yield (
         "written",
         "journals",
-        f"{_size(sample.bytes)} a sample ({parts}), {_size(all_)} in all",
-        (f"{_size(sample.bytes * rate)}/s"),
+        f"{_size(size)} a sample ({parts}), {_size(size * SAMPLES)} in all",
+        (f"{_size(size * rate)}/s"),
     )
-    yield (
-        "written, `--no-kept`",
-        "journals",
-        f"{_size(sample.numbers * SAMPLES)} in all",
-        (f"{_size(sample.numbers * rate)}/s"),
-    )
-    yield (
-        "sent, workers or Ray",
-        "all to one coordinator",
-        f"{1000 * coordinating:.0f} ms of its CPU a sample",
-        (_time(SAMPLES * coordinating)),
-    )
-    yield "kept up with", "by one coordinator", f"{spent / coordinating:.0f} workers", "–"
+    without = LARGE.numbers(kept=False)
+    yield "written, `--no-kept`", "journals", f"{_size(without * SAMPLES)} in all", f"{_size(without * rate)}/s"
+    yield "sent, workers or Ray", "all to one coordinator", f"{alone:.2f} s of it a sample", _time(SAMPLES * alone)
+    yield "kept up with", "by one coordinator", f"{measuring / alone:.0f} workers", "–"
     yield "sent, shards", "nobody", "0", "–"
-    yield "held by it", "one coordinator, one merge", " and ".join(_size(one * SAMPLES) for one in measured.held), "–"
-    yield "merged into one file", "one process", _size(all_), _time(SAMPLES * merging)
+    yield "held", "one coordinator, one merge", " and ".join(_size(one * SAMPLES) for one in taken.held), "–"
+    yield "one file", "one process", f"{taken.file:.2f} s a sample", _time(SAMPLES * taken.file)
     yield (
-        f"merged into {FILES:,} files",
-        f"{workers} processes",
-        f"{_size(all_ / FILES)} each",
-        (_time(SAMPLES * merging / workers)),
+        f"{FILES:,} files",
+        f"{workers} tasks at once, GPUs idle",
+        f"{_size(size * SAMPLES / FILES)} each, at most",
+        (f"{_time(SAMPLES / FILES * taken.file)} each, {_time(SAMPLES * taken.file / workers)} in all"),
     )
 
 
 def _prefill() -> float:
     """Seconds of one GPU: layers over several GPUs compute one after the other, so that these save no time."""
-    attended = 2 * TOKENS**2 * LAYERS * HEADS * D_HEAD  # of every query by half of the keys, scores and values
-    return (2 * PARAMETERS * TOKENS + attended) / (USED * FLOPS)
+    attended = 2 * LARGE.tokens**2 * LARGE.layers * LARGE.heads * D_HEAD  # each query by half of all
+    return (2 * PARAMETERS * LARGE.tokens + attended) / (USED * FLOPS)
 
 
 def _cache() -> int:
     """Bytes of keys and values in bfloat16."""
-    return 2 * 2 * LAYERS * KV_HEADS * D_HEAD * TOKENS
+    return 2 * 2 * LARGE.layers * LARGE.sets * D_HEAD * LARGE.tokens
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds / _DAY:.0f} days" if seconds > 2 * _DAY else f"{seconds / _HOUR:.1f} h"
+    if seconds > 2 * _DAY:
+        return f"{seconds / _DAY:.0f} days"
+    return f"{seconds / _HOUR:.1f} h" if seconds > 2 * _HOUR else f"{seconds / _MINUTE:.0f} min"
 
 
 def _size(number: float) -> str:

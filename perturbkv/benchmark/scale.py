@@ -91,7 +91,7 @@ class _Rows:
         found = self._coordinating(engine, self._settings.samples)
         per_sample = {
             name: {kind: 1000 * spent / self._settings.samples for kind, spent in found[name].items()}
-            for name in ("handing", "writing")
+            for name in ("handing", "writing", "finishing")
         }
         return {f"coordination-{engine}": (per_sample["writing"]["cpu"], {**found, "ms_per_sample": per_sample})}
 
@@ -100,7 +100,7 @@ class _Rows:
         found = self.coordination("workers")
         if "coordinator-memory" in names:
             _, many = found["coordination-workers"]
-            few = self._coordinating("workers", min(_FEW, self._settings.samples))
+            few = self._coordinating("workers", self._few())
             details = {"bytes": many["peak"], "base_bytes": few["peak"], "wall": many["wall"] + few["wall"]}
             found["coordinator-memory"] = (many["peak"] / few["peak"], details)
         return found
@@ -113,11 +113,15 @@ class _Rows:
         if "merging" in names:
             found["merging"] = (many["merging"]["seconds"] / many["once"], many)
         if "merging-memory" in names:
-            few = self._process("merging", samples=min(_FEW, self._settings.samples), shards=_SHARDS, once=False)
+            few = self._process("merging", samples=self._few(), shards=_SHARDS, once=False)
             peaks = {"bytes": many["merging"]["peak"], "base_bytes": few["merging"]["peak"]}
             details = {**peaks, "wall": many["wall"] + few["wall"]}
             found["merging-memory"] = (peaks["bytes"] / peaks["base_bytes"], details)
         return found
+
+    def _few(self) -> int:
+        """Samples of a run that many are held against: never as many."""
+        return max(1, min(_FEW, self._settings.samples // 10))
 
     def _speed_up(self, engine: str, workers: int, each: int, pause: float | None) -> Result:
         if pause is not None:

@@ -136,8 +136,9 @@ def speed_up(
 def coordinating(engine: str, workers: int, samples: int, model: str, folder: str) -> Result:
     """What so many samples take of the process that gives them out to workers that answer at once.
 
-    `handing` is without keeping what they answer, `writing` with a journal: seconds that passed, and those of this
-    process's CPU. `ready` is until the workers are, `peak` the most bytes of this process.
+    `handing` is without keeping what they answer, `writing` with a journal, `finishing` the trace's file out of it:
+    seconds that passed, and those of this process's CPU. `ready` is until the workers are, `peak` the most bytes of
+    this process.
     """
     run, found = planned(model, samples), Result()
 
@@ -145,15 +146,15 @@ def coordinating(engine: str, workers: int, samples: int, model: str, folder: st
         with crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as beside:
             clocked = Clocked(crew, run, Sleeping(0, kept_sample(folder)))
             clocked.measure(run, dict.fromkeys(run.prompts.ids, run.run.configs), lambda sample, configs: None)
-            _into_journal(run, clocked, Path(beside) / "trace.h5")
+            found["finishing"] = _into_file(run, clocked, Path(beside) / "trace.h5")
             found.update(zip(("handing", "writing"), clocked.spent, strict=True), ready=clocked.ready)
 
     _, found["peak"] = peak(work, _CPU)
     return found
 
 
-def _into_journal(run: Plan, engine: Clocked, path: Path) -> None:
-    """A run up to where its file would be written."""
+def _into_file(run: Plan, engine: Clocked, path: Path) -> dict[str, float]:
+    """A whole run; what the file takes after the journal."""
     with Lock(path) as lock:
         writer = TraceWriter(path, run.run, run.prompts.ids, {})
 
@@ -162,3 +163,6 @@ def _into_journal(run: Plan, engine: Clocked, path: Path) -> None:
             writer.append(sample, configs)
 
         engine.measure(run, writer.missing(), finished)
+        start, used = time.perf_counter(), time.process_time()
+        writer.finish()
+        return {"passed": time.perf_counter() - start, "cpu": time.process_time() - used}

@@ -32,7 +32,8 @@ class Shard:
             raise UnknownNameError(self.by, "way to share a run out", BY)
         numbers.check("the number of shards", self.count, MOST)
         if not 1 <= self.number <= self.count:
-            msg = f"expected a shard from 1/{max(self.count, 1)} on, got {self}; shards are counted from 1"
+            most = max(self.count, 1)
+            msg = f"expected a shard from 1/{most} to {most}/{most}, got {self}; shards are counted from 1"
             raise ConfigError(msg)
 
     @classmethod

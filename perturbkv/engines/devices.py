@@ -30,9 +30,20 @@ def places(chosen: EngineConfig, planned: Plan) -> list[Place]:
         msg = f"expected at most one worker for each of this machine's {count} {what}, got --workers {wanted}"
         raise ConfigError(msg)
     if device.type != "cuda":
+        _check_cores(chosen, wanted, count)
         _check_room(planned, wanted)
     names = [f"cuda:{place}" for place in range(wanted)] if device.type == "cuda" else [str(device)] * wanted
     return [Place(name, threads(chosen, wanted)) for name in names]
+
+
+def _check_cores(chosen: EngineConfig, workers: int, there: int) -> None:
+    """Raise ConfigError where workers want more cores than there are. OMP_NUM_THREADS, which is not ours, may."""
+    if chosen.cpus_per_worker and workers * chosen.cpus_per_worker > there:
+        msg = (
+            f"expected workers that share this machine's {there} cores, got {workers} with --cpus-per-worker "
+            f"{chosen.cpus_per_worker}; take fewer of one"
+        )
+        raise ConfigError(msg)
 
 
 def check_device(chosen: EngineConfig, planned: Plan) -> None:

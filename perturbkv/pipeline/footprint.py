@@ -2,8 +2,9 @@
 
 Estimated from shapes alone. On the disk, numbers that were measured are taken to deflate as they did in traces of real
 prompts; of kept positions the shorter of mask and gaps is known, and how far it deflates is taken from SnapKV's and
-AdaKV's sets. Traces of SmolLM2-135M came out within a fifth of the estimate. Memory is that of weights, the full cache
-of the longest prompt, the largest batch of evicted caches and `--chunk-mib`; activations are not in it.
+AdaKV's sets. Traces of SmolLM2-135M came out within a fifth of the estimate, with `--save outputs` within a quarter.
+Memory is that of weights, the full cache of the longest prompt, the largest batch of evicted caches and `--chunk-mib`;
+activations are not in it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _CODES = 0.35
 """What is left of codes of kept positions."""
 _HEADERS, _LABEL = 64 * 2**10, 370
 """Bytes of a file that holds nothing, and of what it says of each configuration."""
+_ENTRY = 2700
+"""Bytes of a sample's file in the journal beside its numbers: what it says of them."""
 _PER_TOKEN = 12
 """Bytes of a token's text, its number and its place."""
 _ANSWERS = ("generated_full", "generated", "score_full", "score", "digits_full", "digits")
@@ -129,7 +132,7 @@ def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
     run, shape = planned.run, _shape(planned)
     sizes = _sizes(run, shape, read)
     codes = _code_bytes(run, shape, tokens) if planned.kept else 0
-    stored, raw = codes * _CODES + _PER_TOKEN * read * planned.text, float(codes)
+    stored, raw = codes * _CODES + _PER_TOKEN * read * planned.text, _ENTRY + float(codes)
     for name in _names(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
         length = math.prod(sizes[axis] for axis in dims) * np.dtype(dtype).itemsize

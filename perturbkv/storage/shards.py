@@ -165,7 +165,7 @@ def _named(trace: Path, folder: Path) -> ShardJournal | None:
 
 
 def check_alike(trace: Path, records: Iterable[ShardRecord]) -> None:
-    """Raise OutputError where shards are not of one run, or share it out in different ways."""
+    """Raise OutputError where shards are not of one run, or share it out in different ways; the first may be new."""
     first, *others = records
     for other in others:
         both = f"expected shards of one run beside {trace}, got {first.shard} and {other.shard}"
@@ -177,7 +177,7 @@ def check_alike(trace: Path, records: Iterable[ShardRecord]) -> None:
         if fields or ways[0] != ways[1]:
             which = f"which differ in {', '.join(fields)}" if fields else f"of {' and of '.join(ways)}"
             msg = (
-                f"{both}, {which}; go on as the run was begun, {first.command.measuring(first.shard)}, or without "
+                f"{both}, {which}; go on as the run was begun, {other.command.measuring(other.shard)}, or without "
                 "--shard, which takes what all of them hold"
             )
             raise OutputError(msg)

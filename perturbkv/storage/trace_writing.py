@@ -47,7 +47,7 @@ _VERSIONS = ("v110", "v110")
 
 _SCALARS = 512
 """Numbers, one for each sample, that are written together."""
-_CACHED = 2**20
+_CACHED = 2**18
 """Bytes of chunks that HDF5 holds of each variable, for those that are written in parts."""
 
 
@@ -204,7 +204,8 @@ class _SummedVariable:
         chunked = held.ndim > 1 and 0 not in held.shape
         self._together = held.chunks[0] if chunked else _SCALARS
         self._waiting: list[NDArray[Any]] = []
-        self._sums = [0] if variable.in_rows else [checksums.of(self._empty())] * held.shape[0]
+        summed = 0 if variable.in_rows else checksums.of(self._empty())
+        self._sums = np.full(1 if variable.in_rows else held.shape[0], summed, dtype=np.uint32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -216,7 +217,7 @@ class _SummedVariable:
     def __setitem__(self, where: int | slice, value: Any) -> None:
         block = np.asarray(_text(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
-            self._sums[0] = checksums.of(block, self._sums[0])
+            self._sums[0] = checksums.of(block, int(self._sums[0]))
             self._wait(where.start, block)
         else:
             whole = block if block.shape == self._shape else np.broadcast_to(block, self._shape)
@@ -226,7 +227,7 @@ class _SummedVariable:
     def finish(self) -> None:
         """Write what waits, and the sums."""
         self._write()
-        self._held.attrs[checksums.NAME] = np.array(self._sums, dtype=np.uint32)
+        self._held.attrs[checksums.NAME] = self._sums
 
     def _wait(self, begin: int, block: NDArray[Any]) -> None:
         """Put a block behind those that wait, and write them together once they fill a chunk."""

@@ -33,7 +33,7 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     },
     "coordinating": lambda samples, **more: {
         "handing": {"passed": 1.0, "cpu": 0.5}, "writing": {"passed": samples / 100, "cpu": samples / 400},
-        "ready": 9.0, "peak": 500 if samples > 10 else 400,
+        "finishing": {"passed": 2.0, "cpu": 1.0}, "ready": 9.0, "peak": 500 if samples > 10 else 400,
     },
     "merging": lambda samples, once, **more: {
         "journals": 1.0, "merging": {"seconds": 6.0, "peak": samples}, **({"once": 4.0} if once else {})
@@ -41,7 +41,7 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
 }  # fmt: skip
 EXPECTED = {
     "scale-workers": 0.8, "scale-ray": 0.8, "coordination-workers": 2.5, "coordination-ray": 2.5,
-    "coordinator-memory": 1.25, "merging": 1.5, "merging-memory": 2.0, "two-workers": 1.6,
+    "coordinator-memory": 1.25, "merging": 1.5, "merging-memory": 10.0, "two-workers": 1.6,
 }  # fmt: skip
 """By hand: the median turn of the sleepers is 2.0 / 2.5; two that measure do twice the samples."""
 
@@ -98,16 +98,16 @@ def test_without_ray_its_rows_say_so_and_nothing_failed(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("asked")
 def test_the_command_shows_bounds_and_compare_reads_its_file(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
-    for path, samples in ((old, "20"), (new, "30")):
+    for path, samples in ((old, "20"), (new, "35")):
         shown = CliRunner().invoke(app, ["bench", "scale", "--samples", samples, "--output", str(path)])
         assert shown.exit_code == 0, shown.output
-    for words in ("≥ 0.95", "≤ 3", "1.600", "falls short", "reached", "30 samples"):
+    for words in ("≥ 0.95", "≤ 3", "1.600", "falls short", "reached", "35 samples"):
         assert words in shown.stdout
     compared = CliRunner().invoke(app, ["bench", "compare", str(old), str(new), "--json"])
     assert compared.exit_code == 1
     found = json.loads(compared.stdout)
     assert [change["name"] for change in found["changes"] if change["regressed"]] == ["merging-memory"]
-    assert found["differences"] == ["samples: 20 and 30"]
+    assert found["differences"] == ["samples: 20 and 35"]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,10 @@ def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, 
 
 def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) -> None:
     found = spreading.coordinating("workers", 1, 3, str(folder / "model"), str(folder))
-    assert set(found) == {"handing", "writing", "ready", "peak"}
+    assert set(found) == {"handing", "writing", "finishing", "ready", "peak"}
     assert 0 < found["handing"]["cpu"] <= found["handing"]["passed"] + 0.1
     assert found["writing"]["passed"] > 0
+    assert found["finishing"]["passed"] > 0
     assert found["peak"] > 50 * 2**20
 
 

@@ -161,6 +161,13 @@ def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert devices.threads(EngineConfig("workers"), 4) == 2
 
 
+def test_workers_that_want_more_cores_than_there_are_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cores", lambda: 8)
+    assert len(devices.places(EngineConfig("workers", workers=2, cpus_per_worker=4), plan)) == 2
+    with pytest.raises(ConfigError, match="this machine's 8 cores, got 2 with --cpus-per-worker 5"):
+        devices.places(EngineConfig("workers", workers=2, cpus_per_worker=5), plan)
+
+
 BIG, SMALL = Node("big", "10.0.0.1", 8, 2, 64 * GIB, 80 * GIB), Node("small", "10.0.0.2", 8, 4, 64 * GIB, 16 * GIB)
 
 

@@ -63,7 +63,7 @@ def test_cost_shows_the_rows_and_where_the_sweeps_spend_their_seconds() -> None:
 
 
 def test_plan_calculates_the_table_of_its_page() -> None:
-    said = script("plan", DOCS / "bench" / "scale.json")
+    said = script("plan", DOCS / "bench")
     assert said.splitlines()[:2] == ["| what | who | how much | how long |", "|---|---|---|---|"]
     assert said.strip() in (DOCS / "cluster.md").read_text()
 

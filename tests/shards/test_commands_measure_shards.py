@@ -62,8 +62,8 @@ def test_the_same_command_without_a_shard_measures_the_rest_alone(
 
 
 BAD = {
-    "none of four": (["--shard", "0/4"], ["from 1/4 on, got 0/4; shards are counted from 1"]),
-    "the fifth of four": (["--shard", "5/4"], ["from 1/4 on, got 5/4"]),
+    "none of four": (["--shard", "0/4"], ["from 1/4 to 4/4, got 0/4; shards are counted from 1"]),
+    "the fifth of four": (["--shard", "5/4"], ["from 1/4 to 4/4, got 5/4"]),
     "of none": (["--shard", "1/0"], ["got 1/0; shards are counted from 1"]),
     "words": (["--shard", "x/y"], ["such as 3/16, got 'x/y'"]),
     "a number": (["--shard", "3"], ["such as 3/16, got '3'"]),
@@ -85,6 +85,9 @@ def test_a_shard_needs_a_place_and_a_trace(perturbkv: Run, tiny: list[object], t
     refused(perturbkv("heads", *tiny, "--shard", "1/2"), "expected --output with --shard, got none")
     refused(perturbkv("generate", *tiny, "-o", "out", "--shard", "1/2"), "--shard has no effect on generate")
     refused(perturbkv("merge", "nothing"), "expected a trace or shards of one in nothing, got neither")
+    refused(
+        perturbkv("merge", "t.h5.shard-1-of-3.journal"), "got its shard 1/3; perturbkv merge t.h5 joins all of them"
+    )
     refused(perturbkv("merge", "nothing.h5"), "expected a trace file at nothing.h5, got nothing")
     assert list(tmp_path.iterdir()) == []
 

@@ -140,7 +140,10 @@ def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "another count": ({"shard": "1/4"}, "of 4 by samples and of 2 by samples; go on as the run was begun, perturbkv"),
+    "another count": (
+        {"shard": "1/4"},
+        "of 4 by samples and of 2 .* as the run was begun, perturbkv trace --shard 2/2 ",
+    ),
     "another way": ({"by": "configs"}, "of 2 by configs and of 2 by samples; .* without --shard, which takes what all"),
     "another seed": ({"run": run_config(5, configs=CONFIGS, seed=3)}, "which differ in seed; use another --output"),
     "another model": ({"run": run_config(5, configs=CONFIGS, model="n")}, "which differ in model"),
