@@ -77,8 +77,10 @@ class ShardWriter:
         return self._own.failures()
 
     def _begin(self) -> None:
-        """Note what the shard knows."""
+        """Note what the shard knows; one that is done and lacks nothing stays so, as others may be joining it."""
         before = self.shard.record()
+        if self.shard.is_done() and not self._missing and before and before.is_alike(self._record):
+            return
         self.shard.begin(self._record)
         if self._texts and not (before and before.text):
             self._add_texts()

@@ -83,6 +83,10 @@ class ShardRecord:
         """The samples that a shard of the run measures, and the configurations that it measures of each."""
         return shard.of(self.sample_ids, self.run.configs)
 
+    def is_alike(self, other: ShardRecord) -> bool:
+        """Whether both are of the same share of the same run, however it was asked for and wherever measured."""
+        return dataclasses.replace(self, attrs=other.attrs, command=other.command) == other
+
     def shards(self) -> list[Shard]:
         """All shards of the run."""
         return [dataclasses.replace(self.shard, number=number + 1) for number in range(self.shard.count)]

@@ -7,7 +7,7 @@ import pytest
 from tests.attack.parts import NAMES, part
 from tests.attack.running import attack
 
-SEED, COUNT = 1, 10
+SEED, COUNT = 1, 20
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ import pytest
 
 from perturbkv.configs.shard import Shard
 from perturbkv.errors import ConfigError, HeldError, OutputError, TraceError, UnknownNameError
-from perturbkv.storage.joining import join, merge, taken_over
+from perturbkv.storage.joining import done, join, merge, taken_over
 from perturbkv.storage.journal import journal_path
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.shard_writer import ShardWriter
@@ -235,6 +235,19 @@ def test_a_shard_that_is_written_is_not_joined_nor_taken(tmp_path: Path, caplog:
         for attempt in (lambda: merge(path), lambda: taken_over(path, record("1/2").run, False, False)):
             with pytest.raises(HeldError, match=r"shard-2-of-2 for this command alone, got it held by process \d+"):
                 attempt()
+
+
+def test_a_shard_that_begins_again_and_lacks_nothing_is_done_all_the_time(tmp_path: Path) -> None:
+    """Who joins all, and who waits for that, finds none missing; the one with the failed sample lacks that."""
+    path, first = tmp_path / "t.h5", record("1/3")
+    for shard in ("1/3", "2/3", "3/3"):
+        measure_shard(path, shard)
+    for shard in ("2/3", "3/3"):
+        again = ShardWriter(path, record(shard, attrs={"model": "on another machine"}), {})
+        assert again.missing() == {}
+        assert done(path, first) == first.shards()
+    assert list(ShardWriter(path, first, {}).missing()) == [FAILED]
+    assert done(path, first) == first.shards()[1:]
 
 
 def test_text_is_in_all_shards_or_added(tmp_path: Path) -> None:
