@@ -97,7 +97,7 @@ def _style() -> str:
 
 
 def _word(name: str) -> str:
-    """A block's id. Raises ValueError for one that an attribute cannot hold as it is, or that a part of the page has."""
+    """A block's id. Raises ValueError for one that no attribute holds as it is, or that a part of the page has."""
     if not _PLAIN.fullmatch(name) or name in _TAKEN:
         msg = f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
         raise ValueError(msg)
