@@ -38,6 +38,7 @@ from perturbkv.cli.merge import merge
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
 from perturbkv.cli.quality import quality
+from perturbkv.cli.report import report
 from perturbkv.cli.restriction import restriction
 from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
@@ -62,7 +63,7 @@ SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Scores of answers and budgets, of finished traces or of those that they make": SCORES,
-    "Running a model, and its trace": (trace, merge, generate, head_scores, info, tokens, export),
+    "Running a model, and its trace": (trace, merge, generate, head_scores, info, tokens, report, export),
     "Answers that generate wrote": (divergence, judge),
     "An eviction that is not ours": (audit,),
     "What there is to choose from": (models, datasets, policies),

@@ -91,6 +91,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "info": ["info", "t.h5"],
         "export": ["export", "t.h5", "-o", "t.csv"],
         "tokens": ["tokens", "t.h5"],
+        "report": ["report", "t.h5"],
         **of_answers(tiny),
         "dry run": ["heads", *tiny, "--dry-run", "-o", "dry", "--shard", "1/2"],
         "head-scores": ["head-scores", *own, "-o", "s.json"],

@@ -14,5 +14,7 @@ def test_the_wheel_has_one_top_level_name_and_all_its_files(tmp_path: Path) -> N
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"perturbkv"}
-    for wanted in ("py.typed", "storage/FORMAT.md", "figures/perturbkv.mplstyle", "cli/main.py", "analyses/heads.py"):
+    inside = ("page/page.html.j2", "page/page.css", "page/main.js", "vendor/d3.min.js", "vendor/LICENCES.txt")
+    own = ("py.typed", "storage/FORMAT.md", "figures/perturbkv.mplstyle", "cli/main.py", "analyses/heads.py")
+    for wanted in (*own, *(f"report/{name}" for name in inside)):
         assert f"perturbkv/{wanted}" in names
