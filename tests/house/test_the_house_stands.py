@@ -26,14 +26,14 @@ FLOORS = (
     ("cache",),
     ("pipeline",),
     ("engines",),
-    ("auditing", "benchmark", "selfcheck", "judging"),
+    ("auditing", "benchmark", "selfcheck", "judging", "report"),
     ("api",),
     ("cli",),
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
     "errors", "visible", "passages", "display", "reading", "configs", "kept_code", "schema", "trace",
-    "audit_trace", "storage", "judging", "analyses", "figures",
+    "audit_trace", "storage", "judging", "analyses", "figures", "report",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {

@@ -1,0 +1,1 @@
+"""A trace -> one HTML file. Imports configs, trace, storage, analyses and figures; no torch."""
