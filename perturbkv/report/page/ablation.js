@@ -1,8 +1,8 @@
 // Which ingredient brings what: each selection over attention's (METHOD, controls).
 
 import { colours } from "./colours.js";
-import { fill, lacking, make, widthOf } from "./dom.js";
-import { estimate, ratio } from "./format.js";
+import { beside, fill, lacking, make } from "./dom.js";
+import { estimate, ratio, tick } from "./format.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {import("./told.js").Row} Row */
@@ -24,9 +24,7 @@ export const ablation = {
     const budget = seen.told.budgets.indexOf(seen.choice.budget);
     const settings = held.filter((one) => one.budget === budget || one.budget === null);
     if (!settings.length) return fill(pane, lacking("This trace holds no chain of selections at this budget."));
-    const width = widthOf(pane);
-    const wide = width > 700 ? (width - 24) / 2 : width;
-    fill(pane, make("div", { class: "beside" }, ...settings.flatMap((one) => panels(seen, one, wide))), key());
+    fill(pane, beside(pane, 2, (width) => settings.flatMap((one) => panels(seen, one, width))), key());
   },
 };
 
@@ -36,8 +34,8 @@ export const ablation = {
  * @param {number} width
  */
 function panels(seen, setting, width) {
-  const rows = panel(seen, `${setting.title}: each selection over attention’s`, setting.rows, width);
-  const brings = panel(seen, `${setting.title}: what each ingredient brings`, setting.brings, width);
+  const rows = panel(seen, `${setting.title}: each selection over attention’s`, setting.rows, width, "Σ over attention’s");
+  const brings = panel(seen, `${setting.title}: what each ingredient brings`, setting.brings, width, "Σ over that without it");
   return [rows, brings].filter((one) => one !== null);
 }
 
@@ -46,8 +44,9 @@ function panels(seen, setting, width) {
  * @param {string} title
  * @param {Row[]} rows
  * @param {number} width
+ * @param {string} label
  */
-function panel(seen, title, rows, width) {
+function panel(seen, title, rows, width, label) {
   /** @type {Mark[]} */
   const marks = rows.flatMap((row) => KINDS.map((kind) => {
     const [value, low, high] = row[kind].map((end) => end ?? NaN);
@@ -59,7 +58,7 @@ function panel(seen, title, rows, width) {
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 46 * rows.length + 40, marginLeft: Math.min(190, width * 0.42), marginRight: 16, marginBottom: 36,
     style: { background: "none", fontSize: "11px" }, ariaLabel: title,
-    x: { type: "log", grid: true, ticks: 5, tickFormat: (/** @type {number} */ tick) => ratio(tick), label: "Σ over that without it", labelAnchor: "center", labelArrow: "none" },
+    x: { type: "log", grid: true, ticks: 5, tickFormat: tick, label, labelAnchor: "center", labelArrow: "none" },
     y: { axis: null, domain: KINDS },
     fy: { domain: [...new Set(rows.map((row) => row.name))], label: null, axis: "left" },
     color: { domain: KINDS, range: [grey, treatment] },

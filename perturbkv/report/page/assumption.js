@@ -1,7 +1,7 @@
 // How much attention the first stage holds in each head (paper, Assumption 1 and figure 4).
 
 import { signed } from "./colours.js";
-import { fill, lacking, make, select, widthOf } from "./dom.js";
+import { beside, fill, lacking, make, select } from "./dom.js";
 import { counted, number } from "./format.js";
 import { hide, show } from "./tooltip.js";
 
@@ -34,10 +34,8 @@ export const assumption = {
     const measure = seen.trace.measure(seen.choice.sigma);
     if (seen.baseline < 0 || seen.treatment < 0) return fill(pane, lacking(seen.lacking));
     if (measure < 0) return fill(pane, lacking("This trace does not hold this reading."));
-    const whole = widthOf(pane);
-    const width = whole > 700 ? (whole - 24) / 2 : whole;
     const sides = seen.baseline === seen.treatment ? ["treatment"] : ["baseline", "treatment"];
-    fill(pane, make("div", { class: "beside" }, ...sides.map((side) => ofSide(seen, side, measure, width))), legend());
+    fill(pane, beside(pane, 2, (width) => sides.map((side) => ofSide(seen, side, measure, width))), legend());
   },
 };
 
@@ -96,5 +94,5 @@ function legend() {
   bar.selectAll("rect").data(d3.range(38)).join("rect").attr("x", (step) => step * 5).attr("width", 5.2)
     .attr("height", 12).attr("fill", (step) => paint((2 * step) / 37 - 1));
   return make("div", { class: "legend" }, make("span", null, "0: fails"), /** @type {SVGSVGElement} */ (bar.node()),
-    make("span", null, "1: holds · white at 0.5"));
+    make("span", null, "1: holds · palest at 0.5"));
 }

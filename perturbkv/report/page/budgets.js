@@ -1,8 +1,8 @@
 // What every side gives up, over its budgets (paper, figure 3c).
 
 import { colours } from "./colours.js";
-import { fill, lacking, make, widthOf } from "./dom.js";
-import { estimate, number, percent } from "./format.js";
+import { beside, fill, lacking, make } from "./dom.js";
+import { estimate, number, percent, tick } from "./format.js";
 import { part } from "./numbers.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
@@ -17,18 +17,16 @@ export const budgets = {
    */
   draw(pane, seen) {
     if (seen.place < 0) return fill(pane, lacking(seen.lacking));
-    const whole = widthOf(pane);
-    const width = whole > 900 ? (whole - 48) / 3 : whole > 600 ? (whole - 24) / 2 : whole;
     const { measure, told } = seen;
     const ratios = measure.compare === "ratio" && measure.distance !== "cosine" && measure.kind !== "distance";
     const floor = told.kl_floor ? `; noise floor ${number(told.kl_floor)}` : "";
-    const panels = [
+    const panels = (/** @type {number} */ width) => [
       panel(seen, width, ratios ? `Σ ${measure.name} over the outputs’ norms` : `${measure.name}, mean of heads`,
         (config) => part(seen.need("total"), seen.place, config), number, true),
       panel(seen, width, `KL of the next token, median (nat${floor})`, (config) => part(seen.need("kl"), config), number, true),
       panel(seen, width, "same next token, share of samples (%)", (config) => part(seen.need("top1"), config), percent, false),
     ];
-    fill(pane, make("div", { class: "beside" }, ...panels), key(seen));
+    fill(pane, beside(pane, 3, panels), key(seen));
   },
 };
 
@@ -49,13 +47,15 @@ function panel(seen, width, title, read, shown, log) {
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 240, marginLeft: 50, marginBottom: 38, style: { background: "none", fontSize: "11px" }, ariaLabel: title,
     x: { label: "entries held / full cache", labelAnchor: "center", labelArrow: "none", ticks: Math.min(6, budgetsOf.length + 2), inset: 10 },
-    y: { type: logs ? "log" : "linear", grid: true, ticks: 5, tickFormat: (/** @type {number} */ tick) => shown(tick), label: null },
+    y: { type: logs ? "log" : "linear", grid: true, ticks: 5, tickFormat: (/** @type {number} */ value) => (shown === percent ? percent(value) : tick(value)), label: null },
     color: { domain: ["other", "baseline", "treatment"], range: [grey, baseline, treatment] },
     symbol: { domain: ["other", "baseline", "treatment"], range: ["diamond", "circle", "square"] },
     marks: [
       Plot.line(found.filter((point) => point.role === "other"), { x: "held", y: "value", z: "side", stroke: "role", strokeOpacity: 0.45 }),
       Plot.line(found.filter((point) => point.role !== "other"), { x: "held", y: "value", z: "side", stroke: "role", strokeWidth: 2 }),
-      Plot.ruleX(bars, { x: "held", y1: "low", y2: "high", stroke: "role" }),
+      ...["baseline", "treatment"].map((role) => Plot.ruleX(bars.filter((bar) => bar.role === role), {
+        x: "held", y1: "low", y2: "high", stroke: "role", dx: role === "baseline" ? -2 : 2,
+      })),
       Plot.dot(found, { x: "held", y: "value", fill: "role", symbol: "role", r: 3.2, fillOpacity: (point) => (point.role === "other" ? 0.5 : 1),
         title: (point) => `${point.side}, budget ${point.budget}\n${estimate([point.value, point.low, point.high], shown, seen.told.interval)}` }),
     ],

@@ -1,5 +1,8 @@
 // Elements, made of text that is never markup.
 
+const LEAST = 330;
+const GAP = 24;
+
 /** @typedef {Record<string, string | number | boolean | ((event: any) => void) | null | undefined>} Given */
 
 /**
@@ -77,6 +80,19 @@ export function lacking(sentence) {
  */
 export function widthOf(pane) {
   return Math.max(260, Math.floor(pane.getBoundingClientRect().width) || 640);
+}
+
+/**
+ * Children side by side, as many as there is room for.
+ * @param {Element} pane
+ * @param {number} most
+ * @param {(width: number) => (Node | null)[]} children made for this width each
+ */
+export function beside(pane, most, children) {
+  const whole = widthOf(pane);
+  const columns = Math.max(1, Math.min(most, Math.floor(whole / LEAST)));
+  const width = Math.floor((whole - (columns - 1) * GAP) / columns);
+  return make("div", { class: "beside", "data-columns": columns }, ...children(width));
 }
 
 /**

@@ -18,6 +18,17 @@ export function number(value) {
 }
 
 /**
+ * A tick of an axis: no more digits than it needs.
+ * @param {number} value
+ * @returns {string}
+ */
+export function tick(value) {
+  const size = Math.abs(value);
+  if (size && (size < 1e-3 || size >= 1e6)) return signed(value.toExponential(0).replace("e+", "e").replace("e-", "e−"));
+  return signed(Number(value.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
+}
+
+/**
  * A ratio: two digits behind the point, one from ten on.
  * @param {number | null | undefined} value
  * @returns {string}

@@ -1,8 +1,8 @@
 // One head: every quantity of it under both sides, over samples and over decode steps.
 
 import { colours } from "./colours.js";
-import { fill, lacking, make, select, table, widthOf } from "./dom.js";
-import { difference, number, ratio } from "./format.js";
+import { beside, fill, lacking, make, select, table } from "./dom.js";
+import { difference, number, ratio, tick } from "./format.js";
 import { part } from "./numbers.js";
 import { BETTER, Seen, TIED } from "./seen.js";
 
@@ -31,19 +31,22 @@ export const head = {
   /**
    * @param {HTMLElement} pane
    * @param {Seen} seen
+   * @param {Chosen} chosen
    */
-  draw(pane, seen) {
+  draw(pane, seen, chosen) {
     if (seen.lacking) return fill(pane, lacking(seen.lacking));
     if (seen.head < 0) return fill(pane, lacking(`This trace has no head ${seen.choice.head}.`));
-    const width = widthOf(pane);
-    const wide = width > 700 ? (width - 32) / 2 : width;
-    fill(pane, make("div", { class: "beside" }, make("div", { class: "scrolls" }, quantities(seen)),
-      make("div", null, ...overSamples(seen, wide), ...overSteps(seen, wide))));
+    fill(pane, beside(pane, 2, (width) => [make("div", { class: "scrolls" }, quantities(seen, chosen)),
+      make("div", null, ...overSamples(seen, width), ...overSteps(seen, width))]));
   },
 };
 
-/** @param {Seen} seen */
-function quantities(seen) {
+/**
+ * Every quantity; its name chooses it as the measure.
+ * @param {Seen} seen
+ * @param {Chosen} chosen
+ */
+function quantities(seen, chosen) {
   const rows = seen.told.measures.map((measure, place) => {
     const [first, second] = [seen.baseline, seen.treatment].map((config) => seen.values(config, place)[seen.head]);
     const verdict = seen.paired ? seen.verdicts(place)[seen.head] : TIED;
@@ -51,7 +54,8 @@ function quantities(seen) {
     const word = measure.ties === null ? "" : verdict === TIED ? "tied" : verdict === BETTER ? "better" : "worse";
     const floor = seen.trace.array("floor");
     return [
-      make("span", { title: measure.about }, measure.name),
+      make("button", { type: "button", class: "link", title: measure.about, "aria-pressed": String(place === seen.place),
+        onclick: () => chosen.choose({ measure: measure.key }) }, measure.name),
       number(first), number(second), seen.paired ? change : "", word,
       measure.ties === null || !floor ? "" : number(part(floor, measure.ties)[seen.head]),
     ];
@@ -139,7 +143,7 @@ function chart(seen, marks, width, more) {
     width, height: 190, marginLeft: 54, marginBottom: 36, style: { background: "none", fontSize: "11px" },
     ariaLabel: `${seen.measure.name} of head ${seen.choice.head}`,
     x: { ...more.x, labelAnchor: "center", labelArrow: "none", inset: 8 },
-    y: { type: log ? "log" : "linear", grid: true, ticks: 5, tickFormat: (/** @type {number} */ tick) => number(tick), label: `↑ ${seen.measure.unit}`, labelArrow: "none", zero: !log && seen.measure.compare === "ratio" },
+    y: { type: log ? "log" : "linear", grid: true, ticks: 5, tickFormat: tick, label: `↑ ${seen.measure.unit}`, labelArrow: "none", zero: !log && seen.measure.compare === "ratio" },
     color: { domain: ["baseline", "treatment"], range: [baseline, treatment] },
     symbol: { domain: ["baseline", "treatment"], range: ["circle", "square"] },
     marks: more.marks,

@@ -1,8 +1,8 @@
 // Drift of the residual stream, layer by layer (paper, figures 3a and 5).
 
 import { colours } from "./colours.js";
-import { fill, lacking, make, widthOf } from "./dom.js";
-import { estimate, number, ratio } from "./format.js";
+import { beside, fill, lacking, make } from "./dom.js";
+import { estimate, number, ratio, tick } from "./format.js";
 import { sidesKey } from "./head.js";
 import { part } from "./numbers.js";
 
@@ -21,10 +21,8 @@ export const layers = {
    */
   draw(pane, seen) {
     if (seen.lacking) return fill(pane, lacking(seen.lacking));
-    const whole = widthOf(pane);
-    const width = whole > 700 ? (whole - 24) / 2 : whole;
-    fill(pane, make("div", { class: "beside" }, make("div", null, ...drifts(seen, width)),
-      make("div", null, ...ratios(seen, width))));
+    fill(pane, beside(pane, 2, (width) => [make("div", null, ...drifts(seen, width)),
+      make("div", null, ...ratios(seen, width))]));
   },
 };
 
@@ -65,7 +63,7 @@ function drifts(seen, width) {
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: `Drift of the residual stream after each layer, ${unit}`,
     x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
-    y: { type: "log", grid: true, ticks: 5, tickFormat: (/** @type {number} */ tick) => number(tick), label: `↑ drift (${unit})`, labelArrow: "none" },
+    y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: `↑ drift (${unit})`, labelArrow: "none" },
     color: { domain: ["baseline", "treatment"], range: [baseline, treatment] },
     marks: [
       Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: "side", fillOpacity: 0.16 }),
@@ -89,7 +87,7 @@ function ratios(seen, width) {
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: "The treatment's drift over the baseline's after each layer",
     x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
-    y: { type: "log", grid: true, ticks: 5, tickFormat: (/** @type {number} */ tick) => ratio(tick), label: "↑ over the baseline’s", labelArrow: "none" },
+    y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: "↑ over the baseline’s", labelArrow: "none" },
     marks: [
       Plot.ruleY([1], { stroke: grey, strokeWidth: 1.5 }),
       Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: treatment, fillOpacity: 0.16 }),

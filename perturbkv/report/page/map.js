@@ -110,7 +110,7 @@ function cells(pane, seen, scale, chosen) {
   const { layers, heads } = seen.told;
   const width = widthOf(pane);
   const across = (width - LEFT - 2) / layers.length;
-  const down = Math.max(6, Math.min(across, 22, 560 / heads));
+  const down = Math.max(6, Math.min(1.7 * across, 340 / heads));
   const height = TOP + down * heads + BOTTOM;
   const svg = d3.create("svg").attr("viewBox", `0 0 ${width} ${height}`).attr("width", width).attr("height", height);
   svg.attr("class", "map").attr("tabindex", 0).attr("role", "img")

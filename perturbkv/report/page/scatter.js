@@ -2,7 +2,7 @@
 
 import { colours, layerColour } from "./colours.js";
 import { fill, lacking, make, widthOf } from "./dom.js";
-import { number, ratio } from "./format.js";
+import { number, ratio, tick } from "./format.js";
 import { TIED } from "./seen.js";
 import { hide, show } from "./tooltip.js";
 
@@ -79,10 +79,10 @@ function drawn(seen, found, log, size) {
   const last = Math.max(1, seen.told.layers.length - 1);
   const [low, high] = d3.extent(found.flatMap((point) => [point.x, point.y]));
   const domain = log ? [(low || 1) / 1.15, (high || 1) * 1.15] : [low ?? 0, high ?? 1];
-  const axis = { type: log ? "log" : "linear", domain, grid: true, nice: false, tickFormat: (/** @type {number} */ tick) => number(tick) };
+  const axis = { type: log ? "log" : "linear", domain, grid: true, nice: false, tickFormat: tick };
   const radius = found.length > 600 ? 2 : 3;
   return /** @type {SVGSVGElement} */ (Plot.plot({
-    width: size, height: size, marginLeft: 54, marginBottom: 44, marginTop: 8, marginRight: 10,
+    width: size, height: size, marginLeft: 54, marginBottom: 44, marginTop: 24, marginRight: 10,
     ariaLabel: `Scatter of ${found.length} heads: ${seen.choice.baseline} across, ${seen.choice.treatment} upwards`,
     style: { background: "none", fontSize: "11px" },
     x: /** @type {any} */ ({ ...axis, ticks: 5, label: `${seen.choice.baseline} (${seen.measure.unit}) →`, labelAnchor: "center", labelArrow: "none" }),
