@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class HeadKind:
         sum_ratio: Σ treatment over Σ baseline, over heads and samples; NaN where the baseline's is 0.
         median_ratio: the median head's treatment over baseline.
         half_share: the share of heads that carry half of the baseline's sum.
-        decided: which heads are better or worse beyond chance.
+        differences: (sample, layer, head) baseline − treatment, 0 where they are tied.
         floor_relative_median, floor_relative_max: noise floor over the norm of o_h, over heads.
     """
 
@@ -47,7 +48,7 @@ class HeadKind:
     median_ratio: float
     median_ratio_interval: Scalar
     half_share: float
-    decided: Decided
+    differences: Floats
     floor_relative_median: float
     floor_relative_max: float
 
@@ -56,6 +57,11 @@ class HeadKind:
         if len(shapes) != 1:
             msg = f"expected (layer, head) arrays of one shape, got {sorted(shapes)}"
             raise TraceError(msg)
+
+    @cached_property
+    def decided(self) -> Decided:
+        """Which heads are better or worse beyond chance; tested when it is first asked for."""
+        return sign_flips.decide(self.differences)
 
     @property
     def improved_count(self) -> int:
@@ -110,15 +116,12 @@ def compare(
     baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, flagged: NDArray[np.bool_], distance: str = "l1"
 ) -> HeadKind:
     """(sample, layer, head) each but `flagged` (layer, head): what is equal in both is a tie, and so is noise."""
-    samples, *shape = baseline.shape
-    heads = int(np.prod(shape))
+    samples = len(baseline)
     means = [part.mean(axis=0) for part in (baseline, treatment, floor)]
     each = verdicts(baseline, treatment, floor, distance)
     better = (each == 1).reshape(samples, -1)
-    relative = quantiles(ratio(means[2], norm.mean(axis=0)), (0.5, 1.0))
-
-    def total(weights: Floats) -> Floats:
-        return np.asarray(ratio(weights @ treatment.sum(axis=(1, 2)), weights @ baseline.sum(axis=(1, 2))))
+    relative = floor_over_norm(floor, norm)
+    share, total = better_share(each), sum_ratio(baseline, treatment)
 
     def middle(weights: Floats) -> Floats:
         first, second = (weights @ part.reshape(samples, -1) for part in (baseline, treatment))
@@ -129,15 +132,38 @@ def compare(
         treatment_mean=means[1],
         floor_mean=means[2],
         verdict=verdicts(means[0], means[1], means[2], distance),
-        better_share=float(better.mean()),
-        better_share_interval=intervals.of_mean(better.mean(axis=1), share_of(heads)),
+        better_share=share[0],
+        better_share_interval=share[1],
         unflagged_better_share=float(better[:, ~flagged.reshape(-1)].mean()) if not flagged.all() else float("nan"),
-        sum_ratio=float(ratio(means[1].sum(), means[0].sum())),
-        sum_ratio_interval=intervals.scalar(total, samples, RATIO),
+        sum_ratio=total[0],
+        sum_ratio_interval=total[1],
         median_ratio=median(ratio(means[1], means[0])),
         median_ratio_interval=intervals.scalar(middle, samples, RATIO),
         half_share=half_share(means[0]),
-        decided=sign_flips.decide(np.where(each == 0, 0, baseline - treatment)),
-        floor_relative_median=float(relative[0]),
-        floor_relative_max=float(relative[1]),
+        differences=np.where(each == 0, 0, baseline - treatment),
+        floor_relative_median=relative[0],
+        floor_relative_max=relative[1],
     )
+
+
+def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
+    """Σ treatment over Σ baseline of (sample, layer, head) values, with its interval; NaN where the baseline's is 0."""
+    first, second = (part.sum(axis=(1, 2)) for part in (baseline, treatment))
+
+    def total(weights: Floats) -> Floats:
+        return np.asarray(ratio(weights @ second, weights @ first))
+
+    found = float(ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum()))
+    return found, intervals.scalar(total, len(baseline), RATIO)
+
+
+def better_share(verdict: NDArray[np.int8]) -> tuple[float, Scalar]:
+    """Mean over samples of each one's share of heads that are better, with its interval; of (sample, layer, head)."""
+    better = (verdict == 1).reshape(len(verdict), -1)
+    return float(better.mean()), intervals.of_mean(better.mean(axis=1), share_of(better.shape[1]))
+
+
+def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
+    """Median and largest over heads of the mean noise floor over the mean norm of o_h, (sample, layer, head) each."""
+    middle, most = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
+    return float(middle), float(most)

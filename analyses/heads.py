@@ -116,9 +116,19 @@ def perturbed(
     Where the kept sets say that both are equal, the treatment is the baseline. Raises TraceError for what the trace
     lacks.
     """
+    found, floor = with_floor(trace, kind, distance, step)
+    same = {"isolated": kept_sets.isolated, "propagated": kept_sets.propagated}[kind](trace, *sides)
+    return tied(found, sides, same), floor
+
+
+def with_floor(trace: Trace, kind: str, distance: str, step: int) -> tuple[Floats, Floats]:
+    """(sample, config, layer, head) perturbation and (sample, layer, head) noise floor. Raises as `perturbed`."""
     ending = distance_of(distance).suffix
     found = values(trace, f"perturbation_{kind}{ending}", ANALYSIS, step)
-    floor = values(trace, f"noise_floor{'_isolated' if kind == 'isolated' else ''}{ending}", ANALYSIS, step)
-    same = {"isolated": kept_sets.isolated, "propagated": kept_sets.propagated}[kind](trace, *sides)
+    return found, values(trace, f"noise_floor{'_isolated' if kind == 'isolated' else ''}{ending}", ANALYSIS, step)
+
+
+def tied(found: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Baseline and treatment, (sample, layer, head) each, of (sample, config, layer, head): equal where `same`."""
     baseline = found[:, sides[0]]
-    return (baseline, np.where(same, baseline, found[:, sides[1]])), floor
+    return baseline, np.where(same, baseline, found[:, sides[1]])

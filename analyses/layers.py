@@ -120,7 +120,7 @@ def summarise(
     held = at_step(trace, ANALYSIS, step)
     first, second = sides(held, (baseline, treatment), distance, ANALYSIS, step)
     means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(held, distance, step)
-    samples, each = len(first), floors(held, distance, ANALYSIS, step)
+    over, each = drift_ratio(first, second), floors(held, distance, ANALYSIS, step)
     floor = None if each is None else each.mean(axis=0)
     return LayerDrift(
         baseline=baseline,
@@ -128,22 +128,33 @@ def summarise(
         distance=distance,
         baseline_mean=means[0],
         treatment_mean=means[1],
-        baseline_interval=intervals.band(lambda weights: weights @ first, samples, POSITIVE),
-        treatment_interval=intervals.band(lambda weights: weights @ second, samples, POSITIVE),
+        baseline_interval=mean_drift(first)[1],
+        treatment_interval=mean_drift(second)[1],
         baseline_median=np.median(first, axis=0),
         treatment_median=np.median(second, axis=0),
         baseline_median_interval=intervals.of_medians(first),
         treatment_median_interval=intervals.of_medians(second),
         baseline_relative=None if norms is None else np.asarray(ratio(means[0], norms)),
         treatment_relative=None if norms is None else np.asarray(ratio(means[1], norms)),
-        ratio=np.asarray(ratio(means[1], means[0])),
-        ratio_interval=intervals.band(lambda weights: ratio(weights @ second, weights @ first), samples, RATIO),
+        ratio=over[0],
+        ratio_interval=over[1],
         verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor, distance),
         noise_floor=floor,
         held=held_sides(held, (baseline, treatment), ANALYSIS),
         step=step,
         identity=identity(trace, (baseline, treatment), step),
     )
+
+
+def mean_drift(each: Floats) -> tuple[Floats, Band]:
+    """(layer,) mean of (sample, layer) drift, with its interval."""
+    return each.mean(axis=0), intervals.band(lambda weights: weights @ each, len(each), POSITIVE)
+
+
+def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
+    """(layer,) the treatment's mean drift over the baseline's, of (sample, layer), with its interval; NaN over 0."""
+    found = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))
+    return found, intervals.band(lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO)
 
 
 def sides(trace: Trace, pair: Pair, distance: str, analysis: str, step: int) -> tuple[Floats, Floats]:

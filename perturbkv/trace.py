@@ -143,7 +143,7 @@ class Trace:
         positions were left out, their digests. Raises TraceError where the trace has neither.
         """
         if DIGEST in self.arrays:
-            known = self._digests()
+            known = self.kept_digests()
             return np.asarray(known[:, first] == known[:, second])
         codes, *places = self._kept((self.ok,))
         (here, there), (lengths, others) = ((held[:, first], held[:, second]) for held in places)
@@ -155,6 +155,29 @@ class Trace:
         ]
         same[same] = np.array(equal, dtype=bool)[of_head.reshape(-1)]
         return same
+
+    def kept_digests(self) -> NDArray[np.int64]:
+        """(sample, config, layer, head) of the complete samples: equal where two sets of one prompt are; 0 if empty.
+
+        Stored ones, and those of positions that are stored. Raises TraceError where the trace has neither.
+        """
+        counts = self._whole("kept_count")
+        found = self._whole(DIGEST) if DIGEST in self.arrays else np.zeros_like(counts)
+        if KEPT[2] in self.arrays:
+            offsets, lengths = (self._whole(name) for name in KEPT[:2])
+            own = kept_code.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
+            found = np.where(lengths > 0, own, found)
+        if ((found == 0) & (counts > 0)).any():
+            raise TraceError(self._no_positions())
+        return np.asarray(np.where(counts > 0, found, 0), dtype=np.int64)
+
+    def why_without_kept(self) -> str:
+        """What to do for kept positions, where a complete sample lacks them; empty where all have them."""
+        try:
+            self._kept((self.ok,))
+        except TraceError as error:
+            return str(error)
+        return ""
 
     def config_index(self, label: str) -> int:
         """Place of a configuration along `config`. Raises TraceError with the known labels."""
@@ -238,17 +261,6 @@ class Trace:
         if len(told) < 3 or ((told[1] == 0) & (told[2] != 0)).any():
             raise TraceError(self._no_positions())
         return np.asarray(self.arrays["kept_code"]), np.asarray(told[0]), np.asarray(told[1])
-
-    def _digests(self) -> NDArray[np.int64]:
-        """(sample, config, layer, head) of the complete samples' kept sets, those with positions too."""
-        found, counts = (self._whole(name) for name in (DIGEST, "kept_count"))
-        if KEPT[2] in self.arrays:
-            offsets, lengths = (self._whole(name) for name in KEPT[:2])
-            own = kept_code.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
-            found = np.where(lengths > 0, own, found)
-        if ((found == 0) & (counts > 0)).any():
-            raise TraceError(self._no_positions())
-        return np.asarray(np.where(counts > 0, found, 0), dtype=np.int64)
 
     def _whole(self, name: str) -> NDArray[np.int64]:
         """Of the complete samples."""

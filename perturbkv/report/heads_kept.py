@@ -1,0 +1,75 @@
+"""Which tokens one head keeps, what it loses with the others, and where it looks: a bundle per sample and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.analyses.arithmetic import ratio
+from perturbkv.analyses.reading import Floats
+from perturbkv.analyses.token_fates import changes
+from perturbkv.report.blocks import deflated
+from perturbkv.report.prompts import Kept, attention_codes
+from perturbkv.report.quantising import logarithm_below_one
+from perturbkv.report.sides import Places
+from perturbkv.trace import Trace
+
+LOSS_STEP, LOSS_CODES = 0.0005, 65535
+_LOST = ("lost_position", "lost_output", "weighted_norm")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a sample's heads lose most.
+
+    Attributes:
+        positions: (config, layer, head, entry) evicted entries, that which adds most first; −1 past the last.
+        shares: (config, layer, head, entry) codes of A ν / C: 0, or exp((code − 65535) · 0.0005).
+    """
+
+    positions: NDArray[np.int32]
+    shares: NDArray[np.uint16]
+
+
+def losses_of(trace: Trace, sample: int) -> Losses | None:
+    """The evicted entries that add most to each head's output; None where the trace does not hold them."""
+    if not set(_LOST) <= set(trace.arrays):
+        return None
+    positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
+    shares = np.asarray(ratio(output, np.nan_to_num(total)[:, :, None]))
+    codes = logarithm_below_one(np.where(positions >= 0, shares, 0), LOSS_STEP, LOSS_CODES)
+    return Losses(positions.astype("<i4"), codes.astype("<u2"))
+
+
+def listed(trace: Trace) -> int:
+    """How many lost entries a head has; 0 where the trace does not hold them."""
+    return int(trace.arrays["lost_position"].shape[-1]) if set(_LOST) <= set(trace.arrays) else 0
+
+
+def bundle(kept: Kept, losses: Losses | None, attention: Floats | None, layer: int, head: int) -> bytes:
+    """One head of one sample, deflated: each configuration's mask XORed with that before, losses, attention."""
+    own = kept.masks[:, layer, head]
+    masks = own.copy()
+    masks[1:] ^= own[:-1]
+    parts = [masks.tobytes()]
+    if losses is not None:
+        parts += [losses.positions[:, layer, head].tobytes(), losses.shares[:, layer, head].tobytes()]
+    if attention is not None:
+        parts.append(attention_codes(attention[layer, head]).tobytes())
+    return deflated(b"".join(parts))
+
+
+def by_change(trace: Trace, sample: int, pairs: Sequence[Places], first: Places) -> list[Places]:
+    """(layer, head) of a sample: the `first`, then by how much the isolated perturbation over ‖o_h‖₁ of a pair changes.
+
+    Of several pairs the largest change counts.
+    """
+    both = [changes(trace, sample, pair) for pair in pairs]
+    shape = trace.arrays["output_norm"].shape[-2:]
+    moved = np.max([np.abs(second - one) for one, second in both], axis=0) if both else np.zeros(shape)
+    order = np.stack(np.unravel_index(np.argsort(-moved, axis=None, kind="stable"), shape), axis=1).tolist()
+    found = [(int(layer), int(head)) for layer, head in order]
+    return [first, *(one for one in found if one != first)]

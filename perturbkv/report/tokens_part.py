@@ -1,0 +1,113 @@
+"""Everything of a page that shows prompts, as far as there is room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.report import heads_kept, prompts
+from perturbkv.report.blocks import Blocks, deflated, size_of
+from perturbkv.report.sides import Places
+from perturbkv.trace import Trace
+
+_TOLD = 14
+"""Bytes that the page's JSON says of each bundle."""
+
+
+@dataclass
+class Sample:
+    """One sample's blocks, ids or None, and its bundles so far."""
+
+    place: int
+    text: str | None = None
+    share: str | None = None
+    attention: str | None = None
+    bundles: list[tuple[Places, bytes]] = field(default_factory=list)
+
+    def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
+        """As the page's JSON holds it; the bundles are put behind one another into a block."""
+        own = [one for _, one in self.bundles]
+        together = None
+        if own:
+            together = f"{blocks.prefix}-heads{number}"
+            blocks.blocks[together] = b"".join(own)
+        return {
+            "text": self.text,
+            "share": self.share,
+            "attention": self.attention,
+            "heads": together,
+            "held": [layer * heads + head for (layer, head), _ in self.bundles],
+            "ends": np.cumsum([len(one) for one in own], dtype=np.int64).tolist(),
+        }
+
+
+def tokens_part(trace: Trace, blocks: Blocks, pairs: Sequence[Places], first: Places) -> dict[str, Any]:
+    """`prompts` and `held_heads` of the page's JSON.
+
+    Args:
+        trace: of which the complete samples are shown.
+        blocks: where blocks are held while there is room.
+        pairs: configurations whose changes say which heads come first.
+        first: layer and head that come first of all.
+    """
+    samples = [Sample(int(place)) for place in np.flatnonzero(trace.ok)]
+    for number, one in enumerate(samples):
+        text = prompts.text_of(trace, one.place)
+        one.text = None if text is None else blocks.put(f"text{number}", text)
+    held = not trace.why_without_kept()
+    if held:
+        _shares(trace, blocks, samples)
+    _attention(trace, blocks, samples)
+    if held:
+        _bundles(trace, blocks, samples, pairs, first)
+    layers, heads = trace.arrays["kept_count"].shape[2:]
+    told = {str(number): one.to_dict(blocks, number, heads) for number, one in enumerate(samples)}
+    return {"prompts": told, "held_heads": _count(samples, layers * heads if held else 0)}
+
+
+def _shares(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
+    for number, one in enumerate(samples):
+        if blocks.room <= 0:
+            return
+        one.share = blocks.offer(f"share{number}", deflated(prompts.kept_of(trace, one.place).share.tobytes()))
+
+
+def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
+    for number, one in enumerate(samples):
+        attention = prompts.attention_of(trace, one.place)
+        if attention is not None:
+            codes: NDArray[np.uint8] = prompts.attention_codes(attention.mean(axis=(0, 1)))
+            one.attention = blocks.offer(f"attention{number}", deflated(codes.tobytes()))
+
+
+def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[Places], first: Places) -> None:
+    """Give samples their bundles: as many each as there is room for, in two goes, so that few masks are held at once."""
+    orders = [heads_kept.by_change(trace, one.place, pairs, first) for one in samples]
+    for number, (one, order) in enumerate(zip(samples, orders, strict=True)):
+        _fill(trace, blocks, one, order, blocks.room / (len(samples) - number))
+
+
+def _fill(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[Places], room: float) -> None:
+    """The bundles of one sample, the first heads first, until its share of the room is taken."""
+    if room <= 0:
+        return
+    kept, losses = prompts.kept_of(trace, sample.place), heads_kept.losses_of(trace, sample.place)
+    attention, left = prompts.attention_of(trace, sample.place), room
+    for layer, head in order:
+        found = heads_kept.bundle(kept, losses, attention, layer, head)
+        left -= size_of(found) - size_of(b"") + _TOLD
+        if left < size_of(b""):
+            return
+        sample.bundles.append(((layer, head), found))
+        blocks.room -= size_of(found) - size_of(b"") + _TOLD
+
+
+def _count(samples: Sequence[Sample], each: int) -> dict[str, Any]:
+    """How many bundles the page holds, and why not all."""
+    every, held = each * len(samples), sum(len(one.bundles) for one in samples)
+    why = f"{every - held:,} of {every:,} heads' tokens left out to keep the page small; --full keeps all"
+    return {"of": every, "held": held, "why": why if held < every else ""}
