@@ -84,7 +84,9 @@ def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
             one.attention = blocks.offer(f"attention{number}", deflated(codes.tobytes()))
 
 
-def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[Places], first: Places) -> None:
+def _bundles(
+    trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[Places], first: Places
+) -> None:
     """Give samples their bundles: as many each as there is room for, in two goes, so that few masks are held at once."""
     orders = [heads_kept.by_change(trace, one.place, pairs, first) for one in samples]
     for number, (one, order) in enumerate(zip(samples, orders, strict=True)):

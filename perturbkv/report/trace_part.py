@@ -30,8 +30,8 @@ from perturbkv.report.measures import (
 )
 from perturbkv.report.quantising import four_a_byte, log_scale
 from perturbkv.report.sides import Places, Sides, Start, sides_of, start_of
-from perturbkv.report.tokens_part import tokens_part
 from perturbkv.report.told import ablation, conclusions
+from perturbkv.report.tokens_part import tokens_part
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 

@@ -1,4 +1,4 @@
-"""A page opens from disk, alone, in a notebook and without JavaScript; nothing leaves it, as the browser's own log says."""
+"""A page opens from disk, alone, in a notebook and without JavaScript; nothing leaves it, as the network log says."""
 
 from __future__ import annotations
 

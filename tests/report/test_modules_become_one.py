@@ -15,7 +15,8 @@ from perturbkv.report.modules import ModuleError, check_inline, joined
 PAGE = Path(__file__).resolve().parents[2] / "perturbkv" / "report" / "page"
 SOURCES = {
     "main.js": (
-        'import { twice, Counter as C } from "./a.js";\nimport {\n  base,\n  async_one as later,\n} from "./deep-er.js";\n'
+        'import { twice, Counter as C } from "./a.js";\n'
+        'import {\n  base,\n  async_one as later,\n} from "./deep-er.js";\n'
         "const c = new C();\nlater().then((one) => console.log(JSON.stringify([twice(base), c.next(), one])));\n"
     ),
     "a.js": (
