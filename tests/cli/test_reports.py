@@ -43,16 +43,16 @@ def test_json_says_the_same(perturbkv: Run, measured: Path) -> None:
 
 
 CASES: dict[str, tuple[list[str], str]] = {
-    "no trace": (["nothere.h5"], "got no file"),
+    "no trace": (["nothere.h5"], "expected a trace file at nothere.h5"),
     "another file": (["text.h5"], "expected a trace file"),
     "a folder for a trace": (["runs"], "runs"),
     "a folder for a page": (["runs/t.h5", "-o", "runs"], "got the folder runs"),
     "a file that is there": (["runs/t.h5", "-o", "there.html"], "--overwrite replaces it"),
     "the trace itself": (["runs/t.h5", "-o", "runs/t.h5", "--overwrite"], "expected another file than the trace"),
-    "a trace twice": (["runs/t.h5", "runs/t.h5"], "expected every trace once"),
+    "a trace twice": (["runs/t.h5", "runs/t.h5"], "runs/t.h5 twice; leave one out"),
     "a trace under two names": (["runs/t.h5", "runs/../runs/t.h5"], "expected every trace once"),
     "no complete sample": (["failed.h5"], "complete sample"),
-    "no argument": ([], "TRACES"),
+    "no argument": ([], "Missing argument"),
 }
 
 
