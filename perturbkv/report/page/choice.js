@@ -1,0 +1,93 @@
+// What is chosen: kept in the address bar, told to whoever draws.
+
+/**
+ * @typedef {{baseline: string, treatment: string, budget: string, measure: string, sample: string, show: string,
+ *   head: string, sigma: string, colour: string}} Choice
+ */
+
+/** What stands for all samples together: no id is empty. */
+export const MEAN = "";
+const SHOWS = ["change", "baseline", "treatment"];
+const SIGMAS = ["sigma_stage1", "sigma_topk", "retained_mass"];
+const COLOURS = ["fate", "shares", "attention", "head-attention"];
+
+/** @typedef {import("./trace.js").Trace} Trace */
+
+export class Chosen {
+  /** @param {Trace[]} traces */
+  constructor(traces) {
+    this.traces = traces;
+    /** @type {Choice} */
+    this.now = { ...first(traces[0]), ...valid(traces, fromAddress()) };
+    /** @type {((changed: Set<string>) => void)[]} */
+    this.listeners = [];
+    window.addEventListener("hashchange", () => this.choose(valid(this.traces, fromAddress())));
+  }
+
+  /** @param {(changed: Set<string>) => void} listener */
+  listen(listener) {
+    this.listeners.push(listener);
+  }
+
+  /**
+   * Choose anew; whoever draws is told what changed.
+   * @param {Partial<Choice>} more
+   */
+  choose(more) {
+    const before = this.now;
+    this.now = { ...before, ...more };
+    const keys = /** @type {(keyof Choice)[]} */ (Object.keys(this.now));
+    const changed = new Set(keys.filter((key) => before[key] !== this.now[key]));
+    if (!changed.size) return;
+    history.replaceState(null, "", `#${new URLSearchParams(this.now)}`);
+    for (const listener of this.listeners) listener(/** @type {Set<string>} */ (changed));
+  }
+}
+
+/**
+ * What the page begins with.
+ * @param {Trace} trace
+ * @returns {Choice}
+ */
+function first(trace) {
+  const { start, sides, budgets, heads, measures } = trace.told;
+  const propagated = measures.find((one) => one.key === "propagated");
+  return {
+    baseline: sides[start.baseline],
+    treatment: sides[start.treatment],
+    budget: budgets[start.budget],
+    measure: propagated ? "propagated" : measures[0].key,
+    sample: MEAN,
+    show: sides.length > 1 ? "change" : "treatment",
+    head: trace.headName(start.head[0] * heads + start.head[1]),
+    sigma: "sigma_stage1",
+    colour: "fate",
+  };
+}
+
+/** @returns {Record<string, string>} */
+function fromAddress() {
+  return Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+}
+
+/**
+ * The part of a choice that some trace of the page can show; anything may stand in an address.
+ * @param {Trace[]} traces
+ * @param {Record<string, string>} wanted
+ * @returns {Partial<Choice>}
+ */
+function valid(traces, wanted) {
+  /** @type {Record<string, (value: string) => boolean>} */
+  const known = {
+    baseline: (value) => traces.some((one) => one.told.sides.includes(value)),
+    treatment: (value) => traces.some((one) => one.told.sides.includes(value)),
+    budget: (value) => traces.some((one) => one.told.budgets.includes(value)),
+    measure: (value) => traces.some((one) => one.measure(value) >= 0),
+    sample: (value) => value === MEAN || traces.some((one) => one.told.samples.some((sample) => sample.id === value)),
+    show: (value) => SHOWS.includes(value),
+    head: (value) => traces.some((one) => one.headPlace(value) >= 0),
+    sigma: (value) => SIGMAS.includes(value),
+    colour: (value) => COLOURS.includes(value),
+  };
+  return Object.fromEntries(Object.entries(wanted).filter(([key, value]) => known[key]?.(value)));
+}

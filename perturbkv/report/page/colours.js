@@ -1,0 +1,66 @@
+// Colours that every kind of colour vision tells apart, on light and on dark paper.
+
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const printing = window.matchMedia("print");
+
+const LIGHT = {
+  signed: ["#8f4600", "#e08214", "#fdd7a4", "#f4f4f4", "#cfcbe6", "#8073ac", "#3d1778"],
+  ordered: d3.interpolateViridis,
+  grey: "#767676",
+  baseline: "#b35806",
+  treatment: "#4a2d8f",
+  paper: "#ffffff",
+  warning: "#b3261e",
+};
+const DARK = {
+  ...LIGHT,
+  signed: ["#ffb75e", "#c47316", "#6d4517", "#2b2b30", "#443c6e", "#8173c9", "#c3b8ff"],
+  grey: "#9a9aa2",
+  baseline: "#ffa245",
+  treatment: "#b3a4ff",
+  paper: "#17171b",
+  warning: "#ff8a80",
+};
+
+/** The colours of the paper that the page is on. */
+export function colours() {
+  return dark.matches && !printing.matches ? DARK : LIGHT;
+}
+
+/**
+ * Tell when the paper changes.
+ * @param {() => void} listener
+ */
+export function whenPaperChanges(listener) {
+  dark.addEventListener("change", listener);
+  printing.addEventListener("change", listener);
+}
+
+/**
+ * Orange below the middle, purple above it, of what lies from −1 to 1.
+ * @returns {(value: number) => string}
+ */
+export function signed() {
+  const between = d3.interpolateRgbBasis(colours().signed);
+  return (value) => between((Math.max(-1, Math.min(1, value)) + 1) / 2);
+}
+
+/**
+ * From first to last, of what has an order.
+ * @param {number} count
+ * @returns {string[]}
+ */
+export function ordered(count) {
+  const [low, high] = dark.matches && !printing.matches ? [0.3, 1] : [0, 0.82];
+  return Array.from({ length: count }, (_, place) =>
+    d3.interpolateViridis(low + ((high - low) * place) / Math.max(1, count - 1)));
+}
+
+/**
+ * Layers from the first, dark, to the last; on dark paper the first is not black.
+ * @returns {(share: number) => string}
+ */
+export function layerColour() {
+  const low = dark.matches && !printing.matches ? 0.25 : 0;
+  return (share) => d3.interpolateCividis(low + (0.94 - low) * share);
+}

@@ -1,0 +1,148 @@
+// Draws the parts of the page when a choice changes: at once what is on the screen, the others as soon as there is time.
+
+import { lacking, make } from "./dom.js";
+import { Seen } from "./seen.js";
+
+/** @typedef {import("./choice.js").Chosen} Chosen */
+/**
+ * @typedef {{id: string, needs: string[], controls?: (place: HTMLElement, chosen: Chosen) => void,
+ *   draw: (pane: HTMLElement, seen: Seen, chosen: Chosen) => void | Promise<void>}} Part
+ */
+/** @typedef {{part: Part, section: HTMLElement, panes: HTMLElement[], controls: HTMLElement | null}} Placed */
+
+export class Drawing {
+  /**
+   * @param {Part[]} parts
+   * @param {Chosen} chosen
+   */
+  constructor(parts, chosen) {
+    this.chosen = chosen;
+    this.placed = parts.map((part) => placed(part, chosen));
+    this.stale = new Set(this.placed);
+    /** @type {Set<Element>} */
+    this.seen = new Set();
+    this.waiting = false;
+    this.watch = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "200px 0px" });
+    for (const one of this.placed) this.watch.observe(one.section);
+    chosen.listen((changed) => this.change(changed));
+    let width = window.innerWidth;
+    window.addEventListener("resize", () => {
+      if (width === window.innerWidth) return;
+      width = window.innerWidth;
+      this.again();
+    });
+    window.addEventListener("beforeprint", () => this.all());
+  }
+
+  /** Draw everything anew: the paper or its width changed, or numbers came. */
+  again() {
+    for (const one of this.placed) this.stale.add(one);
+    this.visible();
+    this.rest();
+  }
+
+  /** Draw what is stale, all of it, at once. */
+  all() {
+    for (const one of [...this.stale]) this.draw(one);
+  }
+
+  /** @param {Set<string>} changed */
+  change(changed) {
+    const start = performance.now();
+    for (const one of this.placed) if (one.part.needs.some((key) => changed.has(key))) this.stale.add(one);
+    this.visible();
+    afterPaint(() => performance.measure("change", { start, end: performance.now() }));
+    this.rest();
+  }
+
+  /** Draw what is stale and on the screen. */
+  visible() {
+    for (const one of [...this.stale]) if (this.onScreen(one.section)) this.draw(one);
+  }
+
+  /** @param {HTMLElement} section */
+  onScreen(section) {
+    const { top, bottom } = section.getBoundingClientRect();
+    return bottom > 0 && top < window.innerHeight;
+  }
+
+  /** @param {IntersectionObserverEntry[]} entries */
+  look(entries) {
+    for (const entry of entries) {
+      const own = this.placed.find((one) => one.section === entry.target);
+      if (own && entry.isIntersecting && this.stale.has(own)) this.draw(own);
+    }
+  }
+
+  /** Draw the others, one at a time, when nothing else is to be done. */
+  rest() {
+    if (this.waiting || !this.stale.size) return;
+    this.waiting = true;
+    const later = window.requestIdleCallback || ((call) => window.setTimeout(call, 30));
+    later(() => {
+      this.waiting = false;
+      const [one] = this.stale;
+      if (one) this.draw(one);
+      this.rest();
+    });
+  }
+
+  /** @param {Placed} one */
+  draw(one) {
+    this.stale.delete(one);
+    if (one.controls) follow(one.controls, this.chosen);
+    one.panes.forEach((pane, place) => {
+      const seen = new Seen(this.chosen.traces[place], this.chosen.now);
+      if (seen.sample >= 0 && !seen.trace.array("sample")) {
+        pane.replaceChildren(lacking("Single samples are still being read."));
+        return;
+      }
+      one.part.draw(pane, seen, this.chosen);
+    });
+  }
+}
+
+/**
+ * A part's section, with a pane for each trace.
+ * @param {Part} part
+ * @param {Chosen} chosen
+ * @returns {Placed}
+ */
+function placed(part, chosen) {
+  const section = document.getElementById(part.id);
+  const room = section?.querySelector(".panes");
+  if (!section || !room) throw new Error(`the page has no section ${part.id}`);
+  const controls = part.controls ? make("div", { class: "controls" }) : null;
+  if (controls) {
+    section.insertBefore(controls, room);
+    part.controls?.(controls, chosen);
+  }
+  const panes = chosen.traces.map((trace) => {
+    const pane = make("div", { class: "pane" });
+    const name = chosen.traces.length > 1 && make("h3", null, trace.told.name);
+    room.append(make("div", { class: "of-trace" }, ...(name ? [name] : []), pane));
+    return pane;
+  });
+  return { part, section, panes, controls };
+}
+
+/**
+ * A part's own selects follow choices that were made elsewhere.
+ * @param {HTMLElement} controls
+ * @param {Chosen} chosen
+ */
+function follow(controls, chosen) {
+  const [layer, head] = chosen.now.head.split("-");
+  /** @type {Record<string, string>} */
+  const now = { ...chosen.now, layer, head };
+  for (const list of controls.querySelectorAll("select")) if (list.name in now) list.value = now[list.name];
+}
+
+/** @param {() => void} call */
+function afterPaint(call) {
+  requestAnimationFrame(() => {
+    const channel = new MessageChannel();
+    channel.port1.onmessage = call;
+    channel.port2.postMessage(null);
+  });
+}

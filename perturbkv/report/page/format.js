@@ -1,0 +1,91 @@
+// Numbers as people read them, with what they need to be read.
+
+/** @typedef {"interval" | "range" | "none"} Kind */
+
+/**
+ * A measured number: three digits.
+ * @param {number | null | undefined} value
+ * @returns {string}
+ */
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size < 1e-3) return signed(value.toExponential(1).replace("e-", "e−"));
+  if (size >= 1000) return signed(Math.round(value).toLocaleString("en"));
+  return signed(value.toPrecision(3));
+}
+
+/**
+ * A tick of an axis: no more digits than it needs.
+ * @param {number} value
+ * @returns {string}
+ */
+export function tick(value) {
+  const size = Math.abs(value);
+  if (size && (size < 1e-3 || size >= 1e6)) return signed(value.toExponential(0).replace("e+", "e").replace("e-", "e−"));
+  return signed(Number(value.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
+}
+
+/**
+ * A ratio: two digits behind the point, one from ten on.
+ * @param {number | null | undefined} value
+ * @returns {string}
+ */
+export function ratio(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return "∞";
+  return value.toFixed(value >= 10 ? 1 : 2);
+}
+
+/**
+ * A share in percent.
+ * @param {number | null | undefined} value
+ * @returns {string}
+ */
+export function percent(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  return (100 * value).toFixed(0);
+}
+
+/**
+ * A difference, with its sign.
+ * @param {number | null | undefined} value
+ * @returns {string}
+ */
+export function difference(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  return `${value > 0 ? "+" : ""}${signed(value.toFixed(3))}`;
+}
+
+/**
+ * A number with its interval in brackets, or the range of few samples in parentheses.
+ * @param {ArrayLike<number | null>} told value, low, high
+ * @param {(value: number | null) => string} shown
+ * @param {Kind} kind
+ * @param {string} [unit] behind the value
+ * @returns {string}
+ */
+export function estimate(told, shown, kind, unit = "") {
+  const value = `${shown(told[0])}${unit}`;
+  const known = [told[1], told[2]].every((end) => end !== null && end !== undefined && !Number.isNaN(end));
+  if (!known || kind === "none") return value;
+  const [low, high] = [shown(told[1]), shown(told[2])];
+  return kind === "range" ? `${value} (${low} … ${high})` : `${value} [${low}, ${high}]`;
+}
+
+/**
+ * '1 sample', '8 samples'.
+ * @param {number} count
+ * @param {string} word
+ * @returns {string}
+ */
+export function counted(count, word) {
+  return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+}
+
+/** @param {string} text */
+function signed(text) {
+  return text.replace(/^-/, "−");
+}

@@ -1,0 +1,132 @@
+// Drift of the residual stream, layer by layer (paper, figures 3a and 5).
+
+import { colours } from "./colours.js";
+import { beside, fill, lacking, make } from "./dom.js";
+import { estimate, number, ratio, tick } from "./format.js";
+import { sidesKey } from "./head.js";
+import { part } from "./numbers.js";
+
+/** @typedef {import("./seen.js").Seen} Seen */
+/** @typedef {{layer: number, side: string, value: number, low: number, high: number}} Drift */
+
+const DISTANCES = ["l1", "l2", "cosine"];
+const UNITS = { l1: "L1", l2: "L2", cosine: "cosine distance" };
+
+export const layers = {
+  id: "layers",
+  needs: ["baseline", "treatment", "budget", "measure", "sample"],
+  /**
+   * @param {HTMLElement} pane
+   * @param {Seen} seen
+   */
+  draw(pane, seen) {
+    if (seen.lacking) return fill(pane, lacking(seen.lacking));
+    fill(pane, beside(pane, 2, (width) => [make("div", null, ...drifts(seen, width)),
+      make("div", null, ...ratios(seen, width))]));
+  },
+};
+
+/** @param {Seen} seen */
+function distance(seen) {
+  return /** @type {keyof typeof UNITS} */ (seen.measure.distance || "l1");
+}
+
+/**
+ * @param {Seen} seen
+ * @param {string} side
+ * @returns {Drift[]}
+ */
+function ofSide(seen, side) {
+  const config = side === "baseline" ? seen.baseline : seen.treatment;
+  const place = DISTANCES.indexOf(distance(seen));
+  const names = seen.told.layers;
+  if (seen.sample >= 0) {
+    const each = part(seen.need("drift_sample"), place, seen.sample, config);
+    return names.map((layer, at) => ({ layer, side, value: each[at], low: NaN, high: NaN }));
+  }
+  return names.map((layer, at) => {
+    const [value, low, high] = part(seen.need("drift"), place, config, at);
+    return { layer, side, value, low, high };
+  });
+}
+
+/**
+ * @param {Seen} seen
+ * @param {number} width
+ */
+function drifts(seen, width) {
+  const sides = seen.baseline === seen.treatment ? ["treatment"] : ["baseline", "treatment"];
+  const found = sides.flatMap((side) => ofSide(seen, side)).filter((one) => one.value > 0);
+  const unit = UNITS[distance(seen)];
+  const { baseline, treatment } = colours();
+  const figure = /** @type {Node} */ (Plot.plot({
+    width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
+    ariaLabel: `Drift of the residual stream after each layer, ${unit}`,
+    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
+    y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: `↑ drift (${unit})`, labelArrow: "none" },
+    color: { domain: ["baseline", "treatment"], range: [baseline, treatment] },
+    marks: [
+      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: "side", fillOpacity: 0.16 }),
+      Plot.line(found, { x: "layer", y: "value", stroke: "side", strokeWidth: 1.8 }),
+      Plot.dot(found, { x: "layer", y: "value", fill: "side", r: 2.2, symbol: (one) => (one.side === "baseline" ? "circle" : "square"), title: (one) => said(one, number) }),
+    ],
+    symbol: { type: "identity" },
+  }));
+  return [make("p", { class: "caption" }, `drift after each layer, ${seen.of}${bands(seen)}`), figure, sidesKey(seen)];
+}
+
+/**
+ * @param {Seen} seen
+ * @param {number} width
+ */
+function ratios(seen, width) {
+  if (!seen.paired) return [];
+  const found = ratiosOf(seen).filter((one) => Number.isFinite(one.value) && one.value > 0);
+  const { treatment, grey } = colours();
+  const figure = /** @type {Node} */ (Plot.plot({
+    width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
+    ariaLabel: "The treatment's drift over the baseline's after each layer",
+    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
+    y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: "↑ over the baseline’s", labelArrow: "none" },
+    marks: [
+      Plot.ruleY([1], { stroke: grey, strokeWidth: 1.5 }),
+      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: treatment, fillOpacity: 0.16 }),
+      Plot.line(found, { x: "layer", y: "value", stroke: treatment, strokeWidth: 1.8 }),
+      Plot.dot(found, { x: "layer", y: "value", fill: treatment, symbol: "square", r: 2.2, title: (one) => said(one, ratio) }),
+    ],
+  }));
+  const last = found[found.length - 1];
+  const told = last && estimate([last.value, last.low, last.high], ratio, seen.told.interval);
+  const end = last ? `: × ${told} after layer ${last.layer}` : "";
+  return [make("p", { class: "caption" }, `treatment over baseline${end}`), figure];
+}
+
+/**
+ * @param {Seen} seen
+ * @returns {Drift[]}
+ */
+function ratiosOf(seen) {
+  const place = DISTANCES.indexOf(distance(seen));
+  if (seen.sample >= 0) {
+    const [first, second] = ["baseline", "treatment"].map((side) => ofSide(seen, side));
+    return second.map((one, at) => ({ ...one, value: one.value / first[at].value }));
+  }
+  return seen.told.layers.map((layer, at) => {
+    const [value, low, high] = part(seen.need("drift_ratio"), place, seen.pair, seen.turned, at);
+    return { layer, side: "treatment", value, low, high };
+  });
+}
+
+/**
+ * @param {Drift} one
+ * @param {(value: number | null) => string} shown
+ */
+function said(one, shown) {
+  return `layer ${one.layer}\n${estimate([one.value, one.low, one.high], shown, "interval")}`;
+}
+
+/** @param {Seen} seen */
+function bands(seen) {
+  const word = { interval: "95 % intervals over samples", range: "ranges of single samples", none: "" }[seen.told.interval];
+  return seen.sample < 0 && word ? `; bands: ${word}` : "";
+}

@@ -1,0 +1,146 @@
+// One trace under the present choice: whose numbers are looked at, and what they say.
+
+import { part, verdictAt } from "./numbers.js";
+
+/** @typedef {import("./choice.js").Choice} Choice */
+/** @typedef {import("./trace.js").Trace} Trace */
+/** @typedef {import("./told.js").Measure} Measure */
+
+/** Equal but for rounding. */
+export const TIED = 0;
+/** The treatment is better than the baseline. */
+export const BETTER = 1;
+/** It is worse. */
+export const WORSE = 2;
+
+export class Seen {
+  /**
+   * @param {Trace} trace
+   * @param {Choice} choice
+   */
+  constructor(trace, choice) {
+    const told = trace.told;
+    this.trace = trace;
+    this.told = told;
+    this.choice = choice;
+    this.baseline = trace.config(choice.baseline, choice.budget);
+    this.treatment = trace.config(choice.treatment, choice.budget);
+    this.sample = told.samples.findIndex((one) => one.id === choice.sample);
+    this.place = trace.measure(choice.measure);
+    this.head = trace.headPlace(choice.head);
+    const [low, high] = [this.baseline, this.treatment].sort((one, other) => one - other);
+    this.pair = trace.pairs.get(`${low}-${high}`) ?? -1;
+    this.turned = this.baseline > this.treatment ? 1 : 0;
+  }
+
+  /** @returns {Measure} */
+  get measure() {
+    return this.told.measures[this.place];
+  }
+
+  /** Why nothing can be shown of this trace; empty where it can. */
+  get lacking() {
+    const { budget, baseline, treatment, measure, sample } = this.choice;
+    const side = this.baseline < 0 ? baseline : this.treatment < 0 ? treatment : "";
+    if (this.place < 0) return `This trace does not hold the measure that is chosen (${measure}).`;
+    if (side) return `This trace holds no ${side} at the budget ${budget}.`;
+    return sample && this.sample < 0 ? `This trace has no sample ${sample}.` : "";
+  }
+
+  /** Whether baseline and treatment are two configurations whose verdicts are known. */
+  get paired() {
+    return this.pair >= 0 && this.baseline !== this.treatment;
+  }
+
+  /** What the numbers are of: 'mean of 8 samples', or the sample. */
+  get of() {
+    const count = this.told.samples.length;
+    return this.sample >= 0 ? `sample ${this.choice.sample}` : count === 1 ? "1 sample" : `mean of ${count} samples`;
+  }
+
+  /**
+   * (head,) numbers of a configuration, of the mean or of the sample that is chosen, at the first decode step.
+   * @param {number} config
+   * @param {number} [measure] the one that is chosen, or another
+   * @returns {Float32Array}
+   */
+  values(config, measure = this.place) {
+    if (this.sample < 0) return part(this.need("mean"), measure, config);
+    return part(this.need("sample"), measure, this.sample, config);
+  }
+
+  /**
+   * (sample,) numbers of one head.
+   * @param {number} config
+   * @param {number} head
+   * @param {number} [measure]
+   * @returns {number[]}
+   */
+  ofSamples(config, head, measure = this.place) {
+    return this.told.samples.map((_, sample) => part(this.need("sample"), measure, sample, config)[head]);
+  }
+
+  /**
+   * (head,) what the treatment changes: verdicts, ties among them.
+   * @param {number} [measure]
+   * @returns {Uint8Array}
+   */
+  verdicts(measure = this.place) {
+    const { ties, less } = this.told.measures[measure];
+    const found = new Uint8Array(this.trace.size);
+    if (ties === null || !this.paired) return this.bySign(found, measure, less);
+    const held = this.need("verdict");
+    const [, pairs, samples] = held.shape;
+    const start = ((ties * pairs + this.pair) * samples + this.sample + 1) * this.trace.size;
+    const bytes = /** @type {Uint8Array} */ (held.values);
+    for (let head = 0; head < found.length; head++) {
+      const verdict = verdictAt(bytes, start + head);
+      found[head] = verdict && this.turned ? 3 - verdict : verdict;
+    }
+    return found;
+  }
+
+  /**
+   * What has no noise floor is tied where it is equal.
+   * @param {Uint8Array} found
+   * @param {number} measure
+   * @param {boolean} less
+   */
+  bySign(found, measure, less) {
+    const [first, second] = [this.values(this.baseline, measure), this.values(this.treatment, measure)];
+    for (let head = 0; head < found.length; head++) {
+      const sign = Math.sign(first[head] - second[head]) || 0;
+      found[head] = sign === 0 ? TIED : sign > 0 === less ? BETTER : WORSE;
+    }
+    return found;
+  }
+
+  /**
+   * (head,) by what a map shows the change: the binary logarithm of a ratio, or a difference.
+   * @returns {Float32Array}
+   */
+  changes() {
+    const [first, second] = [this.values(this.baseline), this.values(this.treatment)];
+    const ratios = this.measure.compare === "ratio";
+    return first.map((value, head) => (ratios ? logRatio(value, second[head]) : second[head] - value));
+  }
+
+  /**
+   * An array that is there by now.
+   * @param {string} name
+   */
+  need(name) {
+    const found = this.trace.array(name);
+    if (!found) throw new Error(`the array ${name} is not loaded`);
+    return found;
+  }
+}
+
+/**
+ * @param {number} first
+ * @param {number} second
+ */
+function logRatio(first, second) {
+  if (first === second) return 0;
+  return Math.log2(second / first);
+}

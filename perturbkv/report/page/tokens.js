@@ -1,0 +1,155 @@
+// A prompt of any length as text: only what is on the screen is made of single tokens.
+
+import { make } from "./dom.js";
+
+const CHUNK = 400;
+const AHEAD = "600px 0px";
+
+/** @typedef {{pieces: string[], compressed: number, cut: number | null, cut_tokens: number}} Text */
+/** @typedef {(place: number) => {mark: string, level: number}} Look */
+
+export class Tokens {
+  /**
+   * @param {HTMLElement} box that scrolls
+   * @param {Text} text
+   * @param {(place: number, event: PointerEvent) => void} hovered
+   */
+  constructor(box, text, hovered) {
+    this.box = box;
+    this.text = text;
+    /** @type {Look} */
+    this.look = () => ({ mark: "", level: 0 });
+    /** @type {Map<HTMLElement, number>} chunks that are made of tokens -> their first token */
+    this.open = new Map();
+    this.chunks = d3.range(0, text.pieces.length, CHUNK).map((start) => this.chunk(start));
+    box.replaceChildren(...this.chunks);
+    this.watch = new IntersectionObserver((entries) => entries.forEach((entry) => this.turn(entry)), { root: box, rootMargin: AHEAD });
+    for (const chunk of this.chunks) this.watch.observe(chunk);
+    box.onpointermove = (event) => this.point(event, hovered);
+    box.onpointerleave = (event) => hovered(-1, event);
+    this.found = -1;
+    /** @type {{text: string, starts: number[]} | null} what is searched, made when somebody does */
+    this.whole = null;
+  }
+
+  /** Stop watching. */
+  close() {
+    this.watch.disconnect();
+  }
+
+  /**
+   * Colour every token that is on the screen.
+   * @param {Look} look
+   */
+  paint(look) {
+    this.look = look;
+    for (const [chunk, start] of this.open) this.colour(chunk, start);
+  }
+
+  /**
+   * Scroll to a token and mark it.
+   * @param {number} place
+   */
+  jump(place) {
+    const chunk = this.chunks[Math.floor(place / CHUNK)];
+    if (!chunk) return;
+    this.found = place;
+    this.fill(chunk);
+    for (const [other, start] of this.open) this.colour(other, start);
+    const token = /** @type {HTMLElement | undefined} */ (chunk.children[place % CHUNK]);
+    const box = this.box.getBoundingClientRect();
+    const at = (token || chunk).getBoundingClientRect();
+    this.box.scrollTop += at.top - box.top - box.height / 3;
+  }
+
+  /**
+   * Where a text begins in the prompt, by its tokens: every place.
+   * @param {string} wanted
+   * @returns {number[]}
+   */
+  search(wanted) {
+    if (!wanted) return [];
+    this.whole ||= searchable(this.text.pieces);
+    const found = [];
+    const [{ text, starts }, sought] = [this.whole, wanted.toLowerCase()];
+    for (let at = text.indexOf(sought); at >= 0; at = text.indexOf(sought, at + sought.length)) {
+      found.push(d3.bisectRight(starts, at) - 1);
+    }
+    return found;
+  }
+
+  /** @param {number} start */
+  chunk(start) {
+    return make("div", { class: "chunk", "data-start": start }, this.plain(start));
+  }
+
+  /** @param {number} start */
+  plain(start) {
+    return this.text.pieces.slice(start, start + CHUNK).join("");
+  }
+
+  /** @param {IntersectionObserverEntry} entry */
+  turn(entry) {
+    const chunk = /** @type {HTMLElement} */ (entry.target);
+    if (entry.isIntersecting) return this.fill(chunk);
+    if (!this.open.has(chunk)) return;
+    this.open.delete(chunk);
+    chunk.textContent = this.plain(Number(chunk.dataset.start));
+  }
+
+  /** @param {HTMLElement} chunk */
+  fill(chunk) {
+    if (this.open.has(chunk)) return;
+    const start = Number(chunk.dataset.start);
+    const { pieces, cut, cut_tokens: lost } = this.text;
+    const spans = pieces.slice(start, start + CHUNK).map((piece, place) => {
+      const span = make("span", null, piece);
+      if (cut !== null && start + place === cut) span.dataset.cut = `[${lost.toLocaleString("en")} tokens cut] `;
+      return span;
+    });
+    chunk.replaceChildren(...spans);
+    this.open.set(chunk, start);
+    this.colour(chunk, start);
+  }
+
+  /**
+   * @param {HTMLElement} chunk
+   * @param {number} start
+   */
+  colour(chunk, start) {
+    const spans = /** @type {HTMLCollectionOf<HTMLElement>} */ (chunk.children);
+    for (let place = 0; place < spans.length; place++) {
+      const { mark, level } = this.look(start + place);
+      const name = start + place === this.found ? `${mark} found` : mark;
+      if (spans[place].className !== name) spans[place].className = name;
+      if (level) spans[place].style.setProperty("--level", level.toFixed(2));
+    }
+  }
+
+  /**
+   * @param {PointerEvent} event
+   * @param {(place: number, event: PointerEvent) => void} hovered
+   */
+  point(event, hovered) {
+    const span = /** @type {HTMLElement} */ (event.target);
+    const chunk = /** @type {HTMLElement | null} */ (span.parentElement);
+    const start = chunk ? this.open.get(chunk) : undefined;
+    if (!chunk || start === undefined) return hovered(-1, event);
+    hovered(start + Array.prototype.indexOf.call(chunk.children, span), event);
+  }
+}
+
+/**
+ * The text in small letters, and where each token begins in it.
+ * @param {string[]} pieces
+ */
+function searchable(pieces) {
+  const small = pieces.map((piece) => piece.toLowerCase());
+  let at = 0;
+  const starts = small.map((piece) => {
+    const own = at;
+    at += piece.length;
+    return own;
+  });
+  return { text: small.join(""), starts };
+}

@@ -1,0 +1,42 @@
+// What the page is told: the document of its traces.
+
+/** @typedef {import("./numbers.js").Stored} Stored */
+/** @typedef {[number | null, number | null, number | null]} Estimate */
+/** @typedef {{label: string, side: number, budget: number, held: number | null, bytes: number | null}} Config */
+/**
+ * @typedef {{key: string, name: string, unit: string, kind: string, distance: string, less: boolean, ties: number | null,
+ *   compare: "ratio" | "difference", about: string}} Measure
+ */
+/** @typedef {{name: string, isolated: Estimate, propagated: Estimate}} Row */
+/** @typedef {{budget: number | null, title: string, rows: Row[], brings: Row[]}} Setting */
+/** @typedef {{texts: string[] | null, scores: (number | null)[] | null, mean?: Estimate}} Answered */
+/**
+ * @typedef {{unit: string, metric: string, expected: string[][] | null, full: Answered, configs: Answered[],
+ *   full_mean: Estimate}} Answers
+ */
+/**
+ * @typedef {{text: string, share: string | null, attention: string | null, heads: string | null, held: number[],
+ *   ends: number[]}} PromptBlocks
+ */
+/**
+ * @typedef {{name: string, title: string, model: string, dataset: string, warnings: string[],
+ *   samples: {id: string, tokens: number, steps: number}[], failed: {id: string, reason: string}[],
+ *   interval: "interval" | "range" | "none", steps: number, layers: number[], heads: number, sides: string[],
+ *   budgets: string[], configs: Config[],
+ *   start: {baseline: number, treatment: number, budget: number, head: [number, number]}, measures: Measure[],
+ *   pairs: [number, number][], pairs_left_out: number, conclusions: Record<string, string>, lacks: Record<string, string>,
+ *   arrays: Record<string, Stored>, prompts: Record<string, PromptBlocks>, losses: number, ablation: Setting[] | null,
+ *   answers: Answers | null, step_samples: number[], kl_floor: number | null,
+ *   held_heads: {of: number, held: number, why: string}}} Told
+ */
+/** @typedef {{format: number, made_with: string, traces: Told[]}} Page */
+
+/**
+ * The document that the page was made of.
+ * @returns {Page}
+ */
+export function page() {
+  const held = document.getElementById("page");
+  if (!held) throw new Error("the page has no document");
+  return JSON.parse(held.textContent || "");
+}
