@@ -34,7 +34,8 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
         msg = "report needs at least one trace, got none"
         raise TraceError(msg)
     held = [at_step(trace, ANALYSIS, 0) for trace in traces]
-    parts, blocks = [], {}
+    parts: list[dict[str, Any]] = []
+    blocks: dict[str, bytes] = {}
     for number, (trace, name) in enumerate(zip(held, numbered([name_of(trace) for trace in held]), strict=True)):
         own = Blocks(f"t{number}", np.inf if full else _room(held, trace))
         parts.append(plain(trace_part(trace, own, name, full)))
