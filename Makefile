@@ -30,11 +30,12 @@ NUMBERS  = --dataset $(SECOND)/needle.jsonl --samples 36 --no-chat-template --ma
 # A process per core, one thread each; the tests of a file share what they make.
 BY_CORE = -n auto --dist loadfile
 ON_RAY  = tests/cluster/test_ray_measures_what_one_process_does.py
+IN_BROWSER = tests/browser
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-ray test-kvpress test-oldest test-quantised check examples figures longbench tables scores bytes needle second-model bench gpu install develop clean
+.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures longbench tables scores bytes needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -56,11 +57,24 @@ demo: install
 	$(BIN) heads --dataset needle --samples 8 --policy snapkv --budget 128 --output runs/demo --overwrite
 
 test: develop
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) --ignore $(ON_RAY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) --ignore $(ON_RAY) --ignore $(IN_BROWSER)
 
 # Over all policies on a Ray cluster of one node and of two, in a network namespace of its own.
 test-ray: develop
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ON_RAY)
+
+# Reports in a real browser, the system's Chromium: Playwright drives it and downloads none.
+test-browser: develop
+	@$(call there,chromium,chromium)
+	$(PY) -m pip install -q -e ".[browser]"
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(IN_BROWSER)
+
+# Debian's package of a command that is missing, where it may be installed.
+define there
+command -v $(1) > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && apt-get update -qq && \
+	apt-get install -y -qq --no-install-recommends $(2) > /dev/null; } || \
+	{ echo "$@ needs $(1), which root installs with: apt-get install $(2)"; exit 2; }
+endef
 
 # Bad inputs by the hundred: each must end in one line, or in the right answer. `tests/attack` says what is tried.
 attack: develop
@@ -105,11 +119,22 @@ $(QUANTISED)/.installed: pyproject.toml
 	touch $@
 
 # mypy reads the installed wheel, as a user's mypy would, from outside the repository's root.
-check: develop
+check: develop check-js
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	rm -rf build/typed && $(PY) -m pip install -q --no-deps --target build/typed .
 	cd build/typed && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p perturbkv
+
+# Types and style of the page's JavaScript; npm takes the versions of the lock file.
+check-js:
+	@$(call there,npm,nodejs npm)
+	cd $(IN_BROWSER) && npm ci --silent --ignore-scripts
+	$(IN_BROWSER)/node_modules/.bin/tsc -p $(IN_BROWSER)
+	$(IN_BROWSER)/node_modules/.bin/eslint --config $(IN_BROWSER)/eslint.config.js --max-warnings 0 perturbkv/report/page
+
+# The libraries in a report from npm: `make vendor LIBRARIES='d3=7.9.2'` takes another version.
+vendor: install
+	$(PY) docs/vendor.py $(LIBRARIES)
 
 # The notebooks with the embedded model's output, three minutes on two cores.
 examples: develop

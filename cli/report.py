@@ -43,8 +43,8 @@ def report(
         beside.write_bytes(made.html.encode())
     about = {"traces": [{"trace": one.source, "trace_digest": one.digest} for one in finished]}
     if as_json:
-        counts = {"bytes": made.bytes, "samples": made.samples, "configurations": made.configs}
-        console.print_json({"file": str(path), **counts, **about, "full": full})
+        sizes = {"bytes": made.bytes, "samples": made.samples, "configurations": made.configs}
+        console.print_json({"file": str(path), **sizes, **about, "full": full})
         return
     size = (
         f"{made.bytes / _MILLION:.1f} MB, {counted(made.samples, 'sample')}, {counted(made.configs, 'configuration')}"

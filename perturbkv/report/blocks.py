@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,19 +69,27 @@ class Blocks:
     def floats(self, name: str, array: NDArray[Any]) -> None:
         """An array of floats in four bytes each, all first bytes before all second ones."""
         held = np.ascontiguousarray(array, dtype="<f4")
-        self._array(name, planes(held), "f4", array.shape, None)
+        self._array(name, deflated(planes(held)), "f4", array.shape, None)
 
-    def codes(self, name: str, array: Floats, scales: list[Scale]) -> None:
-        """An array of floats in two bytes each, with a scale for each place along its first axis."""
+    def codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
+        """Arrays of floats, one behind the other, in two bytes each, and a scale for each.
+
+        They are held where they take no more than `most` of the room that is left; what they take over that is told.
+        """
         found = np.stack([encode(part, scale) for part, scale in zip(array, scales, strict=True)]).astype("<u2")
-        self._array(name, planes(found), "u2", array.shape, [scale.to_dict() for scale in scales])
+        block = deflated(planes(found))
+        taken = 0.0 if np.isinf(most) else size_of(block) / max(self.room * most, 1.0)
+        if taken <= 1:
+            self._array(name, block, "u2", found.shape, [scale.to_dict() for scale in scales])
+        return taken
 
     def packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
         """Bytes that stand for an array of this shape."""
-        self._array(name, content.tobytes(), "u1", shape, None)
+        self._array(name, deflated(content.tobytes()), "u1", shape, None)
 
     def _array(self, name: str, content: bytes, dtype: str, shape: tuple[int, ...], scale: Any) -> None:
-        block = self.put(name, deflated(content))
+        """`content`: already deflated."""
+        block = self.put(name, content)
         told = {"dtype": dtype, "shape": list(shape), "shuffled": dtype != "u1", "scale": scale}
         self.arrays[name] = {"block": block, **told}
 

@@ -75,8 +75,8 @@ def same_sets(trace: Trace, pairs: Sequence[Places]) -> Same:
 def compare(trace: Trace, measure: Measure, each: Floats, pairs: Sequence[Places], same: Same) -> Compared:
     """Every pair in one measure, of which `each` is (sample, config, layer, head)."""
     if not measure.source:
-        sums = [[_sums(measure, each[:, first], each[:, second]) for first, second in both(pair)] for pair in pairs]
-        return Compared(None, np.array(sums).reshape(-1, 2, 3), None)
+        alone = [[_sums(measure, each[:, first], each[:, second]) for first, second in both(pair)] for pair in pairs]
+        return Compared(None, np.array(alone), None)
     _, floor = heads.with_floor(trace, measure.source, measure.distance, 0)
     equal: NDArray[np.bool_] = getattr(same, measure.source)
     found = [_pair(measure, each, floor, pair, one) for pair, one in zip(pairs, equal, strict=True)]

@@ -83,8 +83,8 @@ def drift_floors(trace: Trace) -> Floats:
 
 def evicted_nothing(trace: Trace) -> Sequence[str]:
     """Labels of configurations whose budget covered every sample's prompt."""
-    moved = values(trace, "evicted", ANALYSIS).any(axis=0)
-    return [config.label() for config, any_went in zip(trace.run.configs, moved, strict=True) if not any_went]
+    moved = values(trace, "evicted", ANALYSIS).max(axis=0) > 0
+    return [config.label() for config, any_went in zip(trace.run.configs, moved.tolist(), strict=True) if not any_went]
 
 
 def _bytes(trace: Trace) -> Floats:

@@ -96,7 +96,9 @@ def _failed(trace: Trace) -> str:
         return ""
     first, reason = next(iter(trace.failures.items()))
     whose = "" if len(trace.failures) == 1 else f"first of {first}: "
-    return f"{counted(len(trace.failures), 'sample')} of {len(trace.sample_ids)} failed and are left out; {whose}{reason}"
+    return (
+        f"{counted(len(trace.failures), 'sample')} of {len(trace.sample_ids)} failed and are left out; {whose}{reason}"
+    )
 
 
 def _few(samples: int) -> str:
@@ -111,7 +113,9 @@ def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
     places = [(budget, sides.config(start.treatment, place)) for place, budget in enumerate(sides.budgets)]
     counts = [(budget, int((sigma[place] <= EVIDENCE).sum())) for budget, place in places if place is not None]
     told = ", ".join(f"{count} of {sigma[0].size} at budget {budget}" for budget, count in counts if count)
-    return [f"σ ≤ 0.5 in heads of {sides.names[start.treatment]}: {told}. Theorem 3 says nothing there."] if told else []
+    return (
+        [f"σ ≤ 0.5 in heads of {sides.names[start.treatment]}: {told}. Theorem 3 says nothing there."] if told else []
+    )
 
 
 def _ties(sides: Sides, start: Start, tied: float | None) -> str:

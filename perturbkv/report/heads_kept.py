@@ -73,5 +73,3 @@ def by_change(trace: Trace, sample: int, pairs: Sequence[Places], first: Places)
     order = np.stack(np.unravel_index(np.argsort(-moved, axis=None, kind="stable"), shape), axis=1).tolist()
     found = [(int(layer), int(head)) for layer, head in order]
     return [first, *(one for one in found if one != first)]
-
-

@@ -100,6 +100,8 @@ MEASURES = (
 """In the order in which a page lists them."""
 STEPPED = ("isolated", "propagated", "retained_mass", "sigma_stage1")
 """Those that are shown step by step."""
+FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat", "theta", "gone_distance")
+"""Those whose single samples a page holds before those of the others, where it has not room for all."""
 
 
 def held_measures(trace: Trace) -> tuple[Measure, ...]:

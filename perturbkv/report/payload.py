@@ -12,7 +12,7 @@ from perturbkv.analyses.reading import at_step
 from perturbkv.errors import TraceError
 from perturbkv.report.blocks import Blocks, limit
 from perturbkv.report.document import Head, Payload
-from perturbkv.report.facts import Fact, name_of
+from perturbkv.report.facts import name_of
 from perturbkv.report.measures import ANALYSIS
 from perturbkv.report.sides import numbered
 from perturbkv.report.trace_part import trace_part
@@ -34,7 +34,8 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
         msg = "report needs at least one trace, got none"
         raise TraceError(msg)
     held = [at_step(trace, ANALYSIS, 0) for trace in traces]
-    parts, blocks = [], {}
+    parts: list[dict[str, Any]] = []
+    blocks: dict[str, bytes] = {}
     for number, (trace, name) in enumerate(zip(held, numbered([name_of(trace) for trace in held]), strict=True)):
         own = Blocks(f"t{number}", np.inf if full else _room(held, trace))
         parts.append(plain(trace_part(trace, own, name, full)))
@@ -64,5 +65,3 @@ def _made_with() -> str:
     from perturbkv import __version__
 
     return f"perturbkv {__version__}"
-
-

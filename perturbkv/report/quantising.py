@@ -78,4 +78,4 @@ def four_a_byte(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Verdicts 1, 0 and −1 as 1, 0 and 2 in two bits each, the first in the lowest bits of the first byte."""
     flat = np.where(verdicts < 0, 2, verdicts).astype(np.uint8).reshape(-1)
     padded = np.concatenate([flat, np.zeros(-len(flat) % 4, dtype=np.uint8)]).reshape(-1, 4)
-    return np.asarray(padded << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1, dtype=np.uint8)
+    return np.asarray((padded << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1), dtype=np.uint8)

@@ -45,19 +45,25 @@ class Sample:
         }
 
 
-def tokens_part(trace: Trace, blocks: Blocks, pairs: Sequence[Places], first: Places) -> dict[str, Any]:
+def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
+    """The ids of the blocks of each complete sample's text, which every page holds; None of one without."""
+    found = [prompts.text_of(trace, int(place)) for place in np.flatnonzero(trace.ok)]
+    return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(found)]
+
+
+def tokens_part(
+    trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[Places], first: Places
+) -> dict[str, Any]:
     """`prompts` and `held_heads` of the page's JSON.
 
     Args:
         trace: of which the complete samples are shown.
         blocks: where blocks are held while there is room.
+        texts: what `put_texts` gave.
         pairs: configurations whose changes say which heads come first.
         first: layer and head that come first of all.
     """
-    samples = [Sample(int(place)) for place in np.flatnonzero(trace.ok)]
-    for number, one in enumerate(samples):
-        text = prompts.text_of(trace, one.place)
-        one.text = None if text is None else blocks.put(f"text{number}", text)
+    samples = [Sample(int(place), text) for place, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
     held = not trace.why_without_kept()
     if held:
         _shares(trace, blocks, samples)
@@ -84,10 +90,8 @@ def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
             one.attention = blocks.offer(f"attention{number}", deflated(codes.tobytes()))
 
 
-def _bundles(
-    trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[Places], first: Places
-) -> None:
-    """Give samples their bundles: as many each as there is room for, in two goes, so that few masks are held at once."""
+def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[Places], first: Places) -> None:
+    """Give every sample its bundles, each an equal part of the room: one sample's masks are held at a time."""
     orders = [heads_kept.by_change(trace, one.place, pairs, first) for one in samples]
     for number, (one, order) in enumerate(zip(samples, orders, strict=True)):
         _fill(trace, blocks, one, order, blocks.room / (len(samples) - number))

@@ -21,6 +21,7 @@ from perturbkv.report.heads_kept import listed
 from perturbkv.report.lacking import lacking
 from perturbkv.report.measures import (
     ANALYSIS,
+    FIRST,
     STEPPED,
     Measure,
     by_step,
@@ -30,10 +31,16 @@ from perturbkv.report.measures import (
 )
 from perturbkv.report.quantising import four_a_byte, log_scale
 from perturbkv.report.sides import Places, Sides, Start, sides_of, start_of
+from perturbkv.report.tokens_part import put_texts, tokens_part
 from perturbkv.report.told import ablation, conclusions
-from perturbkv.report.tokens_part import tokens_part
 from perturbkv.trace import Trace
 from perturbkv.visible import line
+
+_MOST_STEPS, _MOST_SAMPLES = 0.5, 0.85
+"""Of the room that is left, what steps and single samples may take: the rest is for what heads keep."""
+_LEAST_SAMPLES = 2
+"""Measures whose single samples every page holds."""
+_LEFT_OUT = "left out to keep the page small; --full keeps them"
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,14 @@ class Measured:
     Attributes:
         trace: as it was given.
         quick: the same for comparisons; None where kept sets cannot be compared.
-        measures: that it holds.
+        measures: that it holds; `each` of them is (sample, config, layer, head).
         sides, start: its configurations, and what is shown first.
     """
 
     trace: Trace
     quick: Trace | None
     measures: tuple[Measure, ...]
+    each: tuple[Floats, ...]
     sides: Sides
     start: Start
 
@@ -64,11 +72,16 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     sides = sides_of(trace.run)
     lacks = lacking(trace)
     quick = _told(lacks, "pairs", lambda: with_digests(trace))
-    made = Measured(trace, quick, held_measures(trace), sides, start_of(trace.run, sides))
-    compared = _arrays(made, blocks, full)
+    measures = held_measures(trace)
+    each = tuple(each_of(trace, one) for one in measures)
+    made = Measured(trace, quick, measures, each, sides, start_of(trace.run, sides))
+    compared = _arrays(made, blocks)
     start, head = made.start, _most_changed(made)
     tied = _tied(made, compared.get("propagated"))
     shown = [pair for pair in sides.pairs if {sides.side[place] for place in pair} == {start.baseline, start.treatment}]
+    steps = _steps(made, blocks, lacks)
+    texts = put_texts(trace, blocks)
+    _samples(made, blocks, lacks, full)
     told = {
         "name": name,
         "title": title_of(trace),
@@ -89,8 +102,8 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "answers": answers(trace),
         "losses": listed(trace),
         "step_samples": _step_samples(trace),
-        **_steps(made, blocks, lacks),
-        **tokens_part(trace, blocks, shown, head),
+        **steps,
+        **tokens_part(trace, blocks, texts, shown, head),
     }
     return {**told, "lacks": lacks, "arrays": blocks.arrays}
 
@@ -131,26 +144,19 @@ def _measures(made: Measured) -> list[dict[str, Any]]:
     return [one.to_dict(ties.index(one.key) if one.key in ties and made.quick else None) for one in made.measures]
 
 
-def _arrays(made: Measured, blocks: Blocks, full: bool) -> dict[str, Compared]:
-    """All arrays but those of steps, held in `blocks`; measure -> how its pairs compare."""
-    means, samples, scales, totals, floors = [], [], [], [], []
+def _arrays(made: Measured, blocks: Blocks) -> dict[str, Compared]:
+    """All arrays but those of steps and single samples, held in `blocks`; measure -> how its pairs compare."""
+    means, totals, floors = [], [], []
     compared: dict[str, Compared] = {}
     same = same_sets(made.quick, made.sides.pairs) if made.quick and made.sides.pairs else None
-    for one in made.measures:
-        each = each_of(made.trace, one)
+    for one, each in zip(made.measures, made.each, strict=True):
         means.append(mean_of(each))
-        samples.append(each.astype(np.float32) if full else each)
-        scales.append(one.scale(each))
         totals.append(configurations.totals(made.trace, one, each))
         if same is not None and made.quick is not None:
             compared[one.key] = compare(made.quick, one, each, made.sides.pairs, same)
         if one.source:
             floors.append(_floor(made.trace, one))
     blocks.floats("mean", np.stack(means))
-    if full:
-        blocks.floats("sample", np.stack(samples))
-    else:
-        blocks.codes("sample", np.stack(samples), scales)
     blocks.floats("total", np.stack(totals))
     blocks.floats("floor", np.stack(floors))
     blocks.floats("norm", values(made.trace, "output_norm", ANALYSIS, 0).mean(axis=0))
@@ -192,8 +198,33 @@ def _steps(made: Measured, blocks: Blocks, lacks: dict[str, str]) -> dict[str, A
         return {}
     stepped = [one for one in made.measures if one.key in STEPPED]
     found = [by_step(made.trace, one) for one in stepped]
-    blocks.codes("step_mean", np.stack(found), [one.scale(part) for one, part in zip(stepped, found, strict=True)])
+    scales = [one.scale(part) for one, part in zip(stepped, found, strict=True)]
+    if blocks.codes("step_mean", found, scales, _MOST_STEPS) > 1:
+        lacks["steps"] = f"the heads of each decode step are {_LEFT_OUT}"
+        return {}
     return {"stepped": [one.key for one in stepped]}
+
+
+def _samples(made: Measured, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
+    """The measures of every sample: all of them, or as many as leave room for what heads keep, the first ones first."""
+    if full:
+        blocks.floats("sample", np.stack([each.astype(np.float32) for each in made.each]))
+        blocks.arrays["sample"]["measures"] = list(range(len(made.each)))
+        return
+    keys = [one.key for one in made.measures]
+    order = sorted(
+        range(len(keys)), key=lambda place: (FIRST.index(keys[place]) if keys[place] in FIRST else 99, place)
+    )
+    count, taken = len(order), np.inf
+    while taken > 1:
+        held = sorted(order[:count])
+        some, scales = [made.each[place] for place in held], [made.measures[one].scale(made.each[one]) for one in held]
+        taken = blocks.codes("sample", some, scales, _MOST_SAMPLES if count > _LEAST_SAMPLES else np.inf)
+        count = count if taken <= 1 else max(_LEAST_SAMPLES, min(count - 1, int(count / taken)))
+    blocks.arrays["sample"]["measures"] = held
+    if count < len(order):
+        names = ", ".join(made.measures[place].name for place in sorted(order[count:]))
+        lacks["samples"] = f"single samples of {names} are {_LEFT_OUT}"
 
 
 def _step_samples(trace: Trace) -> list[int]:

@@ -1,0 +1,131 @@
+"""The page's markup, policy and data, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from perturbkv.report.document import Payload
+from perturbkv.report.page import LIBRARIES, as_json, page
+from perturbkv.report.policy import PLOT_CLASS, PLOT_STYLES
+from tests.support.payloads import HOSTILE, small_payload
+
+IDS = "choose verdict map scatter head prompt layers assumption budgets ablation answers".split()
+
+
+class Seen(HTMLParser):
+    """Tags with their attributes, and the text of each script and style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.raw: list[tuple[dict[str, str | None], str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self.raw.append((dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] in ("script", "style") and self.cdata_elem:
+            self.raw[-1] = (self.raw[-1][0], self.raw[-1][1] + data)
+
+    def content(self, name: str) -> str:
+        (found,) = [one["content"] for tag, one in self.tags if tag == "meta" and one.get("http-equiv") == name]
+        return str(found)
+
+
+def test_every_part_has_its_id_a_title_a_sentence_and_panes() -> None:
+    text = page(small_payload())
+    seen = Seen(text)
+    ids = [one["id"] for _, one in seen.tags if one.get("id")]
+    assert [name for name in ids if name in IDS] == IDS
+    assert len(ids) == len(set(ids))
+    assert all(one["aria-labelledby"] in ids for _, one in seen.tags if "aria-labelledby" in one)
+    assert text.count('<div class="panes"></div>') == text.count('<p class="about">') == len(IDS)
+    assert seen.tags[0][0] == "html"
+    assert seen.tags[0][1]["lang"] == "en"
+
+
+def test_the_policy_lets_three_scripts_and_our_style_be_used_and_nothing_from_elsewhere() -> None:
+    seen = Seen(page(small_payload()))
+    rules = dict(rule.split(" ", 1) for rule in seen.content("Content-Security-Policy").split("; "))
+    code = [text for about, text in seen.raw if about.get("type") in (None, "module")]
+    assert len(code) == 1 + len(LIBRARIES) + 1
+    assert rules["style-src"].split() == [source(text) for text in (code[0], *PLOT_STYLES)]
+    assert rules["script-src"].split() == [source(text) for text in code[1:]]
+    others = {name: said for name, said in rules.items() if name not in ("style-src", "script-src")}
+    assert others == {"default-src": "'none'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
+    assert "unsafe" not in str(rules)
+    addresses = [one.get(name) for _, one in seen.tags for name in ("src", "href", "action", "data", "poster")]
+    assert [one for one in addresses if one] == ["#main"]
+
+
+def source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_the_policy_stands_before_all_that_it_rules() -> None:
+    tags = Seen(page(small_payload())).tags
+    (place,) = [place for place, (_, one) in enumerate(tags) if one.get("http-equiv")]
+    assert [tag for tag, _ in tags[:place]] == ["html", "head", "meta"]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_text_from_outside_makes_no_tag_and_arrives_as_it_is(hostile: str) -> None:
+    harmless, seen = Seen(page(small_payload())), Seen(page(small_payload(hostile.replace("\ud800", ""))))
+    assert [tag for tag, _ in seen.tags if tag != "h2"] == [tag for tag, _ in harmless.tags if tag != "h2"]
+    (data,) = [text for about, text in seen.raw if about.get("id") == "page"]
+    assert json.loads(data)["traces"][0]["name"] == hostile.replace("\ud800", "")
+
+
+def test_a_document_in_a_page_is_the_same_document() -> None:
+    for hostile in HOSTILE:
+        text = as_json({hostile: [hostile]})
+        assert not re.search("[<>&\u2028\u2029\ud800]", text)
+        assert json.loads(text) == {hostile: [hostile]}
+        text.encode()
+
+
+def test_a_number_that_json_has_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        page(small_payload(mean=float("nan")))
+
+
+@pytest.mark.parametrize("name", ["map", "page", "a b", '"><img>', "", "é"])
+def test_a_block_has_an_id_of_its_own(name: str) -> None:
+    one = small_payload()
+    with pytest.raises(ValueError, match="expected a block's name"):
+        page(Payload(one.title, one.heads, one.document, {name: b""}))
+
+
+def test_a_title_is_one_plain_line() -> None:
+    for bad in ("a\nb", "\x1b[31mred", "a\u202eb"):
+        with pytest.raises(ValueError, match="a title of one line"):
+            Payload(bad, (), {}, {})
+
+
+def test_blocks_arrive_as_they_were() -> None:
+    one = small_payload()
+    blocks = {"b0": bytes(range(256)), "b1": b""}
+    seen = Seen(page(Payload(one.title, one.heads, one.document, blocks)))
+    held = {about["id"]: text for about, text in seen.raw if about.get("type") == "application/octet-stream"}
+    assert {name: base64.b64decode(text) for name, text in held.items()} == blocks
+
+
+def test_the_styles_of_plot_are_those_that_it_writes() -> None:
+    """Each with the name of a class in place of the variable; a browser's test holds that there are no others."""
+    from perturbkv.report.page import _library
+
+    written = re.sub(r"\$\{[a-z]+\}", "${}", _library("plot.min.js"))
+    for style in PLOT_STYLES:
+        for rule in re.findall(r"[^}]+\}", style.replace(PLOT_CLASS, "${}")):
+            assert rule.strip().replace("\n", "\\n") in written or rule.strip() in written
+    assert len(re.findall(r'"style"(?:,"\*")?\)\.text\(', written)) == 3
