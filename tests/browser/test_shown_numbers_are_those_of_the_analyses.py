@@ -1,0 +1,242 @@
+"""What stands on the page equals what the analyses find, for every pair, measure and part; told by clicking there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import perturbkv as pk
+from perturbkv.analyses.distances import DISTANCES
+from perturbkv.analyses.heads import summarise
+from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
+from tests.browser.conftest import watched
+from tests.browser.reports import (
+    BUDGETS,
+    SELECTIONS,
+    choose,
+    estimate,
+    html,
+    measured,
+    number,
+    ratio,
+    settle,
+    text,
+    tiles,
+)
+
+MARKS = {BOTH: "both", BASELINE: "baseline", TREATMENT: "treatment", NEITHER: "none", QUESTION: "question"}
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(html(), encoding="utf-8")
+    opened = watched(browser, path, viewport={"width": 1280, "height": 900})
+    opened.page.wait_for_selector("body[data-ready=all]")
+    settle(opened)
+    yield opened
+    assert opened.quiet()
+    opened.page.context.close()
+
+
+def sides(first: str, second: str, budget: int) -> tuple[Any, Any]:
+    held = {(one.selection.name, one.budget.value): one for one in measured().run.configs}
+    return held[first, budget], held[second, budget]
+
+
+def pairs() -> list[tuple[str, str, int]]:
+    return [(one, other, budget) for budget in BUDGETS for one in SELECTIONS for other in SELECTIONS if one != other]
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("kind", ["isolated", "propagated"])
+def test_tiles_are_what_heads_finds_for_every_pair(shown: Any, kind: str, distance: str) -> None:
+    choose(shown, sample="", measure=f"{kind}{DISTANCES[distance].suffix}")
+    for first, second, budget in pairs():
+        choose(shown, baseline=first, treatment=second, budget=str(budget))
+        found = getattr(summarise(measured(), *sides(first, second, budget), distance=distance), kind)
+        told = tiles(shown)
+        assert told["heads + / = / −"] == f"{found.improved_count} / {found.tied_count} / {found.worsened_count}"
+        assert told["Σ over the baseline’s"] == f"× {estimate(ratio(found.sum_ratio), found.sum_ratio_interval, ratio)}"
+        share = f"{100 * found.better_share:.0f} %"
+        assert told["heads better"] == estimate(share, found.better_share_interval, lambda end: f"{100 * end:.0f}")
+
+
+def test_some_heads_are_tied_there() -> None:
+    """Otherwise the test above would not tell a page without ties from one with them."""
+    found = [summarise(measured(), *sides(*pair)).isolated.tied_count for pair in pairs()]
+    assert max(found) > 0
+
+
+def test_a_single_sample_is_that_sample(shown: Any) -> None:
+    first, second = sides("attention", "two-stage", 96)
+    for place, sample in enumerate(measured().sample_ids[:2]):
+        choose(shown, baseline="attention", treatment="two-stage", budget="96", measure="propagated", sample=sample)
+        alone = summarise(measured().sel(sample=sample), first, second).propagated
+        counts = f"{alone.improved_count} / {alone.tied_count} / {alone.worsened_count}"
+        told = tiles(shown)
+        assert (told["Σ over the baseline’s"], told["heads + / = / −"]) == (f"× {ratio(alone.sum_ratio)}", counts), place
+    choose(shown, sample="")
+
+
+def cells(shown: Any) -> Any:
+    return shown.page.locator("#map svg.map > g").first.locator("rect")
+
+
+def test_hovering_tells_both_means_and_a_click_opens_the_head(shown: Any) -> None:
+    choose(shown, baseline="attention", treatment="two-stage", budget="96", measure="isolated", sample="")
+    found = summarise(measured(), *sides("attention", "two-stage", 96)).isolated
+    layers, heads = found.verdict.shape
+    assert cells(shown).count() == layers * heads
+    for layer, head in ((0, 0), (3, 7), (layers - 1, heads - 1)):
+        shown.page.evaluate("document.getElementById('map').scrollIntoView({block: 'center', behavior: 'instant'})")
+        box = cells(shown).nth(layer * heads + head).bounding_box()
+        at = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        shown.page.mouse.move(*at)
+        said = text(shown, "#tooltip")
+        both = [number(float(side[layer, head])) for side in (found.baseline_mean, found.treatment_mean)]
+        assert said.startswith(f"layer {layer}, head {head}")
+        assert f"{both[0]} → {both[1]} L1" in said
+        word = {1: "better", 0: "tied", -1: "worse"}[int(found.verdict[layer, head])]
+        assert word in said
+        shown.page.mouse.click(*at)
+        settle(shown)
+        assert text(shown, "#head table caption").startswith(f"Layer {layer}, head {head} ")
+
+
+def test_hatched_cells_are_the_tied_heads(shown: Any) -> None:
+    for first, second, budget in pairs()[:6]:
+        choose(shown, baseline=first, treatment=second, budget=str(budget), measure="isolated", sample="")
+        found = summarise(measured(), *sides(first, second, budget)).isolated
+        assert shown.page.locator("#map g.ties rect").count() == found.tied_count
+
+
+def test_the_table_of_a_head_is_what_the_trace_holds(shown: Any) -> None:
+    choose(shown, baseline="attention", treatment="two-stage", budget="48", measure="isolated", sample="")
+    choice = {"layer": "12", "head": "4"}
+    for name, value in choice.items():
+        shown.page.select_option(f"#head select[name={name}]", value)
+    settle(shown)
+    rows = shown.page.locator("#head tbody tr")
+    told = {one[0]: one[1:] for one in (rows.nth(row).inner_text().split("\t") for row in range(rows.count()))}
+    held = measured()
+    places = [held.run.configs.index(side) for side in sides("attention", "two-stage", 48)]
+    for name, variable in {
+        "isolated": "perturbation_isolated",
+        "propagated, L2": "perturbation_propagated_l2",
+        "θ": "theta",
+        "θ̂": "theta_hat",
+        "S": "retained_mass",
+        "σ, stage 1": "sigma_stage1",
+    }.items():
+        means = held.arrays[variable][:, places, 0, 12, 4].mean(axis=0)
+        assert told[name][:2] == [number(float(mean)) for mean in means], name
+
+
+def test_tokens_are_coloured_by_their_fate_and_losses_are_listed(shown: Any) -> None:
+    sample = measured().sample_ids[1]
+    choose(shown, baseline="attention", treatment="two-stage", budget="48", measure="isolated", sample=sample)
+    shown.page.select_option("#prompt select[name=colour]", "fate")
+    shown.page.select_option("#head select[name=layer]", "12")
+    shown.page.select_option("#head select[name=head]", "4")
+    settle(shown)
+    found = pk.tokens(measured(), sample, 12, 4, budget=48)
+    shown.page.locator("#prompt .text").scroll_into_view_if_needed()
+    classes = shown.page.evaluate("[...document.querySelectorAll('#prompt .chunk span')].map((one) => one.className)")
+    assert [name.split()[0] for name in classes] == [MARKS[fate] for fate in found.fates]
+    assert found.losses
+    lost = {loss.position for side in found.losses for loss in side}
+    assert {place for place, name in enumerate(classes) if "lost" in name.split()} == lost
+    tables = shown.page.locator("#prompt .lost table")
+    for place, losses in enumerate(found.losses):
+        rows = tables.nth(place).locator("tbody tr")
+        told = [rows.nth(row).inner_text().split("\t") for row in range(rows.count())]
+        assert [int(row[2].replace(",", "")) for row in told] == [loss.position for loss in losses]
+        assert [float(row[3]) for row in told] == pytest.approx([100 * loss.share for loss in losses], rel=6e-3)
+    shown_text = shown.page.evaluate("document.querySelector('#prompt .text').textContent")
+    assert shown_text == "".join(found.prompt.pieces)
+    choose(shown, sample="")
+
+
+def test_layers_say_the_ratio_after_the_last_one(shown: Any) -> None:
+    for distance, measure in (("l1", "isolated"), ("cosine", "propagated_cosine")):
+        choose(shown, baseline="attention", treatment="two-stage", budget="96", measure=measure, sample="")
+        (series,) = pk.layer_drift(measured(), "attention", "two-stage", distance=distance).members
+        drift = next(one for one in series if one.baseline.budget.value == 96)
+        band = drift.ratio_interval
+        assert band is not None
+        end = estimate(ratio(float(drift.ratio[-1])), band.at(-1), ratio)
+        captions = shown.page.locator("#layers .caption").all_inner_texts()
+        assert f"treatment over baseline: × {end} after layer 29" in captions
+
+
+def test_the_assumption_counts_heads_below(shown: Any) -> None:
+    choose(shown, baseline="attention", treatment="two-stage", budget="48", sample="")
+    for reading in ("sigma_stage1", "sigma_topk", "retained_mass"):
+        shown.page.select_option("#assumption select[name=sigma]", reading)
+        settle(shown)
+        found = [
+            next(one for one in pk.assumption(measured(), side).configs if one.config.budget.value == 48)
+            for side in ("attention", "two-stage")
+        ]
+        below = [int((one.readings[reading].mean <= 0.5).sum()) for one in found]
+        told = shown.page.locator("#assumption .caption").all_inner_texts()
+        words = ["1 head" if count == 1 else f"{count} heads" for count in below]
+        assert [f"at most 0.5 in {word} of 270" in line for word, line in zip(words, told, strict=True)] == [True, True]
+
+
+def titles(shown: Any, part: str) -> list[str]:
+    """What hovering over the points of a part's charts says."""
+    found: list[str] = shown.page.evaluate(f"[...document.querySelectorAll('#{part} title')].map((one) => one.textContent)")
+    return found
+
+
+def test_budgets_are_the_medians_of_kl_and_the_shares_of_tokens(shown: Any) -> None:
+    choose(shown, baseline="attention", treatment="two-stage", budget="96", measure="propagated", sample="")
+    told = titles(shown, "budgets")
+    found = pk.budget_curves(measured(), "attention", SELECTIONS[1:])
+    for curve in found:
+        for place, config in enumerate(curve.configs):
+            name = f"{config.selection.name}, budget {config.budget.value}\n"
+            assert any(one.startswith(f"{name}{number(float(curve.kl_median[place]))} [") for one in told), name
+            share = f"{100 * float(curve.top1_share[place]):.0f} ["
+            assert any(one.startswith(name + share) for one in told), name
+
+
+def test_the_ablation_is_that_of_the_analysis(shown: Any) -> None:
+    choose(shown, budget="48")
+    told = titles(shown, "ablation")
+    setting = next(one for one in pk.ablation(measured()).settings if one.baseline.budget.value == 48)
+    assert setting.rows
+    for row in setting.rows:
+        for kind in ("isolated", "propagated"):
+            found = getattr(row.compared, kind)
+            end = f"{kind}: × {estimate(ratio(found.sum_ratio), found.sum_ratio_interval, ratio)}"
+            assert any(row.name in one and one.endswith(end) for one in told), (row.name, end)
+
+
+def test_answers_stand_beside_the_expected_ones(shown: Any) -> None:
+    choose(shown, baseline="attention", treatment="two-stage", budget="96", sample="")
+    held = measured()
+    rows = shown.page.locator("#answers tbody tr")
+    assert rows.count() == len(held.sample_ids)
+    place = held.run.configs.index(sides("attention", "two-stage", 96)[1])
+    for row, _ in enumerate(held.sample_ids):
+        cells = rows.nth(row).locator("td")
+        wanted = [str(held.arrays["answer_full"][row]), str(held.arrays["answer"][row, place])]
+        assert [cells.nth(cell).locator(".answer > span").inner_text().strip() for cell in (1, 3)] == [
+            one.strip() or "(nothing)" for one in wanted
+        ]
+    means = [float(np.mean(held.arrays["digits"][:, place]))]
+    assert any(number(means[0]) in one for one in titles(shown, "answers"))
+
+
+def test_numbers_of_the_tests_are_written_as_on_the_page() -> None:
+    values = (0.0, 0.5, 0.123456, 12.3456, 123.456, 999.6, 1234.5, 1e-5, 100.0, 20.0, -0.25)
+    expected = ["0", "0.500", "0.123", "12.3", "123", "1000", "1,234", "1.0e−5", "100", "20.0", "−0.250"]
+    assert [number(value) for value in values] == expected
+
+
