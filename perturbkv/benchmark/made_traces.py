@@ -42,6 +42,7 @@ def made_trace(samples: int, layers: int, heads: int, tokens: int, seed: int = 0
         if _is_drawn(name, variable, sizes)
     }
     arrays |= {"prompt_tokens": np.full(samples, tokens), "steps_measured": np.ones(samples, dtype=np.int64)}
+    arrays["question_tokens"] = np.zeros(samples, dtype=np.int64)
     arrays["evicted"] = np.ones((samples, len(configs)), dtype=np.uint8)
     arrays |= _kept((samples, len(configs), layers, heads), configs, tokens, draw) | _texts(samples, tokens)
     run = RunConfig(model="made", dataset="made", configs=configs, samples=samples, steps=1)
