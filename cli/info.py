@@ -34,6 +34,7 @@ def info(
     about = [
         ("samples", states),
         ("text", _held(description, description.with_text)),
+        *_answers(description),
         ("kept positions", _held(description, description.with_kept)),
         *_caches(description.caches),
         *((line(name), line(value)) for name, value in sorted(description.attrs.items())),
@@ -53,6 +54,12 @@ def info(
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
         console.say(line(f"failed: {reason}"))
+
+
+def _answers(description: Description) -> list[tuple[str, str]]:
+    """Whether the text of answers can be read, where there are answers."""
+    there = "generated" in description.variables
+    return [("text of answers", _held(description, description.with_answers))] if there else []
 
 
 def _held(description: Description, samples: Sequence[str]) -> str:

@@ -186,6 +186,13 @@ VARIABLES: dict[str, Variable] = {
     "score": Variable(
         ("config",), "1", "score of the evicted cache's answer, 0 to 1; NaN where no metric grades it", optional=True
     ),
+    "answer_full": Variable((), "1", "the full cache's answer as it is graded, without special tokens", "str", True),
+    "answer": Variable(
+        ("config",), "1", "the evicted cache's answer as it is graded, without special tokens", "str", optional=True
+    ),
+    "expected_answers": Variable(
+        (), "1", "accepted answers as a JSON list; empty where the answers' text is not stored", "str", optional=True
+    ),
     "digits_full": Variable((), "1", "share of the answer's leading digits that the full cache gives", optional=True),
     "digits": Variable(
         ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
@@ -215,6 +222,9 @@ MEASURED = "measured_layers"
 
 TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt_text")
 """What shows the prompt itself, and is no number that was measured: a trace may go without."""
+
+ANSWER_TEXT = ("answer_full", "answer", "expected_answers")
+"""What shows the answers themselves, likewise: it is decoded from the tokens that a trace holds."""
 
 KEPT = ("kept_offset", "kept_length", "kept_code")
 """What shows which entries were kept, not only how many: a trace may go without."""

@@ -18,7 +18,7 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import DIGEST, FORMER, KEPT, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
+from perturbkv.schema import ANSWER_TEXT, DIGEST, FORMER, KEPT, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
 from perturbkv.visible import line
 
 
@@ -298,6 +298,8 @@ def part_of(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -
     wanted, found = list(names), {}
     if "prompt_count" in wanted and not read("prompt_count", place):
         wanted = [name for name in wanted if name not in TEXT]
+    if "expected_answers" in wanted and not str(read("expected_answers", place)):
+        wanted = [name for name in wanted if name not in ANSWER_TEXT]
     rows = {name: (VARIABLES | FORMER)[name].dims[0] for name in wanted if (VARIABLES | FORMER)[name].in_rows}
     begin_and_end = {axis: _rows(read, *ROWS[axis], place) for axis in set(rows.values())}
     for name in wanted:

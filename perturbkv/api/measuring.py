@@ -81,8 +81,8 @@ def measure(  # type: ignore[misc]  # the options above are those below
         cpus_per_worker: cores of each; None: OMP_NUM_THREADS, or an even share.
         timeout_per_sample: seconds after which a worker is ended and its sample measured again, once.
         save_outputs: keep head outputs, hidden states and attention too.
-        text: keep each prompt's tokens and text too, which `tokens` shows. No number depends on it: a run that goes on
-            adds it to the samples that are there, or takes it out of them.
+        text: keep each prompt's tokens and text too, which `tokens` shows, and the text of answers. No number depends
+            on it: a run that goes on adds it to the samples that are there, or takes it out of them.
         kept: keep the positions that every head keeps, which `tokens` and `Trace.kept` show; their counts, and what
             compares equal sets, stay without. A run that goes on takes them out of the samples that are there, and
             cannot add them.

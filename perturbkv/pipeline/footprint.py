@@ -21,7 +21,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.kept_code import mask_bytes
 from perturbkv.pipeline.lost import ENTRIES
 from perturbkv.pipeline.plan import Plan
-from perturbkv.schema import DIGEST, KEPT, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 
 _DEFLATED = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}
 """What is left of a type's bytes; of single numbers and of the text all is."""
@@ -33,6 +33,8 @@ _ENTRY = 2700
 """Bytes of a sample's file in the journal beside its numbers: what it says of them."""
 _PER_TOKEN = 12
 """Bytes of a token's text, its number and its place."""
+_PER_ANSWER_TOKEN, _PER_ANSWER = 5, 40
+"""Bytes of a token of an answer's text, and of what HDF5 keeps beside each."""
 _ANSWERS = ("generated_full", "generated", "score_full", "score", "digits_full", "digits")
 
 
@@ -132,13 +134,19 @@ def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
     run, shape = planned.run, _shape(planned)
     sizes = _sizes(run, shape, read)
     codes = _code_bytes(run, shape, tokens) if planned.kept else 0
-    stored, raw = codes * _CODES + _PER_TOKEN * read * planned.text, _ENTRY + float(codes)
+    text = _PER_TOKEN * read + _answer_bytes(run) if planned.text else 0
+    stored, raw = codes * _CODES + text, _ENTRY + float(codes)
     for name in _names(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
         length = math.prod(sizes[axis] for axis in dims) * np.dtype(dtype).itemsize
         deflated = 0.95 if name == DIGEST else _DEFLATED[dtype] if dims else 1
         stored, raw = stored + length * deflated, raw + length
     return int(stored), int(raw)
+
+
+def _answer_bytes(run: RunConfig) -> int:
+    """The text of a sample's answers, the full cache's among them."""
+    return (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
 
 
 def _sizes(run: RunConfig, shape: Shape, read: int) -> dict[str, int]:
@@ -149,7 +157,13 @@ def _sizes(run: RunConfig, shape: Shape, read: int) -> dict[str, int]:
 
 def _names(planned: Plan) -> list[str]:
     """The variables of a sample that lie along axes of one length, or have none."""
-    left_out = {*TEXT, KEPT[2], *((DIGEST,) if planned.kept else KEPT), *(() if planned.run.generate else _ANSWERS)}
+    left_out = {
+        *TEXT,
+        *ANSWER_TEXT,
+        KEPT[2],
+        *((DIGEST,) if planned.kept else KEPT),
+        *(() if planned.run.generate else _ANSWERS),
+    }
     raw = "outputs" in planned.run.save
     return [name for name, one in VARIABLES.items() if name not in left_out and (raw or not one.raw)]
 

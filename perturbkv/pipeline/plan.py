@@ -41,7 +41,7 @@ class Settings:
         scenario, cache, save: as in `RunConfig`.
         generate: tokens generated from every cache and scored; None: as many as the dataset says.
         head_scores: one row of scores per layer, for `headkv`.
-        text: whether the trace holds the prompts' text.
+        text: whether the trace holds the text of prompts and answers.
         kept: whether the trace holds the kept positions, beside their counts.
         scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
         leave_out_unfit: a budget that some prompt makes no larger than the window is left out instead of refused.
@@ -79,7 +79,7 @@ class Plan:
         run: how, as the trace records it.
         resources: what it may take.
         batches: how the configurations of the largest prompt are decoded.
-        text: whether its trace holds the prompts' text: no number depends on it, so it is no part of `run`.
+        text: whether its trace holds text of prompts and answers: no number depends on it, and it is no part of `run`.
         kept: whether its trace holds the kept positions, likewise.
         loaded: the model, where it was loaded already.
     """

@@ -154,7 +154,7 @@ def _whole(
 
 
 def texts_of(planned: Plan) -> Texts:
-    """The text of the run's prompts; none where its trace is to hold none."""
+    """The text of the run's prompts and answers; none where its trace is to hold none."""
     return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
 
 

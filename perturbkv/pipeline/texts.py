@@ -1,8 +1,9 @@
-"""The text of a run's prompts as a trace stores it, made from their tokens: it needs no weights."""
+"""The text of a run's prompts and answers as a trace stores it, made from their tokens: it needs no weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ from numpy.typing import NDArray
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.pieces import pieces
 from perturbkv.datasets.prompts import Prompts
+from perturbkv.pipeline import grading
+from perturbkv.pipeline.grading import Decode
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.lazy import LazyArrays
+from perturbkv.storage.texts import SampleText
 
 Arrays = Mapping[str, NDArray[Any]]
 _DECODED = ("prompt_start", "prompt_text")
@@ -46,15 +50,17 @@ def _stored(name: str, value: Any) -> NDArray[Any]:
     return np.asarray(value).astype(VARIABLES[name].dtype)
 
 
-class PromptTexts(Mapping[str, Arrays]):
-    """Sample id -> `text_arrays` of its prompt, made whenever they are asked for: nothing grows with the samples."""
+class PromptTexts(Mapping[str, SampleText]):
+    """Sample id -> text of its prompt and answers, made whenever it is asked for: nothing grows with the samples."""
 
-    def __init__(self, prompts: Prompts, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, prompts: Prompts, decode: Decode) -> None:
         self._named = {prompt.sample_id: prompt for prompt in prompts}
         self._decode = decode
 
-    def __getitem__(self, sample_id: str) -> Arrays:
-        return text_arrays(self._named[sample_id], self._decode)
+    def __getitem__(self, sample_id: str) -> SampleText:
+        prompt = self._named[sample_id]
+        said = partial(grading.text_of, decode=self._decode)
+        return SampleText(text_arrays(prompt, self._decode), said, prompt.answers)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._named)

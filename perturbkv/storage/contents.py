@@ -5,6 +5,7 @@ A sum tells that numbers are those that were written; files without sums are hel
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +94,17 @@ def check_text(path: Path, arrays: Arrays, starts: NDArray[Any]) -> None:
         own = starts[begin : begin + count]
         if count and (own[0] != 0 or (own[1:] < own[:-1]).any() or own[-1] > len(text)):
             _refuse(path, "prompt_start ascending from 0 within each prompt's text", "others")
+
+
+def check_expected(path: Path, expected: NDArray[Any]) -> None:
+    """Raise TraceError unless accepted answers are a JSON list of texts in every sample that has any."""
+    for text in filter(None, expected.tolist()):
+        try:
+            told = json.loads(text)
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, list) or not all(isinstance(one, str) for one in told):
+            _refuse(path, "expected_answers as a JSON list of texts", repr(text[:80]))
 
 
 def _check_counts(path: Path, arrays: Arrays, ok: NDArray[np.bool_]) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError, TraceUnavailableError
-from perturbkv.schema import KEPT, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES
 from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.merge import Shapes, code_bytes
 from perturbkv.storage.stored_samples import holds, is_former, sample_of
@@ -29,6 +29,7 @@ class ExistingTrace:
         held = describe_whole(path)
         self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
         self.with_text, self.with_kept = frozenset(held.with_text), frozenset(held.with_kept)
+        self.with_answers, self.answered = frozenset(held.with_answers), "generated" in held.variables
         self._path, self._stamp = path, path.stat().st_mtime_ns
         self._places = {name: place for place, name in enumerate(held.sample_ids) if name not in held.failures}
 
@@ -76,9 +77,9 @@ class ExistingSample:
     def shapes(self) -> Shapes:
         """Variable name -> shape, that of kept_code without what is no head's."""
         with opened(self.path, self.stamp) as file:
-            own = (*TEXT, *KEPT)
+            own = (*TEXT, *ANSWER_TEXT, *KEPT)
             shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in own}
             codes = KEPT if is_former(file) else KEPT[:2]
-            parts = sample_of(file, (*TEXT, *codes), self.place)
+            parts = sample_of(file, (*TEXT, *ANSWER_TEXT, *codes), self.place)
             found = {**shapes, **{name: array.shape for name, array in parts.items()}}
             return found | ({KEPT[2]: (code_bytes(parts),)} if holds(file, KEPT[2]) else {})

@@ -21,7 +21,7 @@ import pyarrow.parquet
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.schema import KEPT, TEXT, VARIABLES, Variable
+from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES, Variable
 from perturbkv.storage.files import written_whole
 from perturbkv.storage.places import real
 from perturbkv.storage.texts import pieces_of
@@ -41,7 +41,7 @@ def columns(trace: Trace) -> dict[str, Variable]:
     return {
         name: variable
         for name, variable in VARIABLES.items()
-        if name in trace.arrays and name not in (*KEPT, *TEXT) and set(variable.dims) <= set(AXES)
+        if name in trace.arrays and name not in (*KEPT, *TEXT, *ANSWER_TEXT) and set(variable.dims) <= set(AXES)
     }
 
 

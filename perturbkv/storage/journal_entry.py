@@ -1,7 +1,8 @@
 """One file of a journal: some configurations of a sample, or the reason why it failed.
 
 A NumPy archive of two rows of bytes: `head`, JSON that says what the file holds, and `data`, all numbers one behind the
-other, each variable where `arrays` of the head says. Files of former versions have a member for each variable.
+other, each variable where `arrays` of the head says. Texts that lie along an axis are in a third one, `texts`, as JSON:
+one behind the other by variable. Files of former versions have a member for each variable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from perturbkv.storage.merge import Shapes, code_bytes
 
 Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Variable -> its type and shape, in the order in which they lie."""
-_HEAD, _DATA = "head.npy", "data.npy"
+_HEAD, _DATA, _TEXTS = "head.npy", "data.npy", "texts.npy"
 _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, PerturbkvError)
 _NEEDED = frozenset(name for name, variable in VARIABLES.items() if not variable.optional)
 
@@ -96,11 +97,15 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
     layout = [[name, array.dtype.str, array.shape] for name, array in held.items()]
     told: dict[str, Any] = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
     told |= {"code_bytes": code_bytes(arrays)}
+    texts = {name: array.reshape(-1).tolist() for name, array in held.items() if array.dtype.kind == "O"}
+    numbers = [array.reshape(-1).view(np.uint8) for name, array in held.items() if name not in texts]
 
     def write(stream: IO[bytes]) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
             _write_bytes(archive, _HEAD, [json.dumps(told).encode()])
-            _write_bytes(archive, _DATA, [array.reshape(-1).view(np.uint8) for array in held.values()])
+            _write_bytes(archive, _DATA, numbers)
+            if texts:
+                _write_bytes(archive, _TEXTS, [json.dumps(texts).encode()])
 
     write_whole(entry.path, write, folders=False)
 
@@ -163,7 +168,12 @@ def _arrays(held: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
     if _DATA not in held.namelist():
         return {name: _member(held, name) for name in _names(held) if name in names}
     data, begin, found = _bytes(held, _DATA), 0, {}
+    texts = json.loads(_bytes(held, _TEXTS).tobytes()) if _TEXTS in held.namelist() else {}
     for name, (dtype, shape) in _layout(held).items():
+        if dtype.kind == "O":
+            if name in names:
+                found[name] = np.array(texts[name], dtype=object).reshape(shape)
+            continue
         length = math.prod(shape) * dtype.itemsize
         if name in names:
             found[name] = data[begin : begin + length].view(dtype).reshape(shape)

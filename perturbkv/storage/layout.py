@@ -112,7 +112,7 @@ def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int
         elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
             arrays[name][where] = _padded(array, arrays[name].shape[-1])
         else:
-            arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" else array
+            arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" and not array.ndim else array
     for axis in offsets.values():
         filled[axis] += sizes[axis]
 

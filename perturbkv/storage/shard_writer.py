@@ -29,7 +29,7 @@ class ShardWriter:
     Args:
         trace: the trace file to be; what it holds already, or the journal of a run without shards, is not missing.
         record: what the shard knows of the run.
-        texts: of the prompts, kept with the samples: who joins them has no tokenizer.
+        texts: of prompts and answers, kept with the samples: who joins them has no tokenizer.
         overwrite: shards and traces of other runs are replaced; the trace when all shards are joined.
 
     Raises TraceError and OutputError where those of another run are there and `overwrite` is False.

@@ -66,7 +66,7 @@ class ShardRecord:
         run: the whole run's configuration.
         sample_ids: of every sample of the run, in the order of the file.
         attrs: provenance of what the shard measured.
-        text: whether its samples are kept with their prompts' text.
+        text: whether its samples are kept with the text of prompts and answers.
         kept: whether they are with kept positions.
         command: how it was asked for.
     """

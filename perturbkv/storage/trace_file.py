@@ -17,9 +17,9 @@ from perturbkv.configs import former, layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.reading import FileKind
-from perturbkv.schema import KEPT, MEASURED, ROWS, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED, ROWS, TEXT, VARIABLES
 from perturbkv.storage import checksums
-from perturbkv.storage.contents import check_codes, check_numbers, check_states, check_text
+from perturbkv.storage.contents import check_codes, check_expected, check_numbers, check_states, check_text
 from perturbkv.storage.coordinates import (
     check_configs,
     check_measured,
@@ -94,13 +94,15 @@ def _once(found: Callable[[StoredFile], dict[str, Any]]) -> Callable[[StoredFile
 
 
 def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
-    """What was read of a variable. Raises TraceError where it points outside a prompt or its text."""
+    """What was read of a variable. Raises TraceError where it leads out of a prompt or its text, or is no list."""
     if name == CODE:
         told = {one: file.read(one) for one in (*KEPT[:2], "kept_count", "prompt_tokens")}
         check_codes(file.path, told, file.read("complete") != 0, found)
     elif name == "prompt_start":
         told = {one: file.read(one) for one in ("prompt_offset", "prompt_count", "prompt_text")}
         check_text(file.path, told, found)
+    elif name == "expected_answers":
+        check_expected(file.path, found)
     return found
 
 
@@ -120,7 +122,8 @@ class StoredVariable:
 class Description:
     """What a trace file holds; of its numbers the bytes of its evicted caches alone, all samples' together.
 
-    `with_text` names the samples whose prompt's text is stored, `with_kept` those whose kept positions are.
+    `with_text` names the samples whose prompt's text is stored, `with_kept` those whose kept positions are,
+    `with_answers` those whose answers' text is.
     """
 
     run: RunConfig
@@ -131,6 +134,7 @@ class Description:
     caches: dict[str, int]
     with_text: tuple[str, ...]
     with_kept: tuple[str, ...]
+    with_answers: tuple[str, ...]
 
 
 def describe(path: Path) -> Description:
@@ -143,13 +147,18 @@ def describe(path: Path) -> Description:
         found = {name: _stored(file, name) for name in names if name not in AXES}
         variables = {name: one for name, one in found.items() if one is not None}
         caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
-        stored = _with_text(file, ids), _with_kept(file, ids)
+        stored = _with_text(file, ids), _with_kept(file, ids), _with_answers(file, ids)
         return Description(run, ids, failures, _provenance_of(file), variables, caches, *stored)
 
 
 def _with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
     counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
     return tuple(name for name, count in zip(ids, counts, strict=True) if count)
+
+
+def _with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    told = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
+    return tuple(name for name, expected in zip(ids, told.tolist(), strict=True) if expected)
 
 
 def _with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
@@ -169,7 +178,7 @@ def _stored(file: StoredFile, name: str) -> StoredVariable | None:
         return held and StoredVariable(*held)
     variable, shape = STORED[name], file.shape(name)
     if variable.dtype == "str":  # of a text HDF5 counts its address alone
-        dtype, nbytes = "object", sum(len(str(text).encode()) for text in file.read(name))
+        dtype, nbytes = "object", sum(len(str(text).encode()) for text in file.read(name).flat)
     else:
         dtype, nbytes = variable.dtype, math.prod(shape) * np.dtype(variable.dtype).itemsize
     return StoredVariable(variable.axes, shape, dtype, variable.units, file.text(name, "long_name"), nbytes)

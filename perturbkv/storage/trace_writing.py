@@ -32,6 +32,7 @@ from perturbkv.storage.layout import (
 )
 from perturbkv.storage.merge import Shapes
 from perturbkv.storage.stream import Stream, undisturbed
+from perturbkv.storage.texts import storable
 from perturbkv.trace import FailedSample, SampleTrace
 
 _CHUNK = 2**16
@@ -111,7 +112,12 @@ def _begun(
 
 def _text(value: object) -> str:
     """A text as UTF-8 can hold it: of the name of a file, any bytes."""
-    return str(value).encode(errors="backslashreplace").decode()
+    return storable(str(value))
+
+
+def _texts(value: Any) -> NDArray[Any]:
+    """A text, or each of several."""
+    return np.array([_text(one) for one in np.asarray(value, dtype=object).flat], dtype=object).reshape(np.shape(value))
 
 
 def _said(held: h5py.Dataset) -> str:
@@ -201,8 +207,7 @@ class _SummedVariable:
         self._shape = () if variable.in_rows else held.shape[1:]
         self._dtype = np.dtype(object) if variable.dtype == "str" else held.dtype
         self._begin, self._end, self._bytes = 0, 0, 0
-        chunked = held.ndim > 1 and 0 not in held.shape
-        self._together = held.chunks[0] if chunked else _SCALARS
+        self._together = held.chunks[0] if held.ndim > 1 and held.chunks else _SCALARS
         self._waiting: list[NDArray[Any]] = []
         summed = 0 if variable.in_rows else checksums.of(self._empty())
         self._sums = np.full(1 if variable.in_rows else held.shape[0], summed, dtype=np.uint32)
@@ -215,7 +220,7 @@ class _SummedVariable:
         return np.full(self._shape, fill_of(self._variable.dtype), dtype=self._dtype)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
-        block = np.asarray(_text(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
+        block = np.asarray(_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
             self._sums[0] = checksums.of(block, int(self._sums[0]))
             self._wait(where.start, block)
@@ -234,10 +239,11 @@ class _SummedVariable:
         if begin != self._end:
             self._write()
             self._begin = begin
-        small = block.nbytes < _TOGETHER
+        size = sum(map(len, block.flat)) if self._dtype.kind == "O" else block.nbytes
+        small = size < _TOGETHER
         self._waiting.append(block.copy() if small else block)  # a view would hold the whole of its sample
         self._end = begin + len(block)
-        self._bytes += block.nbytes
+        self._bytes += size
         if self._end - self._begin >= self._together or self._bytes >= _TOGETHER:
             self._write()
 

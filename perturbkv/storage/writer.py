@@ -10,7 +10,7 @@ from pathlib import Path
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.storage.existing import ExistingSample, existing_trace
+from perturbkv.storage.existing import ExistingSample, ExistingTrace, existing_trace
 from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.files import clear_leftovers, written_whole
 from perturbkv.storage.journal import Journal, journal_path
@@ -57,8 +57,8 @@ class TraceWriter:
             yet, is removed at once. A run that was killed before that goes on with `overwrite` alone: without it the
             other run's file is refused as ever.
         kept: whether the finished file has kept positions, where the samples were measured with them.
-        texts: of the samples' prompts; the finished file has these and no others, whatever its samples were measured
-            with. None: samples keep what they have.
+        texts: of the samples' prompts and answers; the finished file has these and no others, whatever its samples were
+            measured with. None: samples keep what they have.
         shards: journals of shards of this run, which its samples are taken from too; `finish` removes them.
 
     Raises TraceError where a file or journal of another run is there and `overwrite` is False.
@@ -111,7 +111,12 @@ class TraceWriter:
         if self._old is None or self.texts is None:
             return 0
         held = [name for name in self.sample_ids if self._old.part(name) is not None]
-        return sum((name in self._old.with_text) != bool(self.texts) for name in held)
+        return sum(self._changes_text(self._old, name) for name in held)
+
+    def _changes_text(self, old: ExistingTrace, name: str) -> bool:
+        """Whether what the older file holds of a sample as text, its prompt's or its answers', is not as asked."""
+        held = [name in old.with_text, *([name in old.with_answers] if old.answered else [])]
+        return any(there != bool(self.texts) for there in held)
 
     def changing_kept(self) -> tuple[int, int]:
         """How many finished samples of the older file lose their kept positions, and how many lack them for good."""

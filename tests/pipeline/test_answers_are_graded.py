@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import perturbkv as pk
 from perturbkv.analyses.scores import scores
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -17,6 +19,7 @@ from perturbkv.pipeline.answered import row
 from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.grading import metrics_of
 from perturbkv.pipeline.samples import trace_sample
+from perturbkv.schema import ANSWER_TEXT
 from perturbkv.trace import Trace
 from tests.pipeline.test_scenarios_and_generation import PROMPT, config
 from tests.support.models import tiny_adapter
@@ -81,6 +84,26 @@ def test_a_traces_answers_and_scores_are_those_of_generate(scenario: str) -> Non
     assert arrays["score"].tolist() == [one["score"] for one in shown["evicted"].values()]
     assert arrays["score_full"] == shown["full"]["score"]
     assert shown["metric"] == "f1"
+
+
+@pytest.mark.parametrize("through_a_file", [True, False], ids=["file", "memory"])
+def test_a_trace_holds_the_texts_that_were_graded(tmp_path: Path, through_a_file: bool) -> None:
+    prompts = [replace(PROMPT, sample_id=f"p{place}", answers=("red", 'a "b" é')[place:]) for place in range(2)]
+    path = tmp_path / "t.h5" if through_a_file else None
+    arrays = pk.measure(speaking(), prompts, CONFIGS, generate=8, path=path, progress=False).arrays
+    for place in range(2):
+        own = {name: arrays[name][place] for name in ("generated_full", "generated")}
+        assert [arrays["answer_full"][place], *arrays["answer"][place]] == texts(own)
+    assert arrays["expected_answers"].tolist() == ['["red", "a \\"b\\" é"]', '["a \\"b\\" é"]']
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_trace_of_prompts_without_answers_or_without_text_has_no_texts_of_answers(text: bool) -> None:
+    generate = 0 if text else 4
+    prompt = replace(PROMPT, answers=("red",))
+    arrays = pk.measure(speaking(), [prompt], CONFIGS, generate=generate, text=text, progress=False).arrays
+    assert ("generated" in arrays) == (not text)
+    assert set(arrays).isdisjoint(ANSWER_TEXT)
 
 
 @pytest.mark.parametrize(

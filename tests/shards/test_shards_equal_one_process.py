@@ -13,7 +13,7 @@ from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import samples
 from perturbkv.pipeline.sharding import ShardDone
-from perturbkv.schema import KEPT, SUMS
+from perturbkv.schema import ANSWER_TEXT, KEPT, SUMS
 from perturbkv.selection.policies import registry
 from perturbkv.storage.merge import _FLOORS
 from perturbkv.trace import Trace
@@ -69,6 +69,19 @@ def test_seven_shards_give_the_file_of_one_process(
     assert ("prompt_text" in last.arrays) == text
     assert_same_trace(tmp_path / "t.h5", tmp_path / "one.h5")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.h5", "t.h5"]
+
+
+@pytest.mark.parametrize("by", ["samples", "configs"])
+def test_shards_give_the_answers_of_one_process(adapter: Adapter, tmp_path: Path, by: str) -> None:
+    text = "The quick brown fox jumps over it. " * 2
+    prompts = [pk.Prompt.from_text(f"{place} {text}", adapter, id=f"p{place}", answers=["é"]) for place in range(3)]
+    asked: tuple[Any, ...] = (adapter, prompts, CONFIGS[:4])
+    alone = pk.measure(*asked, path=tmp_path / "one.h5", generate=5, progress=False)
+    last = list(in_shards(tmp_path / "t.h5", *asked, count=2, shard_by=by, generate=5))[-1]
+    assert isinstance(last, Trace)
+    assert "".join(alone.arrays["answer"].ravel()) != ""
+    for name in ANSWER_TEXT:
+        assert last.arrays[name].tolist() == alone.arrays[name].tolist()
 
 
 def test_shards_of_configurations_give_it_up_to_floors_and_bytes(

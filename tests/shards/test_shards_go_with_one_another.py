@@ -11,6 +11,7 @@ import pytest
 
 from perturbkv.configs.shard import Shard
 from perturbkv.errors import ConfigError, HeldError, OutputError, TraceError, UnknownNameError
+from perturbkv.schema import ANSWER_TEXT
 from perturbkv.storage.joining import done, join, merge, taken_over
 from perturbkv.storage.journal import journal_path
 from perturbkv.storage.lock import Lock
@@ -29,7 +30,7 @@ from tests.support.sharded import (
     measure_shard,
     record,
 )
-from tests.support.traces import run_config
+from tests.support.traces import run_config, told
 
 
 def test_a_shard_takes_every_nth_from_its_own_on() -> None:
@@ -259,6 +260,22 @@ def test_text_is_in_all_shards_or_added(tmp_path: Path) -> None:
     measure_shard(path, "2/2", text=True)
     merge(path)
     assert "prompt_text" in read_trace(path).arrays
+
+
+@pytest.mark.parametrize("by", ["samples", "configs"])
+def test_answers_of_shards_are_joined_without_a_tokenizer(tmp_path: Path, by: str) -> None:
+    path, whole = tmp_path / "t.h5", record("1/1", by)
+    for shard in ("1/2", "2/2"):
+        measure_shard(path, shard, by, text=True)
+    trace = merge(path)
+    texts = {name: told(name) for name in SAMPLES}
+    writer = TraceWriter(tmp_path / "one.h5", whole.run, SAMPLES, {}, texts=texts)
+    for name, configs in writer.missing().items():
+        writer.append(FailedSample(name, "it broke") if name == FAILED else measured(name, configs), configs)
+    alone = read_trace(writer.finish())
+    assert set(alone.arrays["answer"][0]) == set(map(str, alone.arrays["generated"][0].tolist()))
+    for name in ANSWER_TEXT:
+        assert trace.arrays[name].tolist() == alone.arrays[name].tolist()
 
 
 def test_what_processes_say_of_themselves_is_told_of_all(tmp_path: Path) -> None:

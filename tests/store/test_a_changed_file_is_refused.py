@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import ANSWER_TEXT, VARIABLES
 from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.trace_file import describe, read_trace
 from perturbkv.storage.writer import TraceWriter
@@ -25,7 +25,8 @@ def test_numbers_lie_in_chunks_with_sums_and_headers_have_their_own(path: Path) 
     assert path.read_bytes()[8] == 3, "superblock of HDF5 1.10"
     with h5py.File(path) as file:
         unsummed = {name for name in file if not file[name].fletcher32}
-    assert unsummed == {"kept_byte", "prompt_entry", "sample", "config", "failure", "prompt_text"}, "no numbers of ours"
+    texts = {"sample", "config", "failure", "prompt_text", *ANSWER_TEXT}
+    assert unsummed == {"kept_byte", "prompt_entry", *texts}, "no numbers of ours"
 
 
 def test_sums_are_those_of_the_format(path: Path) -> None:
@@ -37,7 +38,7 @@ def test_sums_are_those_of_the_format(path: Path) -> None:
             held = variable.asstr()[()] if variable.dtype == object else variable[()]
             by_sample = name in ("failure", "complete") or (name in VARIABLES and VARIABLES[name].axes[0] == "sample")
             blocks = [held[place : place + 1] for place in range(len(held))] if by_sample else [held]
-            raw = [b"".join(f"{text}\0".encode() for text in one) if held.dtype == object else one.tobytes()
+            raw = [b"".join(f"{text}\0".encode() for text in one.flat) if held.dtype == object else one.tobytes()
                    for one in blocks]  # fmt: skip
             assert variable.attrs["crc32"].tolist() == [zlib.crc32(one) for one in raw], name
         told = json.loads(file.attrs["crc32"])
@@ -137,6 +138,7 @@ def remade(name: str, data: Any, axes: tuple[str, ...] | None = None, **options:
     return change
 
 
+TEXTS = h5py.string_dtype()
 TURNED = ("sample", "config", "step", "head", "layer")
 
 
@@ -149,6 +151,12 @@ TURNED = ("sample", "config", "step", "head", "layer")
         (remade("token_id", lambda held: held.astype("u8")), "token_id of the type int64"),
         (remade("complete", lambda held: held.astype(bool)), "complete of the type uint8"),
         (remade("prompt_text", lambda held: held.astype("S8")), "prompt_text of the type str"),
+        (remade("answer", lambda held: held.astype("S8")), "answer of the type str"),
+        (remade("answer", lambda held: held[:, 0], dtype=TEXTS), "answer along sample config, got sample"),
+        (remade("answer", lambda held: held[:, :1], dtype=TEXTS), "answer of the shape (3, 2) along sample config"),
+        (remade("answer", np.full((3, 2), b"\xff", dtype=object), dtype=TEXTS), "the numbers of answer"),
+        (remade("expected_answers", ["[7]", "[]", ""], dtype=TEXTS), "expected_answers as a JSON list of texts"),
+        (remade("expected_answers", ["[" * 99_999, "[]", ""], dtype=TEXTS), "as a JSON list of texts, got '[[[["),
         (remade("theta", lambda held: np.swapaxes(held, 3, 4), TURNED), "theta along sample config step layer head"),
         (remade("theta", lambda held: held, ()), "got none none none none none"),
         (remade("theta", lambda held: held[0, 0, 0, 0, 0]), "theta along sample config step layer head"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,12 @@ def former_entry(folder: Path, sample: SampleTrace) -> None:
     """A journal's file as it was before files said which configurations they hold."""
     head = np.frombuffer(json.dumps({"id": sample.sample_id, "reason": None}).encode(), dtype=np.uint8)
     name = hashlib.sha256(sample.sample_id.encode()).hexdigest()[:24]
-    np.savez(folder / f"{name}.npz", head=head, **dict(sample.arrays))
+    np.savez(folder / f"{name}.npz", head=head, **{name: _plain(array) for name, array in sample.arrays.items()})
+
+
+def _plain(array: Any) -> Any:
+    """Texts without objects, which are no plain numbers."""
+    return array.astype(str) if array.dtype.kind == "O" else array
 
 
 def former_journal(path: Path, configs: tuple[EvictionConfig, ...], *names: str) -> None:

@@ -18,7 +18,7 @@ from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 from tests.support.changed import changing
 from tests.support.growing import CONFIGS, measured, opened
-from tests.support.traces import TOKENS, run_config, sample_trace, text
+from tests.support.traces import TOKENS, run_config, sample_trace, text, told
 
 SAID = {"a": "The cat\n😀 sat.", "b": "é", "c": "third\u2400\ufffd"}
 RUN = run_config(4)
@@ -112,7 +112,7 @@ def test_a_journal_and_configurations_that_join_carry_it(tmp_path: Path) -> None
 def test_text_is_added_and_taken_out_without_a_number_changing(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5", *SAID)
     before = dict(read_trace(path).arrays)
-    texts = {name: text(said) for name, said in SAID.items()}
+    texts = {name: told(said) for name, said in SAID.items()}
     adding = TraceWriter(path, RUN, NAMES, {}, texts=texts)
     assert (adding.changing_text(), list(adding.missing())) == (3, ["failed"])
     adding.append(FailedSample("failed", "broke"))
@@ -134,11 +134,11 @@ def test_text_is_added_and_taken_out_without_a_number_changing(tmp_path: Path) -
 
 def test_a_finished_file_is_left_as_it_is_where_its_text_is_as_asked(tmp_path: Path) -> None:
     run, names = run_config(1), ["a"]
-    writer = TraceWriter(tmp_path / "t.h5", run, names, {}, texts={"a": text("one two")})
+    writer = TraceWriter(tmp_path / "t.h5", run, names, {}, texts={"a": told("one two")})
     writer.append(sample_trace("a"))
     path = writer.finish()
     stamp = path.stat().st_mtime_ns
-    TraceWriter(path, run, names, {}, texts={"a": text("one two")}).finish()
+    TraceWriter(path, run, names, {}, texts={"a": told("one two")}).finish()
     TraceWriter(path, run, names, {}).finish()
     assert path.stat().st_mtime_ns == stamp
     TraceWriter(path, run, names, {}, texts={}).finish()

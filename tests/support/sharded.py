@@ -13,7 +13,7 @@ from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample
 from tests.support import growing
 from tests.support.growing import CONFIGS, measured
-from tests.support.traces import run_config, text
+from tests.support.traces import run_config, told
 
 OF_A_PROCESS = ("created", "crc32")
 """What a file says of its making, and the sum in which that stands."""
@@ -45,7 +45,7 @@ def record(shard: str, by: str = "samples", **more: Any) -> ShardRecord:
 def measure_shard(path: Path, shard: str, by: str = "samples", **more: Any) -> None:
     """One shard from begin to end, as a process of its own does it; the sample `FAILED` fails."""
     own = record(shard, by, **more)
-    texts = {name: text(name) for name in own.sample_ids} if own.text else {}
+    texts = {name: told(name) for name in own.sample_ids} if own.text else {}
     writer = ShardWriter(path, own, texts)
     with Lock(writer.shard.path):
         for name, configs in writer.missing().items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 
 from perturbkv import kept_code
 from perturbkv.configs.run import RunConfig
-from perturbkv.schema import DIGEST, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, DIGEST, TEXT, VARIABLES
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.former_kept import codes
+from perturbkv.storage.texts import SampleText
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -52,7 +54,7 @@ def sample_trace(
     sizes |= {"answer_token": 4, "lost_entry": 2}
     arrays: dict[str, Any] = text(f"Prompt of {name}:\nçé {seed}") if optional else {}
     for variable, spec in VARIABLES.items():
-        if spec.optional and not optional or variable in (*KEPT_CODES, DIGEST, *TEXT):
+        if spec.optional and not optional or variable in (*KEPT_CODES, DIGEST, *TEXT, *ANSWER_TEXT):
             continue
         shape = tuple(sizes[axis] for axis in spec.dims)
         kind = np.dtype(spec.dtype)
@@ -62,6 +64,7 @@ def sample_trace(
     rows = configs * layers * heads
     if optional:
         arrays["steps_measured"], arrays["question_tokens"] = np.asarray(steps), np.asarray(0)
+        arrays |= spoken(f"of {name}", [f"{config} é\n of {name}" for config in range(configs)], ["é"])
     arrays["prompt_tokens"] = np.asarray(TOKENS)
     arrays["kept_count"] = np.full((configs, layers, heads), KEPT)
     first = np.repeat(np.arange(configs, dtype=np.int32), KEPT * layers * heads)
@@ -123,6 +126,20 @@ def text(said: str) -> dict[str, Any]:
     }
 
 
+def spoken(full: str, evicted: Sequence[str], expected: Sequence[str] = ()) -> dict[str, Any]:
+    """The text of a sample's answers as a sample holds it."""
+    return {
+        "answer_full": np.array(full, dtype=object),
+        "answer": np.array(list(evicted), dtype=object),
+        "expected_answers": np.array(json.dumps(list(expected), ensure_ascii=False), dtype=object),
+    }
+
+
+def told(said: str, decode: Callable[[list[int]], str] = str, expected: Sequence[str] = ()) -> SampleText:
+    """What a writer is told of a sample's text; answers are their tokens unless `decode` says other."""
+    return SampleText(text(said), decode, expected)
+
+
 def ragged(sample: SampleTrace, seed: int = 0, sharing: int = 1) -> SampleTrace:
     """The sample with kept sets of different lengths; `sharing` heads beside one another share one."""
     draw, shape = np.random.default_rng(seed), sample.arrays["kept_count"].shape
@@ -171,7 +188,8 @@ def trace(*samples: SampleTrace, failures: dict[str, str] | None = None, **run: 
             if variable == offset:
                 starts = np.cumsum([0, *(len(sample.arrays[row]) for sample in samples)])[:-1]
                 stacked = stacked + starts.reshape(-1, *[1] * (stacked.ndim - 1))
-        blank = np.zeros_like(stacked[:1]) if stacked.dtype.kind in "iu" else np.full_like(stacked[:1], np.nan)
+        nothing = 0 if stacked.dtype.kind in "iu" else "" if stacked.dtype.kind in "OU" else np.nan
+        blank = np.full_like(stacked[:1], nothing)
         arrays[variable] = np.concatenate([stacked, *[blank] * len(failures)])
     steps = samples[0].sizes()["step"]
     config = run_config(samples=len(names), **{"steps": steps, **run})

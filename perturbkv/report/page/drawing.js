@@ -34,16 +34,16 @@ export class Drawing {
     window.addEventListener("beforeprint", () => this.all());
   }
 
-  /** Draw everything anew: the paper or its width changed, or numbers came. */
+  /** Draw everything anew: its width changed, or numbers came. */
   again() {
     for (const one of this.placed) this.stale.add(one);
     this.visible();
     this.rest();
   }
 
-  /** Draw what is stale, all of it, at once. */
+  /** Draw everything anew and at once: onto paper goes also what is not on the screen. */
   all() {
-    for (const one of [...this.stale]) this.draw(one);
+    for (const one of this.placed) this.draw(one);
   }
 
   /** @param {Set<string>} changed */

@@ -78,7 +78,7 @@ function overSamples(seen, width) {
   return [
     make("p", { class: "caption" }, `${seen.measure.name} in each of the ${samples.length} samples`),
     chart(seen, marks, width, {
-      x: { label: "sample", ticks: samples.length > 24 ? 8 : samples.length, tickFormat: (/** @type {number} */ place) => String(place + 1) },
+      x: { label: "sample", ticks: d3.range(0, samples.length, Math.ceil(samples.length / 24)), tickFormat: (/** @type {number} */ place) => String(place + 1) },
       marks: [
         Plot.ruleX(links.filter((link) => link.length === 2), {
           x: (_, place) => place, y1: (link) => link[0], y2: (link) => link[1], stroke: colours().grey,

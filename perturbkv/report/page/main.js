@@ -34,7 +34,7 @@ async function open() {
   const drawing = new Drawing(PARTS, chosen);
   drawing.visible();
   performance.mark("ready");
-  whenPaperChanges(() => drawing.again());
+  whenPaperChanges(() => drawing.all());
   await Promise.all(traces.map((trace) => trace.rest()));
   drawing.again();
   document.body.dataset.ready = "all";

@@ -3,7 +3,7 @@
 import { colours, layerColour, signed } from "./colours.js";
 import { announce, fill, lacking, make, select, widthOf } from "./dom.js";
 import { difference, number, ratio } from "./format.js";
-import { BETTER, TIED } from "./seen.js";
+import { BETTER, TIED, together } from "./seen.js";
 import { hide, show } from "./tooltip.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
@@ -38,7 +38,8 @@ export const map = {
   draw(pane, seen, chosen) {
     if (seen.lacking) return fill(pane, lacking(seen.lacking));
     const change = seen.choice.show === "change" && seen.paired;
-    const scale = change ? changeScale(seen) : valueScale(seen);
+    const all = together(chosen);
+    const scale = change ? changeScale(seen, all) : valueScale(seen, all);
     const had = pane.contains(document.activeElement) && document.activeElement instanceof SVGElement;
     const drawn = cells(pane, seen, scale, chosen);
     fill(pane, make("p", { class: "caption" }, scale.title), drawn, legend(scale, change));
@@ -50,14 +51,15 @@ export const map = {
 
 /**
  * @param {Seen} seen
+ * @param {Seen[]} all that share the scale
  * @returns {Scale}
  */
-function changeScale(seen) {
+function changeScale(seen, all) {
   const changes = seen.changes();
   const verdicts = seen.verdicts();
   const ratios = seen.measure.compare === "ratio";
-  const sizes = Array.from(changes, Math.abs).filter(Number.isFinite).sort(d3.ascending);
-  const widest = Math.max(d3.quantileSorted(sizes, 0.97) || 0, ratios ? 0.14 : 1e-4);
+  const ends = all.filter((one) => one.paired).map((one) => quantile(Array.from(one.changes(), Math.abs), 0.97));
+  const widest = Math.max(...ends, ratios ? 0.14 : 1e-4);
   const paint = signed();
   const side = seen.measure.less ? 1 : -1;
   const end = (/** @type {number} */ sign) => (ratios ? `× ${ratio(2 ** (sign * widest))}` : difference(sign * widest));
@@ -76,15 +78,25 @@ function changeScale(seen) {
 }
 
 /**
+ * @param {number[]} values
+ * @param {number} share
+ */
+function quantile(values, share) {
+  return d3.quantile(values.filter(Number.isFinite), share) ?? 0;
+}
+
+/**
  * @param {Seen} seen
+ * @param {Seen[]} all that share the scale
  * @returns {Scale}
  */
-function valueScale(seen) {
+function valueScale(seen, all) {
   const name = seen.choice.show === "baseline" ? "baseline" : "treatment";
   const values = seen.values(seen[name]);
   const log = seen.measure.compare === "ratio";
-  const finite = Array.from(values).filter((value) => Number.isFinite(value) && (!log || value > 0)).sort(d3.ascending);
-  const [low, high] = [d3.quantileSorted(finite, 0.01) ?? 0, d3.quantileSorted(finite, 0.99) ?? 1];
+  const finite = all.map((one) => Array.from(one.values(one[name])).filter((value) => !log || value > 0));
+  const low = Math.min(...finite.map((each) => quantile(each, 0.01)));
+  const high = Math.max(...finite.map((each) => quantile(each, 0.99)));
   const at = log
     ? (/** @type {number} */ value) => Math.log(value / low) / (Math.log(high / low) || 1)
     : (/** @type {number} */ value) => (value - low) / (high - low || 1);

@@ -149,7 +149,10 @@ function strip(own, text, found) {
   const tones = ["", baseline, treatment, grey];
   if (drawing) {
     const totals = new Float32Array(width * 4);
-    for (let place = 0; place < count; place++) totals[4 * Math.floor((place * width) / count) + found.strip(place)] += 1;
+    for (let place = 0; place < count; place++) {
+      const last = Math.max(Math.floor(((place + 1) * width) / count) - 1, Math.floor((place * width) / count));
+      for (let x = Math.floor((place * width) / count); x <= last; x++) totals[4 * x + found.strip(place)] += 1;
+    }
     for (let x = 0; x < width; x++) column(drawing, x, totals.subarray(4 * x, 4 * x + 4), tones);
     drawing.fillStyle = colours().warning;
     for (const loss of found.losses ? [...found.losses.baseline, ...found.losses.treatment] : []) {

@@ -3,7 +3,7 @@
 import { colours, layerColour } from "./colours.js";
 import { fill, lacking, make, widthOf } from "./dom.js";
 import { number, ratio, tick } from "./format.js";
-import { TIED } from "./seen.js";
+import { TIED, together } from "./seen.js";
 import { hide, show } from "./tooltip.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
@@ -27,7 +27,8 @@ export const scatter = {
     const log = seen.measure.compare === "ratio";
     const found = points(seen, log);
     const size = Math.min(widthOf(pane), 460);
-    const figure = drawn(seen, found, log, size);
+    const all = together(chosen).filter((one) => one.paired).flatMap((one) => points(one, log));
+    const figure = drawn(seen, found, all, log, size);
     follow(figure, seen, found, chosen);
     const below = seen.measure.less ? "Below the diagonal" : "Above the diagonal";
     fill(pane, make("p", { class: "caption" }, `${seen.measure.name}, ${seen.of}. ${below} the treatment is better.`),
@@ -71,13 +72,14 @@ function floorOf(values) {
 /**
  * @param {Seen} seen
  * @param {Point[]} found
+ * @param {Point[]} all that share the axes
  * @param {boolean} log
  * @param {number} size
  */
-function drawn(seen, found, log, size) {
+function drawn(seen, found, all, log, size) {
   const paint = layerColour();
   const last = Math.max(1, seen.told.layers.length - 1);
-  const [low, high] = d3.extent(found.flatMap((point) => [point.x, point.y]));
+  const [low, high] = d3.extent(all.flatMap((point) => [point.x, point.y]));
   const domain = log ? [(low || 1) / 1.15, (high || 1) * 1.15] : [low ?? 0, high ?? 1];
   const axis = { type: log ? "log" : "linear", domain, grid: true, nice: false, tickFormat: tick };
   const radius = found.length > 600 ? 2 : 3;

@@ -6,6 +6,16 @@ import { part, verdictAt } from "./numbers.js";
 /** @typedef {import("./trace.js").Trace} Trace */
 /** @typedef {import("./told.js").Measure} Measure */
 
+/**
+ * All traces of the page under the present choice, as far as they hold it: what stands side by side has one scale.
+ * @param {import("./choice.js").Chosen} chosen
+ * @returns {Seen[]}
+ */
+export function together(chosen) {
+  return chosen.traces.map((trace) => new Seen(trace, chosen.now))
+    .filter((one) => !one.lacking && (one.sample < 0 || one.trace.array("sample")));
+}
+
 /** Equal but for rounding. */
 export const TIED = 0;
 /** The treatment is better than the baseline. */
