@@ -18,16 +18,19 @@ _NEEDED = {
 """Part of the page -> the variable without which there is none."""
 
 
-def lacking(trace: Trace) -> dict[str, str]:
-    """Part of the page -> the sentence that says what to run; only of parts that the trace has nothing for."""
+def lacking(trace: Trace, pairs: int) -> dict[str, str]:
+    """Part of the page -> the sentence that says what to run; only of parts that the trace has nothing for.
+
+    `pairs`: how many pairs of configurations it has.
+    """
     found = {part: _why(trace, variable) for part, variable in _NEEDED.items()}
     found |= {"kept": trace.why_without_kept(), "prompt": why_without_text(trace), "answers": _ungraded(trace)}
     found |= {"answers_text": _without_texts(trace), "steps": _single_step(trace)}
-    found |= {"pairs": one_side(trace) if len(trace.run.configs) == 1 else ""}
+    found |= {"pairs": "" if pairs else _one_side(trace)}
     return {part: line(why) for part, why in found.items() if why}
 
 
-def one_side(trace: Trace) -> str:
+def _one_side(trace: Trace) -> str:
     """What to run for something to compare with."""
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "

@@ -60,11 +60,14 @@ def piece(text: str) -> str:
     return f"{shown[:SHOWN]}… [{len(shown) - SHOWN:,} more characters]"
 
 
-def kept_of(trace: Trace, sample: int) -> Kept:
-    """What every configuration keeps of a sample; decoded one configuration at a time. Raises TraceError."""
+def kept_of(trace: Trace, sample: int) -> Kept | None:
+    """What every configuration keeps of a sample, decoded one after the other; None where the trace lacks it."""
     masks, shares = [], []
     for config in range(len(trace.run.configs)):
-        found = trace.kept_masks(sample, config)
+        try:
+            found = trace.kept_masks(sample, config)
+        except TraceError:
+            return None
         masks.append(np.packbits(found, axis=-1, bitorder="little"))
         shares.append(np.round(255 * found.mean(axis=(0, 1))).astype(np.uint8))
     return Kept(np.stack(masks), np.stack(shares))

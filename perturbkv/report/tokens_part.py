@@ -20,12 +20,13 @@ _TOLD = 14
 
 @dataclass
 class Sample:
-    """One sample's blocks, ids or None, and its bundles so far."""
+    """One sample's blocks, ids or None, and its bundles so far; `kept`: whether the trace tells what it keeps."""
 
     place: int
     text: str | None = None
     share: str | None = None
     attention: str | None = None
+    kept: bool = False
     bundles: list[tuple[Places, bytes]] = field(default_factory=list)
 
     def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
@@ -64,22 +65,20 @@ def tokens_part(
         first: layer and head that come first of all.
     """
     samples = [Sample(int(place), text) for place, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
-    held = not trace.why_without_kept()
-    if held:
-        _shares(trace, blocks, samples)
+    _shares(trace, blocks, samples)
     _attention(trace, blocks, samples)
-    if held:
-        _bundles(trace, blocks, samples, pairs, first)
+    _bundles(trace, blocks, samples, pairs, first)
     layers, heads = trace.arrays["kept_count"].shape[2:]
     told = {str(number): one.to_dict(blocks, number, heads) for number, one in enumerate(samples)}
-    return {"prompts": told, "held_heads": _count(samples, layers * heads if held else 0)}
+    return {"prompts": told, "held_heads": _count(samples, layers * heads)}
 
 
 def _shares(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
     for number, one in enumerate(samples):
-        if blocks.room <= 0:
-            return
-        one.share = blocks.offer(f"share{number}", deflated(prompts.kept_of(trace, one.place).share.tobytes()))
+        kept = prompts.kept_of(trace, one.place)
+        one.kept = kept is not None
+        if kept is not None:
+            one.share = blocks.offer(f"share{number}", deflated(kept.share.tobytes()))
 
 
 def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
@@ -99,9 +98,11 @@ def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Seq
 
 def _fill(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[Places], room: float) -> None:
     """The bundles of one sample, the first heads first, until its share of the room is taken."""
-    if room <= 0:
+    if room <= size_of(b"") or not sample.kept:
         return
     kept, losses = prompts.kept_of(trace, sample.place), heads_kept.losses_of(trace, sample.place)
+    if kept is None:
+        return
     attention, left = prompts.attention_of(trace, sample.place), room
     for layer, head in order:
         found = heads_kept.bundle(kept, losses, attention, layer, head)
@@ -114,6 +115,6 @@ def _fill(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[Places],
 
 def _count(samples: Sequence[Sample], each: int) -> dict[str, Any]:
     """How many bundles the page holds, and why not all."""
-    every, held = each * len(samples), sum(len(one.bundles) for one in samples)
+    every, held = each * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
     why = f"{every - held:,} of {every:,} heads' tokens left out to keep the page small; --full keeps all"
     return {"of": every, "held": held, "why": why if held < every else ""}
