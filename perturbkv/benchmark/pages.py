@@ -15,7 +15,7 @@ from perturbkv.benchmark.process import machine
 from perturbkv.benchmark.rows import Report, Target
 from perturbkv.benchmark.suite import Found, Group, check_repeats, reported
 from perturbkv.errors import ConfigError
-from perturbkv.report.making import report
+from perturbkv.reporting.making import report
 
 _SMALL = {"samples": 8, "layers": 30, "heads": 9}
 _LARGE = {"samples": 32, "layers": 32, "heads": 32}

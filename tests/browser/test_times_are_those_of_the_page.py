@@ -8,7 +8,7 @@ import pytest
 
 from perturbkv.benchmark import browsing
 from perturbkv.errors import PerturbkvError
-from perturbkv.report.page import page
+from perturbkv.reporting.page import page
 from tests.support.payloads import reported
 
 

@@ -13,7 +13,7 @@ import perturbkv as pk
 from perturbkv.analyses import heads, layers, sigma
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.ingredients import settings
-from perturbkv.report.payload import Payload, payload
+from perturbkv.reporting.payload import Payload, payload
 from perturbkv.trace import Trace
 from tests.support.decoded import array, bundle, shares, trace_of
 from tests.support.paged import configs, paged

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.report.answers import answers
-from perturbkv.report.payload import Payload, payload
+from perturbkv.reporting.answers import answers
+from perturbkv.reporting.payload import Payload, payload
 from perturbkv.schema import MEASURED, TEXT, VARIABLES
 from perturbkv.trace import Trace
 from tests.support.decoded import array, bundle, inflated, text, trace_of

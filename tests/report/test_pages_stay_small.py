@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.report import quantising
-from perturbkv.report.blocks import LIBRARIES, limit
-from perturbkv.report.payload import Payload, payload
+from perturbkv.reporting import quantising
+from perturbkv.reporting.blocks import LIBRARIES, limit
+from perturbkv.reporting.payload import Payload, payload
 from tests.support.decoded import array, bundle, numbers, trace_of
 from tests.support.paged import configs, paged
 

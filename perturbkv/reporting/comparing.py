@@ -16,8 +16,8 @@ from perturbkv.analyses.head_kind import better_share, sum_ratio
 from perturbkv.analyses.intervals import DIFFERENCE, Band, Scalar
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.verdicts import verdicts
-from perturbkv.report.measures import ANALYSIS, SHARE, Measure
-from perturbkv.report.sides import Places
+from perturbkv.reporting.measures import ANALYSIS, SHARE, Measure
+from perturbkv.reporting.sides import Places
 from perturbkv.schema import DIGEST, KEPT, VARIABLES
 from perturbkv.trace import Trace
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from perturbkv.analyses.arithmetic import ratio
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.token_fates import changes
-from perturbkv.report.blocks import deflated
-from perturbkv.report.prompts import Kept, attention_codes
-from perturbkv.report.quantising import logarithm_below_one
-from perturbkv.report.sides import Places
+from perturbkv.reporting.blocks import deflated
+from perturbkv.reporting.prompts import Kept, attention_codes
+from perturbkv.reporting.quantising import logarithm_below_one
+from perturbkv.reporting.sides import Places
 from perturbkv.trace import Trace
 
 LOSS_STEP, LOSS_CODES = 0.0005, 65535

@@ -13,9 +13,9 @@ from perturbkv.analyses.identity import identity
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.reading import EVIDENCE, held_shares, values
-from perturbkv.report.configurations import evicted_nothing, kl_floor
-from perturbkv.report.measures import ANALYSIS
-from perturbkv.report.sides import Sides, Start
+from perturbkv.reporting.configurations import evicted_nothing, kl_floor
+from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.sides import Sides, Start
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 

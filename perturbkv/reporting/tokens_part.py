@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.report import heads_kept, prompts
-from perturbkv.report.blocks import Blocks, deflated, size_of
-from perturbkv.report.sides import Places
+from perturbkv.reporting import heads_kept, prompts
+from perturbkv.reporting.blocks import Blocks, deflated, size_of
+from perturbkv.reporting.sides import Places
 from perturbkv.trace import Trace
 
 _TOLD = 14

@@ -9,12 +9,12 @@ import numpy as np
 
 from perturbkv.analyses import heads
 from perturbkv.analyses.reading import Floats, measured_steps, values
-from perturbkv.report import configurations
-from perturbkv.report.blocks import Blocks
-from perturbkv.report.comparing import Compared, Same, compare, drift_ratios, same_sets
-from perturbkv.report.measures import ANALYSIS, FIRST, STEPPED, Measure, by_step, mean_of
-from perturbkv.report.quantising import four_a_byte, log_scale
-from perturbkv.report.sides import Sides, Start
+from perturbkv.reporting import configurations
+from perturbkv.reporting.blocks import Blocks
+from perturbkv.reporting.comparing import Compared, Same, compare, drift_ratios, same_sets
+from perturbkv.reporting.measures import ANALYSIS, FIRST, STEPPED, Measure, by_step, mean_of
+from perturbkv.reporting.quantising import four_a_byte, log_scale
+from perturbkv.reporting.sides import Sides, Start
 from perturbkv.trace import Trace
 
 _MOST_STEPS, _MOST_SAMPLES = 0.5, 0.85

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.reading import Floats
-from perturbkv.report.quantising import Scale, encode
+from perturbkv.reporting.quantising import Scale, encode
 
 _AROUND = 100
 """Bytes of the element that a block stands in."""

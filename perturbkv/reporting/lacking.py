@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from perturbkv.analyses.scores import scores
 from perturbkv.errors import TraceError
-from perturbkv.report.answers import has_texts
-from perturbkv.report.measures import ANALYSIS
-from perturbkv.report.prompts import why_without_text
+from perturbkv.reporting.answers import has_texts
+from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.prompts import why_without_text
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 

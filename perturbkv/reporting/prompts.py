@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from perturbkv.analyses.prompt_text import PromptText, prompt_of
 from perturbkv.analyses.reading import Floats
 from perturbkv.errors import TraceError
-from perturbkv.report.blocks import deflated
-from perturbkv.report.quantising import logarithm_below_one
+from perturbkv.reporting.blocks import deflated
+from perturbkv.reporting.quantising import logarithm_below_one
 from perturbkv.trace import Trace
 from perturbkv.visible import plain
 

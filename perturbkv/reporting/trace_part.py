@@ -11,18 +11,18 @@ from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.reading import measured_steps, values
 from perturbkv.errors import TraceError
-from perturbkv.report import configurations
-from perturbkv.report.answers import answers
-from perturbkv.report.arrays_part import Measured, put_arrays, put_samples, put_steps
-from perturbkv.report.blocks import Blocks
-from perturbkv.report.comparing import Compared, with_digests
-from perturbkv.report.facts import facts, title_of, warnings
-from perturbkv.report.heads_kept import listed
-from perturbkv.report.lacking import lacking
-from perturbkv.report.measures import ANALYSIS, each_of, held_measures
-from perturbkv.report.sides import Places, sides_of, start_of
-from perturbkv.report.tokens_part import put_texts, tokens_part
-from perturbkv.report.told import ablation, conclusions
+from perturbkv.reporting import configurations
+from perturbkv.reporting.answers import answers
+from perturbkv.reporting.arrays_part import Measured, put_arrays, put_samples, put_steps
+from perturbkv.reporting.blocks import Blocks
+from perturbkv.reporting.comparing import Compared, with_digests
+from perturbkv.reporting.facts import facts, title_of, warnings
+from perturbkv.reporting.heads_kept import listed
+from perturbkv.reporting.lacking import lacking
+from perturbkv.reporting.measures import ANALYSIS, each_of, held_measures
+from perturbkv.reporting.sides import Places, sides_of, start_of
+from perturbkv.reporting.tokens_part import put_texts, tokens_part
+from perturbkv.reporting.told import ablation, conclusions
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 

@@ -13,7 +13,7 @@ from perturbkv.analyses.intervals import share_of
 from perturbkv.analyses.quality_terms import terms
 from perturbkv.analyses.reading import Floats
 from perturbkv.reading import parse_json
-from perturbkv.report.comparing import with_ends
+from perturbkv.reporting.comparing import with_ends
 from perturbkv.trace import Trace
 from perturbkv.visible import line, plain
 
