@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from perturbkv.reporting.document import Payload
@@ -72,7 +72,7 @@ def vendored() -> list[dict[str, str]]:
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((_PAGE / "page.html.j2").read_text(encoding="utf-8"))
 
