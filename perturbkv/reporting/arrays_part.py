@@ -17,7 +17,7 @@ from perturbkv.reporting.quantising import four_a_byte, log_scale
 from perturbkv.reporting.sides import Sides, Start
 from perturbkv.trace import Trace
 
-_MOST_STEPS, _MOST_SAMPLES = 0.5, 0.85
+_MOST_STEPS, _MOST_SAMPLES = 0.5, 0.75
 """Of the room that is left, what steps and single samples may take: the rest is for what heads keep."""
 _LEAST_SAMPLES = 2
 """Measures whose single samples every page holds."""

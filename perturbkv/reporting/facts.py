@@ -95,10 +95,11 @@ def _failed(trace: Trace) -> str:
     if not trace.failures:
         return ""
     first, reason = next(iter(trace.failures.items()))
-    whose = "" if len(trace.failures) == 1 else f"first of {first}: "
-    return (
-        f"{counted(len(trace.failures), 'sample')} of {len(trace.sample_ids)} failed and are left out; {whose}{reason}"
+    failed = len(trace.failures)
+    told = (
+        f"{failed} of {counted(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
     )
+    return f"{told}: {reason}" if failed == 1 else f"{told}; the first, {first}: {reason}"
 
 
 def _few(samples: int) -> str:

@@ -40,6 +40,8 @@ def _one_side(trace: Trace) -> str:
 
 
 def _why(trace: Trace, variable: str) -> str:
+    if variable in trace.arrays:  # some are large: they are not read for this
+        return ""
     try:
         trace.get(variable, ANALYSIS)
     except TraceError as error:

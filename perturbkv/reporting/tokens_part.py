@@ -65,7 +65,7 @@ def tokens_part(
         first: layer and head that come first of all.
     """
     samples = [Sample(int(place), text) for place, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
-    _shares(trace, blocks, samples)
+    _begin(trace, blocks, samples, first)
     _attention(trace, blocks, samples)
     _bundles(trace, blocks, samples, pairs, first)
     layers, heads = trace.arrays["kept_count"].shape[2:]
@@ -73,12 +73,14 @@ def tokens_part(
     return {"prompts": told, "held_heads": _count(samples, layers * heads)}
 
 
-def _shares(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
+def _begin(trace: Trace, blocks: Blocks, samples: Sequence[Sample], first: Places) -> None:
+    """Of every sample the bundle of the head that a page shows first, and which share of all heads keeps each token."""
     for number, one in enumerate(samples):
-        kept = prompts.kept_of(trace, one.place)
-        one.kept = kept is not None
-        if kept is not None:
-            one.share = blocks.offer(f"share{number}", deflated(kept.share.tobytes()))
+        of = heads_kept.of_sample(trace, one.place)
+        one.kept = of is not None
+        if of is not None:
+            _take(blocks, one, first, heads_kept.bundle(of, *first))
+            one.share = blocks.offer(f"share{number}", deflated(of.kept.share.tobytes()))
 
 
 def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
@@ -97,20 +99,26 @@ def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Seq
 
 
 def _fill(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[Places], room: float) -> None:
-    """The bundles of one sample, the first heads first, until its share of the room is taken."""
-    if room <= size_of(b"") or not sample.kept:
+    """The further bundles of one sample, the first heads first, until its share of the room is taken."""
+    of = heads_kept.of_sample(trace, sample.place) if sample.kept and room > 0 else None
+    if of is None:
         return
-    kept, losses = prompts.kept_of(trace, sample.place), heads_kept.losses_of(trace, sample.place)
-    if kept is None:
-        return
-    attention, left = prompts.attention_of(trace, sample.place), room
-    for layer, head in order:
-        found = heads_kept.bundle(kept, losses, attention, layer, head)
-        left -= size_of(found) - size_of(b"") + _TOLD
-        if left < size_of(b""):
+    for place in order:
+        found = heads_kept.bundle(of, *place)
+        room -= _taken(found)
+        if room < 0:
             return
-        sample.bundles.append(((layer, head), found))
-        blocks.room -= size_of(found) - size_of(b"") + _TOLD
+        _take(blocks, sample, place, found)
+
+
+def _take(blocks: Blocks, sample: Sample, place: Places, found: bytes) -> None:
+    blocks.room -= _taken(found) + (0 if sample.bundles else size_of(b""))
+    sample.bundles.append((place, found))
+
+
+def _taken(found: bytes) -> int:
+    """Bytes that a bundle takes of a page, within its sample's block."""
+    return size_of(found) - size_of(b"") + _TOLD
 
 
 def _count(samples: Sequence[Sample], each: int) -> dict[str, Any]:

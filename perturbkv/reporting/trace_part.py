@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.intervals import LEAST, median_level
 from perturbkv.analyses.reading import measured_steps, values
 from perturbkv.errors import TraceError
 from perturbkv.reporting import configurations
@@ -93,6 +93,7 @@ def _about(trace: Trace) -> dict[str, Any]:
         ],
         "failed": [{"id": line(name), "reason": line(why)} for name, why in trace.failures.items()],
         "interval": "none" if len(names) < 2 else "range" if len(names) < LEAST else "interval",
+        "median_level": median_level(len(names)) if len(names) >= LEAST else None,
         "steps": int(steps.max()),
         "layers": [trace.layer_name(place) for place in range(layers)],
         "heads": heads,

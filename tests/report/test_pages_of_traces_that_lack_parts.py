@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ from perturbkv.errors import TraceError
 from perturbkv.reporting.answers import answers
 from perturbkv.reporting.payload import Payload, payload
 from perturbkv.schema import MEASURED, TEXT, VARIABLES
+from perturbkv.storage.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.decoded import array, bundle, inflated, text, trace_of
 from tests.support.paged import configs, paged
+
+GOLDEN = Path(__file__).resolve().parents[1] / "store" / "golden"
 
 
 def small(**more: Any) -> Trace:
@@ -128,7 +132,9 @@ def test_failed_samples_are_left_out_and_told() -> None:
     told = everything_decodes(made := payload([with_failures(small(samples=7), "p0", "p4")]))
     assert [one["id"] for one in told["samples"]] == ["p1", "p2", "p3", "p5", "p6"]
     assert told["failed"] == [{"id": "p0", "reason": "out of memory"}, {"id": "p4", "reason": "out of memory"}]
-    assert any("2 samples of 7 failed" in one and "out of memory" in one for one in told["warnings"])
+    assert any(
+        "2 of 7 samples failed and are left out; the first, p0: out of memory" in one for one in told["warnings"]
+    )
     trace = small(samples=7)
     assert bundle(made, 3, 1, 2)["kept"][0] == trace.kept(5, 0, 1, 2).tolist()
     with pytest.raises(TraceError, match="at least one complete sample"):
@@ -267,3 +273,11 @@ def test_blocks_that_are_named_are_there_and_no_others() -> None:
     named = {one["block"] for one in told["arrays"].values()}
     named |= {one[part] for one in told["prompts"].values() for part in ("text", "share", "attention", "heads")}
     assert named == set(made.blocks) and all(inflated(made, one["block"]) for one in told["arrays"].values())
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.h5")), ids=lambda path: path.stem)
+def test_files_of_every_format_version_are_pages(path: Path) -> None:
+    told = everything_decodes(payload([read_trace(path)]))
+    assert told["held_heads"]["held"] == told["held_heads"]["of"] > 0 and told["pairs"]
+    whose = [one for one in told["warnings"] if one.endswith("failed and is left out: planted failure")]
+    assert len(whose) == len(told["failed"])
