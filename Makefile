@@ -130,7 +130,7 @@ check-js:
 	@$(call there,npm,nodejs npm)
 	cd $(IN_BROWSER) && npm ci --silent --ignore-scripts
 	$(IN_BROWSER)/node_modules/.bin/tsc -p $(IN_BROWSER)
-	$(IN_BROWSER)/node_modules/.bin/eslint --config $(IN_BROWSER)/eslint.config.js --max-warnings 0 perturbkv/report/page
+	$(IN_BROWSER)/node_modules/.bin/eslint --config $(IN_BROWSER)/eslint.config.js --max-warnings 0 perturbkv/reporting/page
 
 # The libraries in a report from npm: `make vendor LIBRARIES='d3=7.9.2'` takes another version.
 vendor: install

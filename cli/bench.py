@@ -99,6 +99,33 @@ def scale(
     _tell(report, path, as_json)
 
 
+@bench.command(name="report", cls=OnceCommand)
+def of_report(
+    tokens: Annotated[int, Option(metavar="N", help="Prompt length of the traces that are made for it")] = 1500,
+    repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed; medians count")] = 5,
+    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-report.json"),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure `perturbkv report`: the size of its pages, their first paint, a change of choice.
+
+    Of traces that are made for it. What is timed is so in headless Chromium, where there is one.
+    """
+    from perturbkv.benchmark import pages
+    from perturbkv.benchmark.rows import REPORT, check_names
+
+    targets, settings = check_names(only or [], REPORT), pages.Settings(tokens, repeats)
+    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-report.json"
+    with claimed(path, overwrite) as beside, console.progress("groups", pages.groups(settings)) as bar:
+        report = pages.measure(settings, targets, lambda name: bar.one_more())
+        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
+    _tell(report, path, as_json)
+
+
 @bench.command(cls=OnceCommand)
 def compare(
     old: Annotated[Path, Argument(help="JSON of the earlier run", show_default=False)],
@@ -161,7 +188,8 @@ def _show(report: Report) -> None:
     console.say(f"{report.machine['device']}: {about}")
     settings = report.settings
     length = f"{settings['tokens']:,} tokens" if "tokens" in settings else counted(settings["samples"], "sample")
-    title = f"{settings['model']}, {length}, {counted(settings['repeats'], 'repeat')}"
+    told = (settings.get("model", ""), length, counted(settings["repeats"], "repeat"))
+    title = ", ".join(filter(None, told))
     rows = [(row.target.name, row.target.what, _bound(row), _number(row.value), row.verdict()) for row in report.rows]
     console.table(title, ["row", "what", "#bound", "#value", ""], rows)
     for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):

@@ -30,7 +30,7 @@ def report(
     One HTML file that holds everything: it opens in any browser, without network, and can be mailed. Choose two
     configurations in it and see which heads they change, which words of a prompt they keep, and what that costs.
     """
-    from perturbkv.report.making import report as make
+    from perturbkv.reporting.making import report as make
     from perturbkv.storage.export import check_other
     from perturbkv.storage.trace_file import read_trace
 

@@ -1,7 +1,7 @@
 """Renew the libraries that a report holds: python docs/vendor.py [PACKAGE=VERSION …], or `make vendor`.
 
-npm fetches them, at the versions of `perturbkv/report/vendor/vendor.json` or at those that are given, and compares them
-with the registry's integrity; of a version that is known already, this compares it with the integrity written down.
+npm fetches them, at the versions of `perturbkv/reporting/vendor/vendor.json` or at those that are given, and compares
+them with the registry's integrity; of a version that is known already, this compares it with the one written down.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-VENDOR = Path(__file__).parents[1] / "perturbkv" / "report" / "vendor"
+VENDOR = Path(__file__).parents[1] / "perturbkv" / "reporting" / "vendor"
 BUILDS = {
     "d3": ("d3.min.js", "dist/d3.min.js"),
     "@observablehq/plot": ("plot.min.js", "dist/plot.umd.min.js"),

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from perturbkv.configs.run import RunConfig as RunConfig
     from perturbkv.datasets.encode import Prompt as Prompt
     from perturbkv.errors import PerturbkvError as PerturbkvError
-    from perturbkv.report.making import report as report
+    from perturbkv.reporting.making import report as report
     from perturbkv.scoring.score import Score as Score
     from perturbkv.selection.grid import grid as grid
     from perturbkv.selection.policies.base import Policy as Policy
@@ -96,7 +96,7 @@ _PUBLIC = {
     "tokens": "perturbkv.analyses.tokens",
     "register_policy": "perturbkv.selection.policies.registry",
     "register_score": "perturbkv.selection.policies.registry",
-    "report": "perturbkv.report.making",
+    "report": "perturbkv.reporting.making",
     "restriction": "perturbkv.analyses.restriction",
     "safe_budget": "perturbkv.analyses.safe_budget",
     "savings": "perturbkv.analyses.savings",

@@ -16,8 +16,9 @@ _FILE = FileKind("a benchmark's JSON", ConfigError, hint="make one with perturbk
 NO_GPU = "needs a CUDA device"
 NO_KVPRESS = "kvpress is not installed; pip install perturbkv[kvpress]"
 NO_RAY = "Ray is not installed; pip install perturbkv[ray]"
+NO_BROWSER = "needs Chromium (apt-get install chromium) and Playwright; pip install perturbkv[browser]"
 """Why a row was not measured that need not be."""
-_EXCUSES = (NO_GPU, NO_KVPRESS, NO_RAY)
+_EXCUSES = (NO_GPU, NO_KVPRESS, NO_RAY, NO_BROWSER)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ SCALE = (
     Target("two-workers", "2 workers that measure, a thread each / one, samples per second", 1.6, at_least=True),
 )
 """What runs of thousands of samples take, beside their measuring."""
+REPORT = (
+    Target("report-small", "page of 8 samples × 24 configurations × 270 heads, MB", 5.0),
+    Target("report-large", "page of 32 samples × 24 configurations × 1,024 heads, MB", 25.0),
+    Target("report-paint", "first paint of the smaller one in headless Chromium, s", 1.5),
+    Target("report-ready", "until choices can be made in it, s", 1.5),
+    Target("report-change", "a change of choice in it until it is painted, median, s", 0.1),
+    Target("report-change-most", "the longest of these changes, s", 0.1),
+)
+"""How large a report is, and how soon it shows what it is asked."""
 
 
 @dataclass(frozen=True)

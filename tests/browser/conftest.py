@@ -36,10 +36,14 @@ class Opened:
         return [one for frame in self.page.frames for one in frame.evaluate("window.violations ?? []")]
 
     def ready(self, frame: int = 0) -> Any:
-        """The frame, when it has drawn."""
+        """The frame, when it has drawn. The policy lets Playwright evaluate nothing while it waits, so this asks."""
         shown = self.page.frames[frame]
-        shown.wait_for_function("performance.getEntriesByName('ready').length > 0")
-        return shown
+        for _ in range(500):
+            if shown.evaluate("performance.getEntriesByName('ready').length > 0"):
+                return shown
+            self.page.wait_for_timeout(20)
+        msg = f"expected the page within ten seconds, got {self.errors}"
+        raise AssertionError(msg)
 
     def quiet(self) -> bool:
         """Whether nothing at all was complained of or asked for."""

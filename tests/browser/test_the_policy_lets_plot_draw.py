@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.report.page import page
+from perturbkv.reporting.page import page
 from tests.support.payloads import reported
 
 Open = Callable[..., Any]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.benchmark import scale, suite
+from perturbkv.benchmark import pages, scale, suite
 from perturbkv.cli import head_scores
 from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
@@ -104,6 +104,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "doctor": ["doctor"],
         "bench": ["bench", "--only", "norms-memory", "--repeats", 1, "-o", "bench.json"],
         "bench scale": ["bench", "scale", "--only", "merging-memory", "-o", "scale.json"],
+        "bench report": ["bench", "report", "--only", "report-small", "-o", "report.json"],
         "bench compare": ["bench", "compare", "bench.json", "bench.json"],
         "selfcheck": ["selfcheck", "--device", "cpu", *small],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
@@ -143,6 +144,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
     monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
     monkeypatch.setattr(scale, "in_process", lambda work, **asked: {"merging": {"seconds": 1.0, "peak": 2}})
+    monkeypatch.setattr(pages, "_SMALL", {"samples": 1, "layers": 1, "heads": 1})
     monkeypatch.setattr(suite, "in_process", lambda work, **asked: {"extra": 2})
     monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 

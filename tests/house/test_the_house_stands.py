@@ -25,7 +25,7 @@ FLOORS = (
     ("selection", "datasets", "storage"),
     ("cache",),
     ("pipeline",),
-    ("engines", "report"),
+    ("engines", "reporting"),
     ("auditing", "benchmark", "selfcheck", "judging"),
     ("api",),
     ("cli",),
@@ -33,7 +33,7 @@ FLOORS = (
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
     "errors", "visible", "passages", "display", "reading", "configs", "kept_code", "schema", "trace",
-    "audit_trace", "storage", "judging", "analyses", "figures", "report",
+    "audit_trace", "storage", "judging", "analyses", "figures", "reporting",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {

@@ -16,5 +16,5 @@ def test_the_wheel_has_one_top_level_name_and_all_its_files(tmp_path: Path) -> N
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"perturbkv"}
     inside = ("page/page.html.j2", "page/page.css", "page/main.js", "vendor/d3.min.js", "vendor/LICENCES.txt")
     own = ("py.typed", "storage/FORMAT.md", "figures/perturbkv.mplstyle", "cli/main.py", "analyses/heads.py")
-    for wanted in (*own, *(f"report/{name}" for name in inside)):
+    for wanted in (*own, *(f"reporting/{name}" for name in inside)):
         assert f"perturbkv/{wanted}" in names

@@ -14,7 +14,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.errors import ConfigError, OutputError, TraceError
-from perturbkv.report import making
+from perturbkv.reporting import making
 from perturbkv.trace import FailedSample, Trace
 from tests.support.payloads import small_trace
 from tests.support.traces import run_config, sample_trace, trace
@@ -47,7 +47,7 @@ def test_a_report_is_the_page_that_it_saves(tmp_path: Path) -> None:
 def test_several_traces_stand_side_by_side() -> None:
     other = dataclasses.replace(small_trace(samples=4), run=run_config(4, model="other", dataset="d"))
     shown = pk.report([KNOWN, other])
-    assert re.findall(r"<h2>(.*?)</h2>", shown.html) == ["m · d", "other · d"]
+    assert [title.partition(": ")[2] for title in re.findall(r"<h2>(.*?)</h2>", shown.html)] == ["m · d", "other · d"]
     assert (shown.samples, shown.configs) == (5, 4)
 
 
@@ -60,8 +60,11 @@ def test_a_report_says_what_it_is_in_a_line_and_shows_itself_in_a_frame() -> Non
     assert told["title"] == f"Report of {shown.title}"
 
 
-def test_full_keeps_more(tmp_path: Path) -> None:
-    assert pk.report(KNOWN, full=True).bytes > pk.report(KNOWN).bytes
+@pytest.mark.parametrize(("full", "held"), [(False, "u2"), (True, "f4")])
+def test_full_keeps_values_as_they_were_measured(full: bool, held: str) -> None:
+    found = re.search(r'"sample":\{"block":"[^"]+","dtype":"(..)"', pk.report(KNOWN, full=full).html)
+    assert found is not None
+    assert found[1] == held
 
 
 def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
 
 def test_the_examples_in_docstrings_run() -> None:
     ran = doctest.testmod(
-        importlib.import_module("perturbkv.report.making"), extraglobs={"trace": trace(sample_trace(optional=True))}
+        importlib.import_module("perturbkv.reporting.making"), extraglobs={"trace": trace(sample_trace(optional=True))}
     )
     assert ran.attempted > 0
     assert ran.failed == 0

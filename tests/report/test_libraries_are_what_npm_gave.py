@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from perturbkv.report.page import LIBRARIES
+from perturbkv.reporting.page import LIBRARIES
 from tests.support.scripts import functions
 
-FOLDER = Path(__file__).resolve().parents[2] / "perturbkv" / "report" / "vendor"
+FOLDER = Path(__file__).resolve().parents[2] / "perturbkv" / "reporting" / "vendor"
 ROWS = json.loads((FOLDER / "vendor.json").read_text())
 vendor = SimpleNamespace(**functions("vendor"))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.report.modules import ModuleError, check_inline, joined
+from perturbkv.reporting.modules import ModuleError, check_inline, joined
 
-PAGE = Path(__file__).resolve().parents[2] / "perturbkv" / "report" / "page"
+PAGE = Path(__file__).resolve().parents[2] / "perturbkv" / "reporting" / "page"
 SOURCES = {
     "main.js": (
         'import { twice, Counter as C } from "./a.js";\n'

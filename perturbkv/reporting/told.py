@@ -8,8 +8,8 @@ from typing import Any
 from perturbkv.analyses import heads, heads_told, ingredients, naming
 from perturbkv.analyses.heads import HeadComparison
 from perturbkv.analyses.ingredients import Row, Setting
-from perturbkv.report.comparing import with_ends
-from perturbkv.report.sides import Places, Sides
+from perturbkv.reporting.comparing import with_ends
+from perturbkv.reporting.sides import Places, Sides
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 

@@ -9,15 +9,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from perturbkv.report.document import Payload
-from perturbkv.report.modules import check_inline, joined
-from perturbkv.report.policy import policy
+from perturbkv.reporting.document import Payload
+from perturbkv.reporting.modules import check_inline, joined
+from perturbkv.reporting.policy import policy
 from perturbkv.visible import in_json
 
-_PAGE, _VENDOR = files("perturbkv.report") / "page", files("perturbkv.report") / "vendor"
+_PAGE, _VENDOR = files("perturbkv.reporting") / "page", files("perturbkv.reporting") / "vendor"
 _MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 """What a JSON document writes otherwise, so that no text in it ends its script."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
@@ -72,7 +72,7 @@ def vendored() -> list[dict[str, str]]:
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((_PAGE / "page.html.j2").read_text(encoding="utf-8"))
 

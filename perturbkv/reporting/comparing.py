@@ -16,9 +16,9 @@ from perturbkv.analyses.head_kind import better_share, sum_ratio
 from perturbkv.analyses.intervals import DIFFERENCE, Band, Scalar
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.verdicts import verdicts
-from perturbkv.report.measures import ANALYSIS, SHARE, Measure
-from perturbkv.report.sides import Places
-from perturbkv.schema import DIGEST, KEPT, VARIABLES
+from perturbkv.reporting.measures import ANALYSIS, SHARE, Measure
+from perturbkv.reporting.sides import Places
+from perturbkv.schema import DIGEST, VARIABLES
 from perturbkv.trace import Trace
 
 
@@ -45,7 +45,7 @@ def with_digests(trace: Trace) -> Trace:
     """
     found = np.zeros(trace.arrays["kept_count"].shape, dtype=np.int64)
     found[trace.ok] = trace.kept_digests()
-    small = [name for name in trace.arrays if name in VARIABLES and name not in KEPT and not _is_large(name)]
+    small = [name for name in trace.arrays if name in VARIABLES and not _is_large(name)]
     return dataclasses.replace(trace, arrays={**{name: trace.arrays[name] for name in small}, DIGEST: found})
 
 

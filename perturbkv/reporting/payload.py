@@ -10,12 +10,12 @@ import numpy as np
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.reading import at_step
 from perturbkv.errors import TraceError
-from perturbkv.report.blocks import Blocks, limit
-from perturbkv.report.document import Head, Payload
-from perturbkv.report.facts import name_of
-from perturbkv.report.measures import ANALYSIS
-from perturbkv.report.sides import numbered
-from perturbkv.report.trace_part import trace_part
+from perturbkv.reporting.blocks import Blocks, limit
+from perturbkv.reporting.document import Head, Payload
+from perturbkv.reporting.facts import name_of
+from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.sides import numbered
+from perturbkv.reporting.trace_part import trace_part
 from perturbkv.trace import Trace
 
 FORMAT = 1

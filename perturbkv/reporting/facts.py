@@ -13,9 +13,9 @@ from perturbkv.analyses.identity import identity
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.reading import EVIDENCE, held_shares, values
-from perturbkv.report.configurations import evicted_nothing, kl_floor
-from perturbkv.report.measures import ANALYSIS
-from perturbkv.report.sides import Sides, Start
+from perturbkv.reporting.configurations import evicted_nothing, kl_floor
+from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.sides import Sides, Start
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 
@@ -95,10 +95,11 @@ def _failed(trace: Trace) -> str:
     if not trace.failures:
         return ""
     first, reason = next(iter(trace.failures.items()))
-    whose = "" if len(trace.failures) == 1 else f"first of {first}: "
-    return (
-        f"{counted(len(trace.failures), 'sample')} of {len(trace.sample_ids)} failed and are left out; {whose}{reason}"
+    failed = len(trace.failures)
+    told = (
+        f"{failed} of {counted(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
     )
+    return f"{told}: {reason}" if failed == 1 else f"{told}; the first, {first}: {reason}"
 
 
 def _few(samples: int) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.report import heads_kept, prompts
-from perturbkv.report.blocks import Blocks, deflated, size_of
-from perturbkv.report.sides import Places
+from perturbkv.reporting import heads_kept, prompts
+from perturbkv.reporting.blocks import Blocks, deflated, size_of
+from perturbkv.reporting.sides import Places
 from perturbkv.trace import Trace
 
 _TOLD = 14
@@ -20,12 +20,13 @@ _TOLD = 14
 
 @dataclass
 class Sample:
-    """One sample's blocks, ids or None, and its bundles so far."""
+    """One sample's blocks, ids or None, and its bundles so far; `kept`: whether the trace tells what it keeps."""
 
     place: int
     text: str | None = None
     share: str | None = None
     attention: str | None = None
+    kept: bool = False
     bundles: list[tuple[Places, bytes]] = field(default_factory=list)
 
     def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
@@ -64,22 +65,22 @@ def tokens_part(
         first: layer and head that come first of all.
     """
     samples = [Sample(int(place), text) for place, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
-    held = not trace.why_without_kept()
-    if held:
-        _shares(trace, blocks, samples)
+    _begin(trace, blocks, samples, first)
     _attention(trace, blocks, samples)
-    if held:
-        _bundles(trace, blocks, samples, pairs, first)
+    _bundles(trace, blocks, samples, pairs, first)
     layers, heads = trace.arrays["kept_count"].shape[2:]
     told = {str(number): one.to_dict(blocks, number, heads) for number, one in enumerate(samples)}
-    return {"prompts": told, "held_heads": _count(samples, layers * heads if held else 0)}
+    return {"prompts": told, "held_heads": _count(samples, layers * heads)}
 
 
-def _shares(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
+def _begin(trace: Trace, blocks: Blocks, samples: Sequence[Sample], first: Places) -> None:
+    """Of every sample the bundle of the head that a page shows first, and which share of all heads keeps each token."""
     for number, one in enumerate(samples):
-        if blocks.room <= 0:
-            return
-        one.share = blocks.offer(f"share{number}", deflated(prompts.kept_of(trace, one.place).share.tobytes()))
+        of = heads_kept.of_sample(trace, one.place)
+        one.kept = of is not None
+        if of is not None:
+            _take(blocks, one, first, heads_kept.bundle(of, *first))
+            one.share = blocks.offer(f"share{number}", deflated(of.kept.share.tobytes()))
 
 
 def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
@@ -98,22 +99,30 @@ def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Seq
 
 
 def _fill(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[Places], room: float) -> None:
-    """The bundles of one sample, the first heads first, until its share of the room is taken."""
-    if room <= 0:
+    """The further bundles of one sample, the first heads first, until its share of the room is taken."""
+    of = heads_kept.of_sample(trace, sample.place) if sample.kept and room > 0 else None
+    if of is None:
         return
-    kept, losses = prompts.kept_of(trace, sample.place), heads_kept.losses_of(trace, sample.place)
-    attention, left = prompts.attention_of(trace, sample.place), room
-    for layer, head in order:
-        found = heads_kept.bundle(kept, losses, attention, layer, head)
-        left -= size_of(found) - size_of(b"") + _TOLD
-        if left < size_of(b""):
+    for place in order:
+        found = heads_kept.bundle(of, *place)
+        room -= _taken(found)
+        if room < 0:
             return
-        sample.bundles.append(((layer, head), found))
-        blocks.room -= size_of(found) - size_of(b"") + _TOLD
+        _take(blocks, sample, place, found)
+
+
+def _take(blocks: Blocks, sample: Sample, place: Places, found: bytes) -> None:
+    blocks.room -= _taken(found) + (0 if sample.bundles else size_of(b""))
+    sample.bundles.append((place, found))
+
+
+def _taken(found: bytes) -> int:
+    """Bytes that a bundle takes of a page, within its sample's block."""
+    return size_of(found) - size_of(b"") + _TOLD
 
 
 def _count(samples: Sequence[Sample], each: int) -> dict[str, Any]:
     """How many bundles the page holds, and why not all."""
-    every, held = each * len(samples), sum(len(one.bundles) for one in samples)
+    every, held = each * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
     why = f"{every - held:,} of {every:,} heads' tokens left out to keep the page small; --full keeps all"
     return {"of": every, "held": held, "why": why if held < every else ""}

@@ -10,7 +10,7 @@ import numpy as np
 from perturbkv.analyses.arithmetic import ratio
 from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.reading import Floats, measured_steps, values
-from perturbkv.report.quantising import Scale, linear_scale, log_scale
+from perturbkv.reporting.quantising import Scale, linear_scale, log_scale
 from perturbkv.trace import Trace
 
 ANALYSIS = "report"

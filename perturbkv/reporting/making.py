@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perturbkv.errors import ConfigError, OutputError, TraceError
-from perturbkv.report.page import page
+from perturbkv.reporting.page import page
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.places import check_place, real
 from perturbkv.trace import Trace
@@ -137,7 +137,7 @@ def _check_other(traces: Sequence[Trace], path: Path) -> None:
 
 
 def _made(traces: Sequence[Trace], full: bool) -> Report:
-    from perturbkv.report.payload import payload
+    from perturbkv.reporting.payload import payload
 
     of = payload(traces, full=full)
     counted = [(int(one.ok.sum()), len(one.run.configs)) for one in traces]

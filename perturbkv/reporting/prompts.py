@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from perturbkv.analyses.prompt_text import PromptText, prompt_of
 from perturbkv.analyses.reading import Floats
 from perturbkv.errors import TraceError
-from perturbkv.report.blocks import deflated
-from perturbkv.report.quantising import logarithm_below_one
+from perturbkv.reporting.blocks import deflated
+from perturbkv.reporting.quantising import logarithm_below_one
 from perturbkv.trace import Trace
 from perturbkv.visible import plain
 
@@ -60,11 +60,14 @@ def piece(text: str) -> str:
     return f"{shown[:SHOWN]}… [{len(shown) - SHOWN:,} more characters]"
 
 
-def kept_of(trace: Trace, sample: int) -> Kept:
-    """What every configuration keeps of a sample; decoded one configuration at a time. Raises TraceError."""
+def kept_of(trace: Trace, sample: int) -> Kept | None:
+    """What every configuration keeps of a sample, decoded one after the other; None where the trace lacks it."""
     masks, shares = [], []
     for config in range(len(trace.run.configs)):
-        found = trace.kept_masks(sample, config)
+        try:
+            found = trace.kept_masks(sample, config)
+        except TraceError:
+            return None
         masks.append(np.packbits(found, axis=-1, bitorder="little"))
         shares.append(np.round(255 * found.mean(axis=(0, 1))).astype(np.uint8))
     return Kept(np.stack(masks), np.stack(shares))

@@ -14,9 +14,9 @@ from perturbkv.analyses.head_kind import sum_ratio
 from perturbkv.analyses.intervals import POSITIVE, share_of
 from perturbkv.analyses.reading import Floats, byte_shares, held_shares, values
 from perturbkv.errors import TraceError
-from perturbkv.report.comparing import with_band, with_ends
-from perturbkv.report.measures import ANALYSIS, SHARE, Measure
-from perturbkv.report.sides import Sides
+from perturbkv.reporting.comparing import with_band, with_ends
+from perturbkv.reporting.measures import ANALYSIS, SHARE, Measure
+from perturbkv.reporting.sides import Sides
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from perturbkv.analyses.scores import scores
 from perturbkv.errors import TraceError
-from perturbkv.report.answers import has_texts
-from perturbkv.report.measures import ANALYSIS
-from perturbkv.report.prompts import why_without_text
+from perturbkv.reporting.answers import has_texts
+from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.prompts import why_without_text
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 
@@ -18,16 +18,19 @@ _NEEDED = {
 """Part of the page -> the variable without which there is none."""
 
 
-def lacking(trace: Trace) -> dict[str, str]:
-    """Part of the page -> the sentence that says what to run; only of parts that the trace has nothing for."""
+def lacking(trace: Trace, pairs: int) -> dict[str, str]:
+    """Part of the page -> the sentence that says what to run; only of parts that the trace has nothing for.
+
+    `pairs`: how many pairs of configurations it has.
+    """
     found = {part: _why(trace, variable) for part, variable in _NEEDED.items()}
     found |= {"kept": trace.why_without_kept(), "prompt": why_without_text(trace), "answers": _ungraded(trace)}
     found |= {"answers_text": _without_texts(trace), "steps": _single_step(trace)}
-    found |= {"pairs": one_side(trace) if len(trace.run.configs) == 1 else ""}
+    found |= {"pairs": "" if pairs else _one_side(trace)}
     return {part: line(why) for part, why in found.items() if why}
 
 
-def one_side(trace: Trace) -> str:
+def _one_side(trace: Trace) -> str:
     """What to run for something to compare with."""
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
@@ -37,6 +40,8 @@ def one_side(trace: Trace) -> str:
 
 
 def _why(trace: Trace, variable: str) -> str:
+    if variable in trace.arrays:  # some are large: they are not read for this
+        return ""
     try:
         trace.get(variable, ANALYSIS)
     except TraceError as error:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.reading import Floats
-from perturbkv.report.quantising import Scale, encode
+from perturbkv.reporting.quantising import Scale, encode
 
 _AROUND = 100
 """Bytes of the element that a block stands in."""
@@ -22,9 +22,9 @@ LIBRARIES = 700_000
 """Bytes that the page's own code and its libraries take of these at most."""
 
 
-def deflated(content: bytes) -> bytes:
+def deflated(content: bytes, level: int = 9) -> bytes:
     """The content as raw deflate, as a browser inflates it."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packer = zlib.compressobj(level, zlib.DEFLATED, -15)
     return packer.compress(content) + packer.flush()
 
 

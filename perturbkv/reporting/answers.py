@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,8 @@ from perturbkv.analyses.estimates import over_prompts
 from perturbkv.analyses.intervals import share_of
 from perturbkv.analyses.quality_terms import terms
 from perturbkv.analyses.reading import Floats
-from perturbkv.report.comparing import with_ends
+from perturbkv.reading import parse_json
+from perturbkv.reporting.comparing import with_ends
 from perturbkv.trace import Trace
 from perturbkv.visible import line, plain
 
@@ -66,8 +66,11 @@ def _texts(texts: NDArray[np.generic] | None) -> list[str] | None:
 
 
 def _expected(document: Any) -> list[str]:
-    """A sample's accepted answers, of the JSON list that the trace holds."""
-    found = json.loads(str(document) or "[]")
+    """A sample's accepted answers, of the JSON list that the trace holds; of another text that text."""
+    try:
+        found = parse_json(str(document) or "[]")
+    except ValueError:
+        found = str(document)
     return [plain(str(one)) for one in found] if isinstance(found, list) else [plain(str(found))]
 
 
