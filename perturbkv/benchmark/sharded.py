@@ -16,7 +16,7 @@ from perturbkv.benchmark.spreading import kept_sample, planned
 from perturbkv.configs.shard import Shard
 from perturbkv.errors import PerturbkvError
 from perturbkv.pipeline.plan import Plan
-from perturbkv.pipeline.texts import text_arrays
+from perturbkv.pipeline.texts import PromptTexts
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.shard_writer import ShardWriter
 from perturbkv.storage.shards import ShardRecord, beside
@@ -42,7 +42,7 @@ def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> R
 
 def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
     """Journals of all shards, with the text of the prompt, which all samples share."""
-    text = text_arrays(run.prompts[0], run.files.tokenizer.decode)
+    text = PromptTexts(run.prompts, run.files.tokenizer.decode)[run.prompts[0].sample_id]
     sample, texts = kept_sample(folder), dict.fromkeys(run.prompts.ids, text)
     for number in range(1, count + 1):
         record = ShardRecord(Shard(number, count), run.run, tuple(run.prompts.ids), {}, text=True)
