@@ -8,8 +8,8 @@ from typing import Any
 
 import perturbkv as pk
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.report.page import page
-from perturbkv.report.payload import payload
+from perturbkv.reporting.page import page
+from perturbkv.reporting.payload import payload
 from perturbkv.trace import Trace
 
 SELECTIONS = ["attention", "two-stage", "attention-unpooled", "two-stage-uniform"]
@@ -44,7 +44,7 @@ def choose(shown: Any, **choices: str) -> None:
 def settle(shown: Any) -> None:
     """Wait until everything is drawn and nothing waits."""
     shown.page.wait_for_timeout(60)
-    shown.page.evaluate("new Promise((done) => requestIdleCallback(() => setTimeout(done, 60)))")
+    shown.page.evaluate("new Promise((done) => requestIdleCallback(() => setTimeout(done, 60), {timeout: 500}))")
 
 
 def text(shown: Any, selector: str) -> str:

@@ -39,8 +39,20 @@ export class Chosen {
     const keys = /** @type {(keyof Choice)[]} */ (Object.keys(this.now));
     const changed = new Set(keys.filter((key) => before[key] !== this.now[key]));
     if (!changed.size) return;
-    history.replaceState(null, "", `#${new URLSearchParams(this.now)}`);
+    keep(`#${new URLSearchParams(this.now)}`);
     for (const listener of this.listeners) listener(/** @type {Set<string>} */ (changed));
+  }
+}
+
+/**
+ * Put the choice into the address; a frame of a notebook has no history to replace.
+ * @param {string} address
+ */
+function keep(address) {
+  try {
+    history.replaceState(null, "", address);
+  } catch {
+    location.hash = address;
   }
 }
 

@@ -10,6 +10,9 @@ import { Seen } from "./seen.js";
  */
 /** @typedef {{part: Part, section: HTMLElement, panes: HTMLElement[], controls: HTMLElement | null}} Placed */
 
+/** Milliseconds after which a part off the screen is drawn, idle or not. */
+const PATIENCE = 300;
+
 export class Drawing {
   /**
    * @param {Part[]} parts
@@ -78,13 +81,14 @@ export class Drawing {
   rest() {
     if (this.waiting || !this.stale.size) return;
     this.waiting = true;
-    const later = window.requestIdleCallback || ((call) => window.setTimeout(call, 30));
-    later(() => {
+    const next = () => {
       this.waiting = false;
       const [one] = this.stale;
       if (one) this.draw(one);
       this.rest();
-    });
+    };
+    if (window.requestIdleCallback) window.requestIdleCallback(next, { timeout: PATIENCE });
+    else window.setTimeout(next, 30);
   }
 
   /** @param {Placed} one */

@@ -4,12 +4,11 @@ import { colours } from "./colours.js";
 import { beside, fill, lacking, make, select, table } from "./dom.js";
 import { difference, number, ratio, tick } from "./format.js";
 import { part } from "./numbers.js";
-import { BETTER, Seen, TIED } from "./seen.js";
+import { BETTER, TIED } from "./seen.js";
 
+/** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {import("./choice.js").Chosen} Chosen */
 /** @typedef {{name: string, side: string, value: number, place: number}} Mark */
-
-const STEPPED = ["isolated", "propagated", "retained_mass", "sigma_stage1"];
 
 export const head = {
   id: "head",
@@ -73,6 +72,7 @@ function quantities(seen, chosen) {
 function overSamples(seen, width) {
   const { samples } = seen.told;
   if (!seen.trace.array("sample")) return [lacking("Single samples are still being read.")];
+  if (seen.told.arrays.sample.measures?.includes(seen.place) === false) return [lacking(seen.told.lacks.samples)];
   const marks = both(seen, (config) => seen.ofSamples(config, seen.head), 0);
   const links = samples.map((_, sample) => marks.filter((one) => one.place === sample).map((one) => one.value));
   return [
@@ -98,9 +98,9 @@ function overSamples(seen, width) {
  */
 function overSteps(seen, width) {
   const held = seen.trace.array("step_mean");
-  const place = STEPPED.indexOf(seen.measure.key);
+  const place = (seen.told.stepped || []).indexOf(seen.measure.key);
   if (seen.told.lacks.steps) return [lacking(seen.told.lacks.steps)];
-  if (!held || place < 0) return [lacking(`Over decode steps the page holds ${STEPPED.join(", ")}; choose one of them.`)];
+  if (!held || place < 0) return [lacking(`Over decode steps the page holds ${names(seen)}; choose one of them.`)];
   const steps = d3.range(seen.told.steps).filter((step) => seen.told.step_samples[step] > 0);
   const marks = both(seen, (config) => steps.map((step) => part(held, place, config, step)[seen.head]), 0);
   const most = Math.max(...seen.told.step_samples);
@@ -113,6 +113,14 @@ function overSteps(seen, width) {
         Plot.dot(marks, { x: "place", y: "value", fill: "side", symbol: "side", r: 2.6 })],
     }),
   ];
+}
+
+/**
+ * What is known of later decode steps.
+ * @param {Seen} seen
+ */
+function names(seen) {
+  return seen.told.stepped.map((key) => seen.told.measures[seen.trace.measure(key)].name).join(", ");
 }
 
 /**

@@ -18,7 +18,7 @@ const SHARE_STEP = 0.0005;
  */
 export async function textOf(trace, sample) {
   const told = trace.told.prompts[sample];
-  return told ? JSON.parse(new TextDecoder().decode(await block(told.text))) : null;
+  return told?.text ? JSON.parse(new TextDecoder().decode(await block(told.text))) : null;
 }
 
 /**

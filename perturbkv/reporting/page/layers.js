@@ -9,7 +9,6 @@ import { part } from "./numbers.js";
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {{layer: number, side: string, value: number, low: number, high: number}} Drift */
 
-const DISTANCES = ["l1", "l2", "cosine"];
 const UNITS = { l1: "L1", l2: "L2", cosine: "cosine distance" };
 
 export const layers = {
@@ -21,6 +20,7 @@ export const layers = {
    */
   draw(pane, seen) {
     if (seen.lacking) return fill(pane, lacking(seen.lacking));
+    if (!seen.told.distances.includes(distance(seen))) return fill(pane, lacking(seen.told.lacks.distances));
     fill(pane, beside(pane, 2, (width) => [make("div", null, ...drifts(seen, width)),
       make("div", null, ...ratios(seen, width))]));
   },
@@ -38,7 +38,7 @@ function distance(seen) {
  */
 function ofSide(seen, side) {
   const config = side === "baseline" ? seen.baseline : seen.treatment;
-  const place = DISTANCES.indexOf(distance(seen));
+  const place = seen.told.distances.indexOf(distance(seen));
   const names = seen.told.layers;
   if (seen.sample >= 0) {
     const each = part(seen.need("drift_sample"), place, seen.sample, config);
@@ -106,7 +106,7 @@ function ratios(seen, width) {
  * @returns {Drift[]}
  */
 function ratiosOf(seen) {
-  const place = DISTANCES.indexOf(distance(seen));
+  const place = seen.told.distances.indexOf(distance(seen));
   if (seen.sample >= 0) {
     const [first, second] = ["baseline", "treatment"].map((side) => ofSide(seen, side));
     return second.map((one, at) => ({ ...one, value: one.value / first[at].value }));

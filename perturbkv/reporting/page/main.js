@@ -31,6 +31,10 @@ async function open() {
   const room = /** @type {HTMLElement} */ (document.querySelector("#choose .panes"));
   document.getElementById("choose")?.addEventListener("submit", (event) => event.preventDefault());
   choosing(room, chosen);
+  document.querySelector(".skip")?.addEventListener("click", (event) => {
+    event.preventDefault(); // the address is the choice's
+    document.getElementById("main")?.focus();
+  });
   const drawing = new Drawing(PARTS, chosen);
   drawing.visible();
   performance.mark("ready");

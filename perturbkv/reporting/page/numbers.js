@@ -3,7 +3,7 @@
 import { block, unshuffled } from "./bytes.js";
 
 /** @typedef {{kind: "log" | "linear", low: number, step: number}} Scale */
-/** @typedef {{block: string, dtype: "u1" | "u2" | "f4", shape: number[], shuffled: boolean, scale: Scale | Scale[] | null}} Stored */
+/** @typedef {{block: string, dtype: "u1" | "u2" | "f4", shape: number[], shuffled: boolean, scale: Scale | Scale[] | null, measures?: number[]}} Stored */
 /** @typedef {{shape: number[], values: Float32Array | Uint16Array | Uint8Array, scale: Scale | Scale[] | null}} Held */
 
 const WIDTH = { u1: 1, u2: 2, f4: 4 };

@@ -21,7 +21,6 @@ const COLOURS = [
   { value: "head-attention", text: "attention of the chosen head" },
 ];
 const PARTS = ["tools", "note", "key", "strip", "text", "lost"];
-const SHOWN = 90;
 
 /** @type {WeakMap<HTMLElement, View>} */
 const views = new WeakMap();
@@ -190,7 +189,7 @@ function lost(own, seen, text, found) {
   if (!found.losses) return [];
   if (seen.told.lacks.losses) return [lacking(seen.told.lacks.losses)];
   const sides = /** @type {["baseline", "treatment"]} */ (["baseline", "treatment"]);
-  return sides.filter((side, place) => !place || seen.baseline !== seen.treatment).map((side) => {
+  return sides.filter((_, place) => !place || seen.baseline !== seen.treatment).map((side) => {
     const rows = /** @type {import("./looks.js").Looks["losses"]} */ (found.losses)?.[side].map((loss, place) => [
       String(place + 1),
       make("button", { type: "button", class: "token", onclick: () => own.tokens.jump(loss.position) }, short(text.pieces[loss.position] ?? "") || " "),

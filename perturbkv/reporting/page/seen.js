@@ -52,9 +52,11 @@ export class Seen {
   get lacking() {
     const { budget, baseline, treatment, measure, sample } = this.choice;
     const side = this.baseline < 0 ? baseline : this.treatment < 0 ? treatment : "";
+    const each = this.told.arrays.sample?.measures;
     if (this.place < 0) return `This trace does not hold the measure that is chosen (${measure}).`;
     if (side) return `This trace holds no ${side} at the budget ${budget}.`;
-    return sample && this.sample < 0 ? `This trace has no sample ${sample}.` : "";
+    if (sample && this.sample < 0) return `This trace has no sample ${sample}.`;
+    return sample && each && !each.includes(this.place) ? this.told.lacks.samples : "";
   }
 
   /** Whether baseline and treatment are two configurations whose verdicts are known. */
@@ -76,7 +78,19 @@ export class Seen {
    */
   values(config, measure = this.place) {
     if (this.sample < 0) return part(this.need("mean"), measure, config);
-    return part(this.need("sample"), measure, this.sample, config);
+    return this.ofSample(this.sample, config, measure);
+  }
+
+  /**
+   * (head,) numbers of a configuration in one sample; NaN of a measure that the page holds the mean of alone.
+   * @param {number} sample
+   * @param {number} config
+   * @param {number} measure
+   * @returns {Float32Array}
+   */
+  ofSample(sample, config, measure) {
+    const place = this.told.arrays.sample?.measures?.indexOf(measure) ?? measure;
+    return place < 0 ? new Float32Array(this.trace.size).fill(NaN) : part(this.need("sample"), place, sample, config);
   }
 
   /**
@@ -87,7 +101,7 @@ export class Seen {
    * @returns {number[]}
    */
   ofSamples(config, head, measure = this.place) {
-    return this.told.samples.map((_, sample) => part(this.need("sample"), measure, sample, config)[head]);
+    return this.told.samples.map((_, sample) => this.ofSample(sample, config, measure)[head]);
   }
 
   /**

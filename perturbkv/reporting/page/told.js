@@ -15,7 +15,7 @@
  *   full_mean: Estimate}} Answers
  */
 /**
- * @typedef {{text: string, share: string | null, attention: string | null, heads: string | null, held: number[],
+ * @typedef {{text: string | null, share: string | null, attention: string | null, heads: string | null, held: number[],
  *   ends: number[]}} PromptBlocks
  */
 /**
@@ -25,7 +25,7 @@
  *   budgets: string[], configs: Config[],
  *   start: {baseline: number, treatment: number, budget: number, head: [number, number]}, measures: Measure[],
  *   pairs: [number, number][], pairs_left_out: number, conclusions: Record<string, string>, lacks: Record<string, string>,
- *   arrays: Record<string, Stored>, prompts: Record<string, PromptBlocks>, losses: number, ablation: Setting[] | null,
+ *   arrays: Record<string, Stored>, prompts: Record<string, PromptBlocks>, losses: number, distances: string[], stepped: string[], ablation: Setting[] | null,
  *   answers: Answers | null, step_samples: number[], kl_floor: number | null,
  *   held_heads: {of: number, held: number, why: string}}} Told
  */
