@@ -84,7 +84,7 @@ def _padded(digits: str) -> str:
 
 def ratio(value: float) -> str:
     """A ratio as the page writes it."""
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def estimate(value: str, interval: Any, shown: Any) -> str:

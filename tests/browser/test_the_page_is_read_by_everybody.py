@@ -94,14 +94,14 @@ def test_arrow_keys_walk_over_the_map_and_are_told(opened: Open) -> None:
         assert shown.page.evaluate("document.activeElement.classList.contains('map')")
 
 
+NAMELESS = """[...document.querySelectorAll('button, input, select, canvas, svg, summary, [tabindex="0"]')].filter(
+  (one) => one.getAttribute('aria-hidden') !== 'true' && !one.closest('[aria-hidden=true]') &&
+    !(one.getAttribute('aria-label') || one.labels?.length || one.textContent.trim())).map((one) => one.outerHTML)"""
+
+
 def test_everything_can_be_reached_by_tab_and_has_a_name(opened: Open) -> None:
     shown = ready(opened(html()))
-    nameless = shown.page.evaluate(
-        """[...document.querySelectorAll('button, input, select, canvas, svg, summary, [tabindex="0"]')].filter((one) =>
-             one.getAttribute('aria-hidden') !== 'true' && !one.closest('[aria-hidden=true]') &&
-             !(one.getAttribute('aria-label') || one.labels?.length || one.textContent.trim())).map((one) => one.outerHTML)"""
-    )
-    assert nameless == []
+    assert shown.page.evaluate(NAMELESS) == []
     levels = shown.page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map((one) => Number(one.tagName[1]))")
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(later - former <= 1 for former, later in zip(levels, levels[1:], strict=False))

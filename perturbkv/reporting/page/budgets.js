@@ -20,11 +20,12 @@ export const budgets = {
     const { measure, told } = seen;
     const ratios = measure.compare === "ratio" && measure.distance !== "cosine" && measure.kind !== "distance";
     const floor = told.kl_floor ? `; noise floor ${number(told.kl_floor)}` : "";
+    const exact = told.samples.length > 1 ? "interval" : "none";
     const panels = (/** @type {number} */ width) => [
       panel(seen, width, ratios ? `Σ ${measure.name} over the outputs’ norms` : `${measure.name}, mean of heads`,
         (config) => part(seen.need("total"), seen.place, config), number, true),
       panel(seen, width, `KL of the next token, median (nat${floor})`, (config) => part(seen.need("kl"), config), number, true),
-      panel(seen, width, "same next token, share of samples (%)", (config) => part(seen.need("top1"), config), percent, false),
+      panel(seen, width, "same next token, share of samples (%)", (config) => part(seen.need("top1"), config), percent, false, exact),
     ];
     fill(pane, beside(pane, 3, panels), key(seen));
   },
@@ -37,8 +38,9 @@ export const budgets = {
  * @param {(config: number) => Float32Array} read value, low, high
  * @param {(value: number | null) => string} shown
  * @param {boolean} log
+ * @param {import("./format.js").Kind} [kind] of ends
  */
-function panel(seen, width, title, read, shown, log) {
+function panel(seen, width, title, read, shown, log, kind = seen.told.interval) {
   const found = points(seen, read);
   const logs = log && found.every((point) => point.value > 0) && found.length > 0;
   const { baseline, treatment, grey } = colours();
@@ -57,7 +59,7 @@ function panel(seen, width, title, read, shown, log) {
         x: "held", y1: "low", y2: "high", stroke: "role", dx: role === "baseline" ? -2 : 2,
       })),
       Plot.dot(found, { x: "held", y: "value", fill: "role", symbol: "role", r: 3.2, fillOpacity: (point) => (point.role === "other" ? 0.5 : 1),
-        title: (point) => `${point.side}, budget ${point.budget}\n${estimate([point.value, point.low, point.high], shown, seen.told.interval)}` }),
+        title: (point) => `${point.side}, budget ${point.budget}\n${estimate([point.value, point.low, point.high], shown, kind)}` }),
     ],
   }));
   return make("div", null, make("p", { class: "caption" }, title), figure);
@@ -83,7 +85,7 @@ function key(seen) {
   const { baseline, treatment } = seen.choice;
   const swatch = (/** @type {string} */ role, /** @type {string} */ mark, /** @type {string} */ text) =>
     make("span", { class: `key ${role}` }, make("b", { "aria-hidden": "true" }, mark), ` ${text}`);
-  const words = { interval: "bars: 95 % intervals over samples", range: "bars: ranges of single samples", none: "" };
+  const words = { interval: "bars: 95 % intervals over samples", range: "bars: ranges of single samples, of shares exact 95 % intervals", none: "" };
   const others = seen.told.sides.filter((side) => side !== baseline && side !== treatment);
   return make("p", { class: "legend" }, baseline !== treatment && swatch("baseline", "●", baseline), swatch("treatment", "■", treatment),
     others.length > 0 && swatch("other", "◆", `others: ${others.join(", ")}`), ` ${words[seen.told.interval]}`);

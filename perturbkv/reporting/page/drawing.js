@@ -1,9 +1,10 @@
 // Draws the parts of the page when a choice changes: at once what is on the screen, the others as soon as there is time.
 
 import { lacking, make } from "./dom.js";
-import { Seen } from "./seen.js";
+import { present } from "./seen.js";
 
 /** @typedef {import("./choice.js").Chosen} Chosen */
+/** @typedef {import("./seen.js").Seen} Seen */
 /**
  * @typedef {{id: string, needs: string[], controls?: (place: HTMLElement, chosen: Chosen) => void,
  *   draw: (pane: HTMLElement, seen: Seen, chosen: Chosen) => void | Promise<void>}} Part
@@ -96,7 +97,7 @@ export class Drawing {
     this.stale.delete(one);
     if (one.controls) follow(one.controls, this.chosen);
     one.panes.forEach((pane, place) => {
-      const seen = new Seen(this.chosen.traces[place], this.chosen.now);
+      const seen = present(this.chosen)[place];
       if (seen.sample >= 0 && !seen.trace.array("sample")) {
         pane.replaceChildren(lacking("Single samples are still being read."));
         return;

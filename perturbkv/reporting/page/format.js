@@ -29,14 +29,14 @@ export function tick(value) {
 }
 
 /**
- * A ratio: two digits behind the point, one from ten on.
+ * A ratio: two digits behind the point, one from ten on, none from a hundred.
  * @param {number | null | undefined} value
  * @returns {string}
  */
 export function ratio(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return "∞";
-  return value.toFixed(value >= 10 ? 1 : 2);
+  return value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(value >= 10 ? 1 : 2);
 }
 
 /**
