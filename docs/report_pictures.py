@@ -1,6 +1,6 @@
 """The pictures of docs/report.md: a report's parts as Chromium shows them, at the width of a page of text.
 
-python docs/report_pictures.py runs/report/trace.h5     # `make report-pictures` makes the trace, too
+`make report-pictures` makes the trace, too: python docs/report_pictures.py runs/report/trace.h5
 """
 
 from __future__ import annotations

@@ -45,10 +45,13 @@ function panel(seen, width, title, read, shown, log, kind = seen.told.interval) 
   const logs = log && found.every((point) => point.value > 0) && found.length > 0;
   const { baseline, treatment, grey } = colours();
   const bars = found.filter((point) => (logs ? point.low > 0 : Number.isFinite(point.low)) && point.role !== "other");
-  const budgetsOf = [...new Set(found.map((point) => point.held))];
+  const told = seen.told.configs.every((config) => config.held !== null);
+  const x = told
+    ? { label: "entries held / full cache", ticks: 5, inset: 10 }
+    : { label: "budget", ticks: d3.range(seen.told.budgets.length), tickFormat: (/** @type {number} */ place) => seen.told.budgets[place], inset: 10 };
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 240, marginLeft: 50, marginBottom: 38, style: { background: "none", fontSize: "11px" }, ariaLabel: title,
-    x: { label: "entries held / full cache", labelAnchor: "center", labelArrow: "none", ticks: Math.min(6, budgetsOf.length + 2), inset: 10 },
+    x: { ...x, labelAnchor: "center", labelArrow: "none" },
     y: { type: logs ? "log" : "linear", grid: true, ticks: 5, tickFormat: (/** @type {number} */ value) => (shown === percent ? percent(value) : tick(value)), label: null },
     color: { domain: ["other", "baseline", "treatment"], range: [grey, baseline, treatment] },
     symbol: { domain: ["other", "baseline", "treatment"], range: ["diamond", "circle", "square"] },
@@ -72,11 +75,12 @@ function panel(seen, width, title, read, shown, log, kind = seen.told.interval) 
  */
 function points(seen, read) {
   const { configs, sides, budgets: names } = seen.told;
+  const told = configs.every((config) => config.held !== null);
   return configs.map((config, place) => {
     const side = sides[config.side];
     const role = side === seen.choice.treatment ? "treatment" : side === seen.choice.baseline ? "baseline" : "other";
     const [value, low, high] = read(place);
-    return { side, role, held: config.held ?? config.budget, budget: names[config.budget], value, low, high };
+    return { side, role, held: told ? /** @type {number} */ (config.held) : config.budget, budget: names[config.budget], value, low, high };
   }).filter((point) => Number.isFinite(point.value)).sort((one, other) => d3.ascending(one.held, other.held));
 }
 

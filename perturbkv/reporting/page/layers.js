@@ -26,6 +26,15 @@ export const layers = {
   },
 };
 
+/**
+ * Layers that an axis names: all, or every other, third, ….
+ * @param {Seen} seen
+ */
+function ticks(seen) {
+  const names = seen.told.layers;
+  return names.filter((_, place) => place % Math.ceil(names.length / 10) === 0);
+}
+
 /** @param {Seen} seen */
 function distance(seen) {
   return /** @type {keyof typeof UNITS} */ (seen.measure.distance || "l1");
@@ -62,7 +71,7 @@ function drifts(seen, width) {
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: `Drift of the residual stream after each layer, ${unit}`,
-    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
+    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: ticks(seen), tickFormat: "d" },
     y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: `↑ drift (${unit})`, labelArrow: "none" },
     color: { domain: ["baseline", "treatment"], range: [baseline, treatment] },
     marks: [
@@ -86,7 +95,7 @@ function ratios(seen, width) {
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: "The treatment's drift over the baseline's after each layer",
-    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
+    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: ticks(seen), tickFormat: "d" },
     y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: "↑ over the baseline’s", labelArrow: "none" },
     marks: [
       Plot.ruleY([1], { stroke: grey, strokeWidth: 1.5 }),
