@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from perturbkv.reporting.facts import facts, title_of, warnings
 from perturbkv.reporting.heads_kept import listed
 from perturbkv.reporting.lacking import lacking
 from perturbkv.reporting.measures import ANALYSIS, each_of, held_measures
-from perturbkv.reporting.sides import Places, sides_of, start_of
+from perturbkv.reporting.sides import Places, numbered, sides_of, start_of
 from perturbkv.reporting.tokens_part import put_texts, tokens_part
 from perturbkv.reporting.told import ablation, conclusions
 from perturbkv.trace import Trace
@@ -80,7 +80,7 @@ def _told(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
 def _about(trace: Trace) -> dict[str, Any]:
     """Which run, samples and layers."""
     tokens, steps = values(trace, "prompt_tokens", ANALYSIS).astype(int), measured_steps(trace)
-    names = [name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole]
+    names = _names([name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole])
     layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
         "model": line(trace.run.model),
@@ -88,7 +88,7 @@ def _about(trace: Trace) -> dict[str, Any]:
         "random_weights": trace.run.random_weights,
         "digest": trace.digest,
         "samples": [
-            {"id": line(name), "tokens": int(count), "steps": int(most)}
+            {"id": name, "tokens": int(count), "steps": int(most)}
             for name, count, most in zip(names, tokens, steps, strict=True)
         ],
         "failed": [{"id": line(name), "reason": line(why)} for name, why in trace.failures.items()],
@@ -98,6 +98,11 @@ def _about(trace: Trace) -> dict[str, Any]:
         "layers": [trace.layer_name(place) for place in range(layers)],
         "heads": heads,
     }
+
+
+def _names(ids: Sequence[str]) -> tuple[str, ...]:
+    """Samples by names that tell them apart as they are shown; none is empty, which stands for all of them."""
+    return numbered([line(name) or "(no id)" for name in ids])
 
 
 def _measures(made: Measured) -> list[dict[str, Any]]:
