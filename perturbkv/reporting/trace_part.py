@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.intervals import LEAST, median_level
 from perturbkv.analyses.reading import measured_steps, values
@@ -36,6 +38,8 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     each = tuple(each_of(trace, one) for one in measures)
     made = Measured(trace, quick, measures, each, sides, start_of(trace.run, sides))
     compared = put_arrays(made, blocks)
+    answered = answers(trace)
+    blocks.room -= _bytes(answered)
     start, head = made.start, _most_changed(made)
     tied = _tied(made, compared.get("propagated"))
     shown = [pair for pair in sides.pairs if {sides.side[place] for place in pair} == {start.baseline, start.treatment}]
@@ -59,7 +63,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "pairs_left_out": sides.left_out,
         "conclusions": conclusions(quick, sides, start.baseline) if quick else {},
         "ablation": _told(lacks, "ablation", lambda: ablation(quick, sides)) if quick else None,
-        "answers": answers(trace),
+        "answers": answered,
         "losses": listed(trace),
         "step_samples": _step_samples(trace),
         **steps,
@@ -100,9 +104,14 @@ def _about(trace: Trace) -> dict[str, Any]:
     }
 
 
+def _bytes(part: object) -> int:
+    """What a part of the page's JSON takes."""
+    return len(json.dumps(plain(part), ensure_ascii=False).encode(errors="replace"))
+
+
 def _names(ids: Sequence[str]) -> tuple[str, ...]:
-    """Samples by names that tell them apart as they are shown; none is empty, which stands for all of them."""
-    return numbered([line(name) or "(no id)" for name in ids])
+    """Samples by names that tell them apart as they are shown; none is empty, which stands for all."""
+    return numbered([line(name) if name.strip() else "(no id)" for name in ids])
 
 
 def _measures(made: Measured) -> list[dict[str, Any]]:
