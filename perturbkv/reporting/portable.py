@@ -12,7 +12,11 @@ from perturbkv.visible import line
 
 _USUAL = "trace.h5"
 """What every analysis calls its trace: the folder around it says which one it is."""
-_FOLDERS = re.compile(r"(?<![\w/\\:.<~-])(?:~|[A-Za-z]:|\.{1,2})?(?:[\\/][\w.@+~-]+)+[\\/](?=[\w.@+~-])")
+_BEGINS = r"(?:~|[A-Za-z]:|\.{1,2})?"
+_FOLDERS = re.compile(
+    rf"(?<=['\"]){_BEGINS}[\\/][^'\"<>]*[\\/](?=[^'\"<>])"  # between quotes folders may have blanks in their names
+    rf"|(?:(?<=file://)|(?<![\w/\\:.<~-])){_BEGINS}(?:[\\/][\w.@+~-]+)+[\\/](?=[\w.@+~-])"
+)
 """Of a path within a sentence everything before its last part."""
 
 

@@ -81,7 +81,9 @@ def test_models_and_data_that_are_files_are_told_by_their_names(given: str, show
     ("reason", "shown"),
     [
         ("cannot read '/home/ada/x/d.jsonl': no file", "cannot read 'd.jsonl': no file"),
+        ("cannot read '/home/ada/my texts/d.jsonl'", "cannot read 'd.jsonl'"),
         ("File /usr/lib/a.py, line 3", "File a.py, line 3"),
+        ("of file:///home/ada/a.h5 (/home/ada/b.h5)", "of file://a.h5 (b.h5)"),
         (r"open C:\Users\ada\d.bin failed", "open d.bin failed"),
         ("in ~/runs/a.h5 and ../b/c.h5", "in a.h5 and c.h5"),
         ("1/2/3 of 4/5, N/A; see https://a.org/b/c", "1/2/3 of 4/5, N/A; see https://a.org/b/c"),
