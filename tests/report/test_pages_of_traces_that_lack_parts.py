@@ -170,6 +170,9 @@ def test_bounds_without_an_end_stay_infinite_and_json_has_no_nan() -> None:
     told = everything_decodes(made := payload([having(trace, theta_hat=bound)]))
     at = [one["key"] for one in told["measures"]].index("theta_hat")
     assert np.isinf(array(made, "mean")[at, 0, 0, 0]) and np.isinf(array(made, "sample")[at, :, 0, 0, 0]).all()
+    sums = array(made, "pair_sum")[at]  # no share of what has no end, in either direction
+    of_first = [place for place, pair in enumerate(trace_of(made)["pairs"]) if 0 in pair]
+    assert of_first and np.isnan(sums[of_first]).all() and np.isfinite(np.delete(sums, of_first, 0)[..., 0]).all()
     assert np.isfinite(array(made, "sample")[at, :, 1:]).all()
 
 

@@ -121,7 +121,7 @@ function overSteps(seen, width) {
     make("p", { class: "caption" }, `${seen.measure.name} over decode steps, mean of the samples${fewer}`),
     chart(seen, marks, width, {
       x: { label: "decode step", ticks: Math.min(8, steps.length), tickFormat: (/** @type {number} */ step) => Number.isInteger(step) ? String(step) : "" },
-      marks: [Plot.line(marks, { x: "place", y: "value", stroke: "side", strokeWidth: 1.6 }),
+      marks: [Plot.line(marks, { x: "place", y: "value", z: "side", stroke: "side", strokeWidth: 1.6 }),
         Plot.dot(marks, { x: "place", y: "value", fill: "side", symbol: "side", r: 2.6 })],
     }),
   ];

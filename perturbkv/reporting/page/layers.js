@@ -75,8 +75,8 @@ function drifts(seen, width) {
     y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: `↑ drift (${unit})`, labelArrow: "none" },
     color: { domain: ["baseline", "treatment"], range: [baseline, treatment] },
     marks: [
-      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: "side", fillOpacity: 0.16 }),
-      Plot.line(found, { x: "layer", y: "value", stroke: "side", strokeWidth: 1.8 }),
+      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", z: "side", fill: "side", fillOpacity: 0.16 }),
+      Plot.line(found, { x: "layer", y: "value", z: "side", stroke: "side", strokeWidth: 1.8 }),
       Plot.dot(found, { x: "layer", y: "value", fill: "side", r: 2.2, symbol: (one) => (one.side === "baseline" ? "circle" : "square"), title: (one) => said(one, number) }),
     ],
     symbol: { type: "identity" },
@@ -99,8 +99,8 @@ function ratios(seen, width) {
     y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: "↑ over the baseline’s", labelArrow: "none" },
     marks: [
       Plot.ruleY([1], { stroke: grey, strokeWidth: 1.5 }),
-      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: treatment, fillOpacity: 0.16 }),
-      Plot.line(found, { x: "layer", y: "value", stroke: treatment, strokeWidth: 1.8 }),
+      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", z: null, fill: treatment, fillOpacity: 0.16 }),
+      Plot.line(found, { x: "layer", y: "value", z: null, stroke: treatment, strokeWidth: 1.8 }),
       Plot.dot(found, { x: "layer", y: "value", fill: treatment, symbol: "square", r: 2.2, title: (one) => said(one, ratio) }),
     ],
   }));
