@@ -119,7 +119,7 @@ def _pair(
 
 
 def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
-    """Σ treatment over Σ baseline where both are defined, NaN where one has no end; of shares the difference of means."""
+    """Σ treatment over Σ baseline where both are defined, NaN where one is endless; of shares the means' difference."""
     if measure.kind == SHARE:
         found = over_prompts((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
         return with_ends(found.value, found.interval)

@@ -43,8 +43,8 @@ def choose(shown: Any, **choices: str) -> None:
 
 def settle(shown: Any) -> None:
     """Wait until everything is drawn and nothing waits."""
-    shown.page.wait_for_timeout(60)
-    shown.page.evaluate("new Promise((done) => requestIdleCallback(() => setTimeout(done, 60), {timeout: 500}))")
+    shown.page.wait_for_selector('body[data-stale="0"]', timeout=20_000)
+    shown.page.wait_for_timeout(30)
 
 
 def text(shown: Any, selector: str) -> str:

@@ -26,6 +26,7 @@ export class Drawing {
     /** @type {Set<Element>} */
     this.seen = new Set();
     this.waiting = false;
+    this.pending = 0;
     this.watch = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "200px 0px" });
     for (const one of this.placed) this.watch.observe(one.section);
     chosen.listen((changed) => this.change(changed));
@@ -54,6 +55,7 @@ export class Drawing {
   change(changed) {
     const start = performance.now();
     for (const one of this.placed) if (one.part.needs.some((key) => changed.has(key))) this.stale.add(one);
+    this.tell();
     this.visible();
     afterPaint(() => performance.measure("change", { start, end: performance.now() }));
     this.rest();
@@ -102,8 +104,18 @@ export class Drawing {
         pane.replaceChildren(lacking("Single samples are still being read."));
         return;
       }
-      one.part.draw(pane, seen, this.chosen);
+      this.pending++;
+      Promise.resolve(one.part.draw(pane, seen, this.chosen)).finally(() => {
+        this.pending--;
+        this.tell();
+      });
     });
+    this.tell();
+  }
+
+  /** Say in the page how many parts are yet to be drawn. */
+  tell() {
+    document.body.dataset.stale = String(this.stale.size + this.pending);
   }
 }
 
