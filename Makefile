@@ -153,7 +153,7 @@ figures: demo
 report-pictures: develop
 	@$(call there,chromium,chromium)
 	$(PY) -m pip install -q -e ".[browser]"
-	$(BIN) needle --samples 3 --lengths 600 --depths 0.1,0.5,0.9 --compare $(CHAIN) --budget 64 --budget 128 --granularity kv \
+	$(BIN) needle --samples 9 --lengths 600 --depths 0.1,0.5,0.9 --compare $(CHAIN) --budget 64 --budget 128 --granularity kv \
 		--steps 4 --output runs/report --overwrite
 	$(PY) docs/report_pictures.py runs/report/trace.h5
 
