@@ -23,29 +23,43 @@ _OWN_NOISE = 0.3
 _MADE_HERE = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair)}
 
 
-def sweep(budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:
-    """24 configurations: two policies × four selections × three budgets."""
+def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:
+    """`sides` × `budgets` configurations: two policies with four selections each, or the first of these."""
     names = ("attention", "two-stage", "attention-unpooled", "two-stage-uniform")
-    return tuple(
-        configuration(budget, policy=policy, selection=name)
-        for budget in budgets for policy in ("snapkv", "adakv") for name in names
-    )  # fmt: skip
+    both = [(policy, name) for policy in ("snapkv", "adakv") for name in names][:sides]
+    return tuple(configuration(budget, policy=policy, selection=name) for budget in budgets for policy, name in both)
 
 
-def made_trace(samples: int, layers: int, heads: int, tokens: int, seed: int = 0) -> Trace:
-    """A trace of a sweep of this size, with kept sets, prompts and the losses of each head."""
-    draw, configs = np.random.default_rng(seed), sweep()
-    sizes = {"sample": samples, "config": len(configs), "step": 1, "layer": layers, "head": heads, "lost_entry": _LOST}
+def made_trace(
+    samples: int,
+    layers: int,
+    heads: int,
+    tokens: int,
+    *,
+    configs: tuple[EvictionConfig, ...] = (),
+    steps: int = 1,
+    kept: bool = True,
+    seed: int = 0,
+) -> Trace:
+    """A trace of this size, of a sweep of 24 or of `configs`, with prompts and the losses of each head.
+
+    `kept`: with the positions of kept sets, else with their digests alone.
+    """
+    draw, configs = np.random.default_rng(seed), configs or sweep()
+    sizes = {"sample": samples, "config": len(configs), "step": steps, "layer": layers, "head": heads}
+    sizes["lost_entry"] = _LOST
     arrays: dict[str, NDArray[Any]] = {
         name: _numbers(name, variable, tuple(sizes[axis] for axis in variable.axes), draw)
         for name, variable in VARIABLES.items()
         if _is_drawn(name, variable, sizes)
     }
-    arrays |= {"prompt_tokens": np.full(samples, tokens), "steps_measured": np.ones(samples, dtype=np.int64)}
+    arrays |= {"prompt_tokens": np.full(samples, tokens), "steps_measured": np.full(samples, steps)}
     arrays["question_tokens"] = np.zeros(samples, dtype=np.int64)
     arrays["evicted"] = np.ones((samples, len(configs)), dtype=np.uint8)
-    arrays |= _kept((samples, len(configs), layers, heads), configs, tokens, draw) | _texts(samples, tokens)
-    run = RunConfig(model="made", dataset="made", configs=configs, samples=samples, steps=1)
+    shape = (samples, len(configs), layers, heads)
+    arrays |= _kept(shape, configs, tokens, draw) if kept else _digests(shape, configs, tokens, draw)
+    arrays |= _texts(samples, tokens)
+    run = RunConfig(model="made", dataset="made", configs=configs, samples=samples, steps=steps)
     return Trace(run, tuple(f"p{place}" for place in range(samples)), arrays)
 
 
@@ -66,12 +80,16 @@ def _numbers(name: str, variable: Variable, shape: tuple[int, ...], draw: np.ran
 def _kept(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """What every head keeps: the entries that it likes best, by a liking that configurations nearly share."""
-    counts, rows, lengths = [max(1, int(one.budget.value * tokens)) for one in configs], [], []
+    """What every head keeps: the entries that it likes best, by a liking that configurations nearly share.
+
+    In the first layer the first two configurations share it: heads of equal sets are tied.
+    """
+    counts, rows, lengths = [_count(one, tokens) for one in configs], [], []
     for _ in range(shape[0]):
         liked = draw.normal(size=(shape[2] * shape[3], tokens)).astype(np.float32)
-        for count in counts:
+        for place, count in enumerate(counts):
             own = liked + np.float32(_OWN_NOISE) * draw.normal(size=liked.shape).astype(np.float32)
+            own[: shape[3]] = liked[: shape[3]] if place < 2 else own[: shape[3]]
             least = np.partition(own, tokens - count, axis=1)[:, tokens - count, np.newaxis]
             masks = np.packbits(own >= least, axis=1)
             code, length = kept_code.of_masks(masks, np.bitwise_count(masks).sum(axis=1).astype(np.int64))
@@ -84,6 +102,19 @@ def _kept(
         "kept_offset": (np.cumsum(each) - each).reshape(shape),
         "kept_count": np.broadcast_to(np.array(counts)[:, np.newaxis, np.newaxis], shape).copy(),
     }
+
+
+def _digests(
+    shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
+) -> dict[str, NDArray[Any]]:
+    """Sets that are told apart and nothing else."""
+    counts = np.array([_count(one, tokens) for one in configs])[:, np.newaxis, np.newaxis]
+    return {DIGEST: draw.integers(1, 2**62, shape), "kept_count": np.broadcast_to(counts, shape).copy()}
+
+
+def _count(config: EvictionConfig, tokens: int) -> int:
+    """Entries that a budget keeps."""
+    return max(1, int(config.budget.value * tokens))
 
 
 def _texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:

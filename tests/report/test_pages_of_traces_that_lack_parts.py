@@ -262,7 +262,7 @@ def test_several_traces_have_names_of_their_own_and_share_the_room() -> None:
     assert [head.name for head in made.heads] == ["news.h5", "news.h5 (2)", "in memory"]
     assert [trace["name"] for trace in made.document["traces"]] == [head.name for head in made.heads]
     np.testing.assert_array_equal(array(made, "mean", 0), array(made, "mean", 1))
-    assert made.title == "m · d" and set(made.blocks) >= {"t0-mean", "t1-mean", "t2-mean"}
+    assert made.title == "made · made" and set(made.blocks) >= {"t0-mean", "t1-mean", "t2-mean"}
 
 
 def test_samples_are_told_apart_by_what_is_shown_of_them() -> None:
