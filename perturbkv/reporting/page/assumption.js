@@ -3,13 +3,14 @@
 import { signed } from "./colours.js";
 import { beside, fill, lacking, make, select } from "./dom.js";
 import { counted, number } from "./format.js";
+import { grid, legend, node } from "./grid.js";
 import { hide, show } from "./tooltip.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {import("./choice.js").Chosen} Chosen */
 
 const HALF = 0.5;
-const LEFT = 30;
+const HIGHEST = 240;
 const READINGS = [
   { value: "sigma_stage1", text: "σ of stage 1, as it holds" },
   { value: "sigma_topk", text: "σ of the top ⌊αb⌋, as stated" },
@@ -35,7 +36,8 @@ export const assumption = {
     if (seen.baseline < 0 || seen.treatment < 0) return fill(pane, lacking(seen.lacking));
     if (measure < 0) return fill(pane, lacking("This trace does not hold this reading."));
     const sides = seen.baseline === seen.treatment ? ["treatment"] : ["baseline", "treatment"];
-    fill(pane, beside(pane, 2, (width) => sides.map((side) => ofSide(seen, side, measure, width))), legend());
+    fill(pane, beside(pane, 2, (width) => sides.map((side) => ofSide(seen, side, measure, width))),
+      legend("0: fails", "1: holds · palest at 0.5", (share) => signed()(2 * share - 1)));
   },
 };
 
@@ -62,37 +64,13 @@ function ofSide(seen, side, measure, width) {
  */
 function drawn(seen, values, width, caption) {
   const { layers, heads } = seen.told;
-  const across = (width - LEFT - 2) / layers.length;
-  const down = Math.max(5, Math.min(across, 18, 420 / heads));
-  const height = down * heads + 22;
   const paint = signed();
-  const svg = d3.create("svg").attr("viewBox", `0 0 ${width} ${height}`).attr("width", width).attr("height", height)
-    .attr("class", "map").attr("role", "img").attr("aria-label", caption);
-  svg.append("g").selectAll("rect").data(values).join("rect")
-    .attr("x", (_, place) => LEFT + Math.floor(place / heads) * across).attr("y", (_, place) => (place % heads) * down)
-    .attr("width", across - 0.5).attr("height", down - 0.5).attr("fill", (value) => paint(2 * value - 1));
-  const every = Math.max(1, Math.ceil(layers.length / (width / 46)));
-  const axis = svg.append("g").attr("class", "axis");
-  axis.selectAll("text.layer").data(d3.range(0, layers.length, every)).join("text").attr("class", "layer")
-    .attr("x", (place) => LEFT + (place + 0.5) * across).attr("y", height - 6).attr("text-anchor", "middle")
-    .text((place) => layers[place]);
-  axis.append("text").attr("x", 2).attr("y", height - 6).text("layer");
-  axis.append("text").attr("x", 2).attr("y", 11).text("head");
-  svg.on("pointermove", (event) => {
-    const [x, y] = d3.pointer(event);
-    const [layer, head] = [Math.floor((x - LEFT) / across), Math.floor(y / down)];
-    if (layer < 0 || layer >= layers.length || head < 0 || head >= heads) return hide();
-    show(event, [`layer ${layers[layer]}, head ${head}`, number(values[layer * heads + head])]);
+  const { svg, at } = grid(seen.trace, { width, most: HIGHEST, label: caption, colour: (head) => paint(2 * values[head] - 1) });
+  svg.on("pointermove", (/** @type {PointerEvent} */ event) => {
+    const head = at(event);
+    if (head < 0) return hide();
+    show(event, [`layer ${layers[Math.floor(head / heads)]}, head ${head % heads}`, number(values[head])]);
   });
   svg.on("pointerleave", hide);
-  return /** @type {SVGSVGElement} */ (svg.node());
-}
-
-function legend() {
-  const paint = signed();
-  const bar = d3.create("svg").attr("width", 190).attr("height", 12).attr("aria-hidden", "true");
-  bar.selectAll("rect").data(d3.range(38)).join("rect").attr("x", (step) => step * 5).attr("width", 5.2)
-    .attr("height", 12).attr("fill", (step) => paint((2 * step) / 37 - 1));
-  return make("div", { class: "legend" }, make("span", null, "0: fails"), /** @type {SVGSVGElement} */ (bar.node()),
-    make("span", null, "1: holds · palest at 0.5"));
+  return node(svg);
 }
