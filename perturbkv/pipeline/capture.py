@@ -96,7 +96,7 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """
     held = {id(layer.self_attn): own for layer, own in zip(adapter.every_layer, cache.layers, strict=True)}
     cache.attach(True)
-    hook = _positions_of(cache, adapter.rotary_kind)
+    hook = partial(_placed, cache, adapter.rotary_kind)
     rotary = adapter.rotary.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with intercept_attention(adapter, partial(_held, held), every=True):
@@ -113,32 +113,31 @@ def _held(
     return held[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
 
 
-def _positions_of(cache: CompactCache, kind: tuple[str, ...]) -> Callable[..., Any]:
+def _placed(
+    cache: CompactCache, kind: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's.
 
     Of a module that is asked for each kind of layers, for the measured layers' alone.
     """
-
-    def place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        positions = cache.positions(args[0].shape[1], args[0].device)
-        others = kind and kwargs.get("layer_type", args[-1]) != kind[0]
-        return None if positions is None or others else ((args[0], positions, *kind), {})
-
-    return place
+    positions = cache.positions(args[0].shape[1], args[0].device)
+    others = kind and kwargs.get("layer_type", args[-1]) != kind[0]
+    return None if positions is None or others else ((args[0], positions, *kind), {})
 
 
 @contextmanager
 def decode_shared(adapter: Adapter) -> Iterator[None]:
     """Let a batch of identical rows decode from a `SharedCache`: the stock attention on row 0, handed to all rows."""
-
-    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        query, key, value, mask, *others = args
-        first = mask[:1] if isinstance(mask, Tensor) else mask
-        output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
-        return output.expand(query.shape[0], *output.shape[1:]), weights
-
-    with intercept_attention(adapter, attend, every=True):
+    with intercept_attention(adapter, _shared, every=True):
         yield
+
+
+def _shared(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention of row 0, for all rows."""
+    query, key, value, mask, *others = args
+    first = mask[:1] if isinstance(mask, Tensor) else mask
+    output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
+    return output.expand(query.shape[0], *output.shape[1:]), weights
 
 
 def _watched(
