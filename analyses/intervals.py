@@ -246,4 +246,4 @@ def _alone(distance: Floats, count: int) -> Floats:
 
 def _snapped(end: Floats, limit: float) -> Floats:
     """The end, exactly at the limit where rounding alone keeps it away."""
-    return np.where(np.isclose(end, limit, rtol=0, atol=_ROUNDING), limit, end)
+    return np.where(np.abs(end - limit) <= _ROUNDING, limit, end)
