@@ -35,7 +35,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures longbench tables scores bytes needle second-model bench gpu install develop clean
+.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -149,6 +149,14 @@ figures: demo
 	$(PY) docs/readings.py runs/tour/trace.h5
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
 
+# The pictures of docs/report.md: the page of a trace of nine prompts, taken by Chromium.
+report-pictures: develop
+	@$(call there,chromium,chromium)
+	$(PY) -m pip install -q -e ".[browser]"
+	$(BIN) needle --samples 9 --lengths 600 --depths 0.1,0.5,0.9 --compare $(CHAIN) --budget 64 --budget 128 --granularity kv \
+		--steps 4 --output runs/report --overwrite
+	$(PY) docs/report_pictures.py runs/report/trace.h5
+
 # Asked before anything is installed or fetched.
 longbench:
 	@test -n "$(LONGBENCH)" || { echo "$(MAKECMDGOALS) needs LongBench's jsonl files: make $(MAKECMDGOALS) LONGBENCH=folder"; exit 2; }
@@ -233,6 +241,7 @@ $(WEIGHTS)/.installed: $(VENV)/.installed
 bench: install
 	$(BIN) bench --output docs/bench/cpu.json --overwrite
 	$(BIN) bench scale --output docs/bench/scale.json --overwrite
+	$(BIN) bench report --output docs/bench/report.json --overwrite
 
 # Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing,
 # nor the embedded model: MODEL=folder brings another for the table of ties. The package is laid out under build/gpu,

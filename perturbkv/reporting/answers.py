@@ -74,11 +74,12 @@ def _expected(document: Any) -> list[str]:
     return [plain(str(one)) for one in found] if isinstance(found, list) else [plain(str(found))]
 
 
-def _mean(scores: Floats | None) -> list[float] | None:
-    """The mean over graded samples, with its interval: the exact one where each is right or wrong."""
+def _mean(scores: Floats | None) -> list[Any] | None:
+    """The mean over graded samples, its ends and whether they are an interval or a range; of right and wrong exact."""
     if scores is None:
         return None
     graded = scores[~np.isnan(scores)]
     found = over_prompts(scores, share_of(0))
     exact = graded.size and np.isin(graded, (0.0, 1.0)).all()
-    return with_ends(found.value, intervals.of_samples(graded > 0) if exact else found.interval)
+    ends = intervals.of_samples(graded > 0) if exact else found.interval
+    return [*with_ends(found.value, ends), ends.kind if ends else "none"]

@@ -68,7 +68,8 @@ class Blocks:
 
     def floats(self, name: str, array: NDArray[Any]) -> None:
         """An array of floats in four bytes each, all first bytes before all second ones."""
-        held = np.ascontiguousarray(array, dtype="<f4")
+        with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
+            held = np.ascontiguousarray(array, dtype="<f4")
         self._array(name, deflated(planes(held)), "f4", array.shape, None)
 
     def codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:

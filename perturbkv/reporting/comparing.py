@@ -119,13 +119,14 @@ def _pair(
 
 
 def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
-    """Σ treatment over Σ baseline where both are defined; of shares the difference of means."""
+    """Σ treatment over Σ baseline where both are defined, NaN where one is endless; of shares the means' difference."""
     if measure.kind == SHARE:
         found = over_prompts((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
         return with_ends(found.value, found.interval)
-    with np.errstate(invalid="ignore"):  # of bounds without an end
-        held = ~np.isnan(baseline) & ~np.isnan(treatment)
-        return with_ends(*sum_ratio(np.where(held, baseline, 0), np.where(held, treatment, 0)))
+    if np.isinf(baseline).any() or np.isinf(treatment).any():
+        return with_ends(np.nan, None)
+    held = ~np.isnan(baseline) & ~np.isnan(treatment)
+    return with_ends(*sum_ratio(np.where(held, baseline, 0), np.where(held, treatment, 0)))
 
 
 def _drift(drift: Floats, pair: Places, same: NDArray[np.bool_]) -> Floats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -22,11 +21,6 @@ from perturbkv.visible import line
 _NAMED = 4
 """Configurations that a warning names."""
 Fact = tuple[str, str]
-
-
-def name_of(trace: Trace) -> str:
-    """The file's name."""
-    return line(Path(trace.source).name) if trace.source else "in memory"
 
 
 def title_of(trace: Trace) -> str:
@@ -48,7 +42,7 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Budgets": ", ".join(map(str, sides.budgets)),
         "Held / full": _held(trace),
         "Noise floor": _floor(trace),
-        "Trace": " · ".join([name_of(trace), *([run.trace] if run.trace else [])]),
+        "Trace": " · ".join([trace.source or "in memory", *([run.trace] if run.trace else [])]),
         "Made with": run.made_with,
     }
     return tuple((label, line(value)) for label, value in told.items() if value)

@@ -132,7 +132,7 @@ def free(path: Path, overwrite: bool) -> Path:
 def _check_other(traces: Sequence[Trace], path: Path) -> None:
     """Raise OutputError where the page would replace a trace that it is made from."""
     if any(one.source and real(Path(one.source)) == real(path) for one in traces):
-        msg = f"expected another file than the trace for its report, got {path}; name another"
+        msg = f"expected another file than the trace itself, got {path}; name another"
         raise OutputError(msg)
 
 

@@ -12,8 +12,8 @@ from perturbkv.analyses.reading import at_step
 from perturbkv.errors import TraceError
 from perturbkv.reporting.blocks import Blocks, limit
 from perturbkv.reporting.document import Head, Payload
-from perturbkv.reporting.facts import name_of
 from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.portable import name_of, portable
 from perturbkv.reporting.sides import numbered
 from perturbkv.reporting.trace_part import trace_part
 from perturbkv.trace import Trace
@@ -33,10 +33,11 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
     if not traces:
         msg = "report needs at least one trace, got none"
         raise TraceError(msg)
-    held = [at_step(trace, ANALYSIS, 0) for trace in traces]
+    names = numbered([name_of(trace) for trace in traces])
+    held = [portable(at_step(trace, ANALYSIS, 0)) for trace in traces]
     parts: list[dict[str, Any]] = []
     blocks: dict[str, bytes] = {}
-    for number, (trace, name) in enumerate(zip(held, numbered([name_of(trace) for trace in held]), strict=True)):
+    for number, (trace, name) in enumerate(zip(held, names, strict=True)):
         own = Blocks(f"t{number}", np.inf if full else _room(held, trace))
         parts.append(plain(trace_part(trace, own, name, full)))
         blocks |= own.blocks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.intervals import LEAST, median_level
 from perturbkv.analyses.reading import measured_steps, values
@@ -20,7 +22,7 @@ from perturbkv.reporting.facts import facts, title_of, warnings
 from perturbkv.reporting.heads_kept import listed
 from perturbkv.reporting.lacking import lacking
 from perturbkv.reporting.measures import ANALYSIS, each_of, held_measures
-from perturbkv.reporting.sides import Places, sides_of, start_of
+from perturbkv.reporting.sides import Places, numbered, sides_of, start_of
 from perturbkv.reporting.tokens_part import put_texts, tokens_part
 from perturbkv.reporting.told import ablation, conclusions
 from perturbkv.trace import Trace
@@ -36,6 +38,8 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     each = tuple(each_of(trace, one) for one in measures)
     made = Measured(trace, quick, measures, each, sides, start_of(trace.run, sides))
     compared = put_arrays(made, blocks)
+    answered = answers(trace)
+    blocks.room -= _bytes(answered)
     start, head = made.start, _most_changed(made)
     tied = _tied(made, compared.get("propagated"))
     shown = [pair for pair in sides.pairs if {sides.side[place] for place in pair} == {start.baseline, start.treatment}]
@@ -59,7 +63,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "pairs_left_out": sides.left_out,
         "conclusions": conclusions(quick, sides, start.baseline) if quick else {},
         "ablation": _told(lacks, "ablation", lambda: ablation(quick, sides)) if quick else None,
-        "answers": answers(trace),
+        "answers": answered,
         "losses": listed(trace),
         "step_samples": _step_samples(trace),
         **steps,
@@ -80,7 +84,7 @@ def _told(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
 def _about(trace: Trace) -> dict[str, Any]:
     """Which run, samples and layers."""
     tokens, steps = values(trace, "prompt_tokens", ANALYSIS).astype(int), measured_steps(trace)
-    names = [name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole]
+    names = _names([name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole])
     layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
         "model": line(trace.run.model),
@@ -88,7 +92,7 @@ def _about(trace: Trace) -> dict[str, Any]:
         "random_weights": trace.run.random_weights,
         "digest": trace.digest,
         "samples": [
-            {"id": line(name), "tokens": int(count), "steps": int(most)}
+            {"id": name, "tokens": int(count), "steps": int(most)}
             for name, count, most in zip(names, tokens, steps, strict=True)
         ],
         "failed": [{"id": line(name), "reason": line(why)} for name, why in trace.failures.items()],
@@ -98,6 +102,16 @@ def _about(trace: Trace) -> dict[str, Any]:
         "layers": [trace.layer_name(place) for place in range(layers)],
         "heads": heads,
     }
+
+
+def _bytes(part: object) -> int:
+    """What a part of the page's JSON takes."""
+    return len(json.dumps(plain(part), ensure_ascii=False).encode(errors="replace"))
+
+
+def _names(ids: Sequence[str]) -> tuple[str, ...]:
+    """Samples by names that tell them apart as they are shown; none is empty, which stands for all."""
+    return numbered([line(name) if name.strip() else "(no id)" for name in ids])
 
 
 def _measures(made: Measured) -> list[dict[str, Any]]:

@@ -147,9 +147,9 @@ def check_suffix(path: Path) -> None:
 
 
 def check_other(trace: Path, path: Path) -> None:
-    """Raise ConfigError where the table would replace the trace that it is made from."""
+    """Raise ConfigError where what is made would replace the trace that it is made from."""
     if real(trace) == real(path):
-        msg = f"expected another file than the trace for its table, got {path}; name another"
+        msg = f"expected another file than the trace itself, got {path}; name another"
         raise ConfigError(msg)
 
 

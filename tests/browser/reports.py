@@ -43,8 +43,8 @@ def choose(shown: Any, **choices: str) -> None:
 
 def settle(shown: Any) -> None:
     """Wait until everything is drawn and nothing waits."""
-    shown.page.wait_for_timeout(60)
-    shown.page.evaluate("new Promise((done) => requestIdleCallback(() => setTimeout(done, 60), {timeout: 500}))")
+    shown.page.wait_for_selector('body[data-stale="0"]', timeout=20_000)
+    shown.page.wait_for_timeout(30)
 
 
 def text(shown: Any, selector: str) -> str:
@@ -84,7 +84,7 @@ def _padded(digits: str) -> str:
 
 def ratio(value: float) -> str:
     """A ratio as the page writes it."""
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def estimate(value: str, interval: Any, shown: Any) -> str:

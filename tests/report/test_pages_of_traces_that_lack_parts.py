@@ -170,6 +170,9 @@ def test_bounds_without_an_end_stay_infinite_and_json_has_no_nan() -> None:
     told = everything_decodes(made := payload([having(trace, theta_hat=bound)]))
     at = [one["key"] for one in told["measures"]].index("theta_hat")
     assert np.isinf(array(made, "mean")[at, 0, 0, 0]) and np.isinf(array(made, "sample")[at, :, 0, 0, 0]).all()
+    sums = array(made, "pair_sum")[at]  # no share of what has no end, in either direction
+    of_first = [place for place, pair in enumerate(trace_of(made)["pairs"]) if 0 in pair]
+    assert of_first and np.isnan(sums[of_first]).all() and np.isfinite(np.delete(sums, of_first, 0)[..., 0]).all()
     assert np.isfinite(array(made, "sample")[at, :, 1:]).all()
 
 
@@ -252,14 +255,21 @@ def test_answers_are_scores_texts_or_both() -> None:
 
 def test_several_traces_have_names_of_their_own_and_share_the_room() -> None:
     first, second = (
-        dataclasses.replace(small(), source="/a/trace.h5"),
-        dataclasses.replace(small(), source="/b/trace.h5"),
+        dataclasses.replace(small(), source="/a/news.h5"),
+        dataclasses.replace(small(), source="/b/news.h5"),
     )
     made = payload([first, second, small()])
-    assert [head.name for head in made.heads] == ["trace.h5", "trace.h5 (2)", "in memory"]
+    assert [head.name for head in made.heads] == ["news.h5", "news.h5 (2)", "in memory"]
     assert [trace["name"] for trace in made.document["traces"]] == [head.name for head in made.heads]
     np.testing.assert_array_equal(array(made, "mean", 0), array(made, "mean", 1))
     assert made.title == "m · d" and set(made.blocks) >= {"t0-mean", "t1-mean", "t2-mean"}
+
+
+def test_samples_are_told_apart_by_what_is_shown_of_them() -> None:
+    ids = ("a\nb", "a\\nb", "", " ", "__proto__")
+    told = trace_of(payload([dataclasses.replace(small(), sample_ids=ids)]))
+    shown = [one["id"] for one in told["samples"]]
+    assert shown == ["a\\nb", "a\\nb (2)", "(no id)", "(no id) (2)", "__proto__"]
 
 
 def test_numbers_that_are_none_are_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from functools import cache
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from perturbkv.reporting import quantising
-from perturbkv.reporting.blocks import LIBRARIES, limit
+from perturbkv.reporting.blocks import LIBRARIES, Blocks, limit
 from perturbkv.reporting.payload import Payload, payload
-from tests.support.decoded import array, bundle, numbers, trace_of
+from tests.support.decoded import array, bundle, inflated, numbers, trace_of
 from tests.support.paged import configs, paged
 
 SMALL, LARGE = 4_600_000, 23_000_000
@@ -39,6 +40,24 @@ def test_a_usual_trace_fills_its_page_and_no_more() -> None:
     assert sum(each) == held["held"] and min(each) > 0.5 * max(each)
     assert told["arrays"]["sample"]["measures"] == list(range(13)) and "samples" not in told["lacks"]
     assert all(prompt["text"] and prompt["share"] for prompt in told["prompts"].values())
+
+
+def test_answers_take_of_the_room_for_heads() -> None:
+    trace = paged()
+    long = np.array([[f"{sample} {config} " * 400 for config in range(24)] for sample in range(8)], dtype=object)
+    texts = {"answer_full": long[:, 0], "answer": long}
+    page = payload([dataclasses.replace(trace, arrays={**trace.arrays, **texts})])
+    taken = len(json.dumps(trace_of(page)["answers"], ensure_ascii=False))
+    assert taken > 300_000
+    assert SMALL * 0.95 < in_base64(page) + LIBRARIES + taken <= SMALL
+    assert trace_of(page)["held_heads"]["held"] < trace_of(made())["held_heads"]["held"]
+
+
+def test_a_bound_that_four_bytes_cannot_hold_is_infinite(recwarn: pytest.WarningsRecorder) -> None:
+    blocks = Blocks("t")
+    blocks.floats("mean", np.array([1e300, 1.0]))
+    assert inflated(Payload("", (), {}, blocks.blocks), "t-mean") == bytes([0, 0, 0, 0, 128, 128, 127, 63])
+    assert not recwarn.list
 
 
 def test_the_heads_that_change_most_are_those_that_are_held() -> None:

@@ -2,7 +2,7 @@
 
 import { colours } from "./colours.js";
 import { beside, fill, lacking, make } from "./dom.js";
-import { estimate, ratio, tick } from "./format.js";
+import { estimate, ratio, ratioTicks, tick } from "./format.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {import("./told.js").Row} Row */
@@ -54,11 +54,12 @@ function panel(seen, title, rows, width, label) {
   })).filter((mark) => mark.value > 0);
   if (!marks.length) return null;
   const { baseline, treatment, grey } = colours();
+  const ends = [1, ...marks.flatMap((mark) => [mark.value, mark.low, mark.high].filter((end) => end > 0))];
   const told = (/** @type {Mark} */ mark) => estimate([mark.value, mark.low, mark.high], ratio, seen.told.interval);
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 46 * rows.length + 40, marginLeft: Math.min(190, width * 0.42), marginRight: 16, marginBottom: 36,
     style: { background: "none", fontSize: "11px" }, ariaLabel: title,
-    x: { type: "log", grid: true, ticks: 5, tickFormat: tick, label, labelAnchor: "center", labelArrow: "none" },
+    x: { type: "log", grid: true, ticks: ratioTicks(ends), tickFormat: tick, label, labelAnchor: "center", labelArrow: "none" },
     y: { axis: null, domain: KINDS },
     fy: { domain: [...new Set(rows.map((row) => row.name))], label: null, axis: "left" },
     color: { domain: KINDS, range: [grey, treatment] },

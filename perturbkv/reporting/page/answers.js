@@ -29,15 +29,15 @@ export const answers = {
  */
 function scores(pane, seen, held) {
   const rows = seen.told.configs.map((config, place) => {
-    const [value, low, high] = (held.configs[place].mean || [null]).map((end) => end ?? NaN);
+    const [value, low, high, kind] = held.configs[place].mean || [null, null, null, "none"];
     const side = seen.told.sides[config.side];
     const role = side === seen.choice.treatment ? "treatment" : side === seen.choice.baseline ? "baseline" : "other";
-    return { name: config.label, side, budget: seen.told.budgets[config.budget], value, low, high, role };
-  }).filter((row) => Number.isFinite(row.value));
+    return { name: config.label, side, budget: seen.told.budgets[config.budget], value, low, high, role, kind };
+  }).filter((row) => row.value !== null);
   if (!rows.length) return make("p", { class: "lacks" }, "No metric grades these answers.");
   const { baseline, treatment, grey } = colours();
   const width = Math.min(widthOf(pane), 820);
-  const full = held.full_mean[0];
+  const full = held.full_mean ? held.full_mean[0] : null;
   const names = rows.map((row) => `${row.side} · ${row.budget}`);
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 18 * rows.length + 54, marginLeft: Math.min(230, width * 0.45), marginBottom: 36,
@@ -47,13 +47,18 @@ function scores(pane, seen, held) {
     color: { domain: ["other", "baseline", "treatment"], range: [grey, baseline, treatment] },
     marks: [
       ...(full === null ? [] : [Plot.ruleX([full], { stroke: "currentColor", strokeDasharray: "3,3" })]),
-      Plot.ruleY(rows.filter((row) => Number.isFinite(row.low)), { x1: "low", x2: "high", y: (row) => `${row.side} · ${row.budget}`, stroke: "role", strokeWidth: 1.6 }),
+      Plot.ruleY(rows.filter((row) => row.low !== null), { x1: "low", x2: "high", y: (row) => `${row.side} · ${row.budget}`, stroke: "role", strokeWidth: 1.6 }),
       Plot.dot(rows, { x: "value", y: (row) => `${row.side} · ${row.budget}`, fill: "role", r: 4,
-        title: (row) => `${row.name}\n${estimate([row.value, row.low, row.high], number, seen.told.interval)}` }),
+        title: (row) => `${row.name}\n${ofMean([row.value, row.low, row.high, row.kind])}` }),
     ],
   }));
-  const told = estimate(held.full_mean, number, seen.told.interval);
-  return make("div", null, make("p", { class: "caption" }, `${held.unit}, mean over samples; dashed: full cache, ${told}`), figure);
+  const told = held.full_mean ? `; dashed: full cache, ${ofMean(held.full_mean)}` : "";
+  return make("div", null, make("p", { class: "caption" }, `${held.unit}, mean over samples${told}`), figure);
+}
+
+/** @param {import("./told.js").Mean} mean */
+function ofMean([value, low, high, kind]) {
+  return estimate([value, low, high], number, kind);
 }
 
 /**

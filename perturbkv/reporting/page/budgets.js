@@ -20,11 +20,12 @@ export const budgets = {
     const { measure, told } = seen;
     const ratios = measure.compare === "ratio" && measure.distance !== "cosine" && measure.kind !== "distance";
     const floor = told.kl_floor ? `; noise floor ${number(told.kl_floor)}` : "";
+    const exact = told.samples.length > 1 ? "interval" : "none";
     const panels = (/** @type {number} */ width) => [
       panel(seen, width, ratios ? `Σ ${measure.name} over the outputs’ norms` : `${measure.name}, mean of heads`,
         (config) => part(seen.need("total"), seen.place, config), number, true),
       panel(seen, width, `KL of the next token, median (nat${floor})`, (config) => part(seen.need("kl"), config), number, true),
-      panel(seen, width, "same next token, share of samples (%)", (config) => part(seen.need("top1"), config), percent, false),
+      panel(seen, width, "same next token, share of samples (%)", (config) => part(seen.need("top1"), config), percent, false, exact),
     ];
     fill(pane, beside(pane, 3, panels), key(seen));
   },
@@ -37,16 +38,20 @@ export const budgets = {
  * @param {(config: number) => Float32Array} read value, low, high
  * @param {(value: number | null) => string} shown
  * @param {boolean} log
+ * @param {import("./format.js").Kind} [kind] of ends
  */
-function panel(seen, width, title, read, shown, log) {
+function panel(seen, width, title, read, shown, log, kind = seen.told.interval) {
   const found = points(seen, read);
   const logs = log && found.every((point) => point.value > 0) && found.length > 0;
   const { baseline, treatment, grey } = colours();
   const bars = found.filter((point) => (logs ? point.low > 0 : Number.isFinite(point.low)) && point.role !== "other");
-  const budgetsOf = [...new Set(found.map((point) => point.held))];
+  const told = seen.told.configs.every((config) => config.held !== null);
+  const x = told
+    ? { label: "entries held / full cache", ticks: 5, inset: 10 }
+    : { label: "budget", ticks: d3.range(seen.told.budgets.length), tickFormat: (/** @type {number} */ place) => seen.told.budgets[place], inset: 10 };
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 240, marginLeft: 50, marginBottom: 38, style: { background: "none", fontSize: "11px" }, ariaLabel: title,
-    x: { label: "entries held / full cache", labelAnchor: "center", labelArrow: "none", ticks: Math.min(6, budgetsOf.length + 2), inset: 10 },
+    x: { ...x, labelAnchor: "center", labelArrow: "none" },
     y: { type: logs ? "log" : "linear", grid: true, ticks: 5, tickFormat: (/** @type {number} */ value) => (shown === percent ? percent(value) : tick(value)), label: null },
     color: { domain: ["other", "baseline", "treatment"], range: [grey, baseline, treatment] },
     symbol: { domain: ["other", "baseline", "treatment"], range: ["diamond", "circle", "square"] },
@@ -57,7 +62,7 @@ function panel(seen, width, title, read, shown, log) {
         x: "held", y1: "low", y2: "high", stroke: "role", dx: role === "baseline" ? -2 : 2,
       })),
       Plot.dot(found, { x: "held", y: "value", fill: "role", symbol: "role", r: 3.2, fillOpacity: (point) => (point.role === "other" ? 0.5 : 1),
-        title: (point) => `${point.side}, budget ${point.budget}\n${estimate([point.value, point.low, point.high], shown, seen.told.interval)}` }),
+        title: (point) => `${point.side}, budget ${point.budget}\n${estimate([point.value, point.low, point.high], shown, kind)}` }),
     ],
   }));
   return make("div", null, make("p", { class: "caption" }, title), figure);
@@ -70,11 +75,12 @@ function panel(seen, width, title, read, shown, log) {
  */
 function points(seen, read) {
   const { configs, sides, budgets: names } = seen.told;
+  const told = configs.every((config) => config.held !== null);
   return configs.map((config, place) => {
     const side = sides[config.side];
     const role = side === seen.choice.treatment ? "treatment" : side === seen.choice.baseline ? "baseline" : "other";
     const [value, low, high] = read(place);
-    return { side, role, held: config.held ?? config.budget, budget: names[config.budget], value, low, high };
+    return { side, role, held: told ? /** @type {number} */ (config.held) : config.budget, budget: names[config.budget], value, low, high };
   }).filter((point) => Number.isFinite(point.value)).sort((one, other) => d3.ascending(one.held, other.held));
 }
 
@@ -83,7 +89,7 @@ function key(seen) {
   const { baseline, treatment } = seen.choice;
   const swatch = (/** @type {string} */ role, /** @type {string} */ mark, /** @type {string} */ text) =>
     make("span", { class: `key ${role}` }, make("b", { "aria-hidden": "true" }, mark), ` ${text}`);
-  const words = { interval: "bars: 95 % intervals over samples", range: "bars: ranges of single samples", none: "" };
+  const words = { interval: "bars: 95 % intervals over samples", range: "bars: ranges of single samples, of shares exact 95 % intervals", none: "" };
   const others = seen.told.sides.filter((side) => side !== baseline && side !== treatment);
   return make("p", { class: "legend" }, baseline !== treatment && swatch("baseline", "●", baseline), swatch("treatment", "■", treatment),
     others.length > 0 && swatch("other", "◆", `others: ${others.join(", ")}`), ` ${words[seen.told.interval]}`);

@@ -101,5 +101,5 @@ function valid(traces, wanted) {
     sigma: (value) => SIGMAS.includes(value),
     colour: (value) => COLOURS.includes(value),
   };
-  return Object.fromEntries(Object.entries(wanted).filter(([key, value]) => known[key]?.(value)));
+  return Object.fromEntries(Object.entries(wanted).filter(([key, value]) => Object.hasOwn(known, key) && known[key](value)));
 }

@@ -71,7 +71,7 @@ export function fill(parent, ...children) {
  * @param {string} sentence
  */
 export function lacking(sentence) {
-  return make("p", { class: "lacks" }, sentence);
+  return make("p", { class: "lacks" }, sentence.charAt(0).toUpperCase() + sentence.slice(1));
 }
 
 /**

@@ -1,9 +1,10 @@
 // Draws the parts of the page when a choice changes: at once what is on the screen, the others as soon as there is time.
 
 import { lacking, make } from "./dom.js";
-import { Seen } from "./seen.js";
+import { present } from "./seen.js";
 
 /** @typedef {import("./choice.js").Chosen} Chosen */
+/** @typedef {import("./seen.js").Seen} Seen */
 /**
  * @typedef {{id: string, needs: string[], controls?: (place: HTMLElement, chosen: Chosen) => void,
  *   draw: (pane: HTMLElement, seen: Seen, chosen: Chosen) => void | Promise<void>}} Part
@@ -25,6 +26,7 @@ export class Drawing {
     /** @type {Set<Element>} */
     this.seen = new Set();
     this.waiting = false;
+    this.pending = 0;
     this.watch = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "200px 0px" });
     for (const one of this.placed) this.watch.observe(one.section);
     chosen.listen((changed) => this.change(changed));
@@ -53,6 +55,7 @@ export class Drawing {
   change(changed) {
     const start = performance.now();
     for (const one of this.placed) if (one.part.needs.some((key) => changed.has(key))) this.stale.add(one);
+    this.tell();
     this.visible();
     afterPaint(() => performance.measure("change", { start, end: performance.now() }));
     this.rest();
@@ -96,13 +99,23 @@ export class Drawing {
     this.stale.delete(one);
     if (one.controls) follow(one.controls, this.chosen);
     one.panes.forEach((pane, place) => {
-      const seen = new Seen(this.chosen.traces[place], this.chosen.now);
+      const seen = present(this.chosen)[place];
       if (seen.sample >= 0 && !seen.trace.array("sample")) {
         pane.replaceChildren(lacking("Single samples are still being read."));
         return;
       }
-      one.part.draw(pane, seen, this.chosen);
+      this.pending++;
+      Promise.resolve(one.part.draw(pane, seen, this.chosen)).finally(() => {
+        this.pending--;
+        this.tell();
+      });
     });
+    this.tell();
+  }
+
+  /** Say in the page how many parts are yet to be drawn. */
+  tell() {
+    document.body.dataset.stale = String(this.stale.size + this.pending);
   }
 }
 

@@ -28,15 +28,29 @@ export function tick(value) {
   return signed(Number(value.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
 }
 
+const NAMED = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100];
+const CLOSE = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2];
+
 /**
- * A ratio: two digits behind the point, one from ten on.
+ * Ticks of a logarithmic axis of ratios: enough of them, however short it is.
+ * @param {number[]} values that the axis holds
+ * @returns {number[]}
+ */
+export function ratioTicks(values) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const within = (/** @type {number[]} */ ticks) => ticks.filter((one) => one >= low && one <= high);
+  return within(NAMED).length > 3 ? within(NAMED) : within(CLOSE);
+}
+
+/**
+ * A ratio: two digits behind the point, one from ten on, none from a hundred.
  * @param {number | null | undefined} value
  * @returns {string}
  */
 export function ratio(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return "∞";
-  return value.toFixed(value >= 10 ? 1 : 2);
+  return value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(value >= 10 ? 1 : 2);
 }
 
 /**

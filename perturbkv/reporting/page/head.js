@@ -46,22 +46,34 @@ export const head = {
  * @param {Chosen} chosen
  */
 function quantities(seen, chosen) {
+  const configs = [...new Set([seen.baseline, seen.treatment])];
+  const sides = configs.map((config) => `#${seen.told.sides[seen.told.configs[config].side]}`);
   const rows = seen.told.measures.map((measure, place) => {
-    const [first, second] = [seen.baseline, seen.treatment].map((config) => seen.values(config, place)[seen.head]);
-    const verdict = seen.paired ? seen.verdicts(place)[seen.head] : TIED;
-    const change = measure.compare === "ratio" ? `× ${ratio(second / first)}` : difference(second - first);
-    const word = measure.ties === null ? "" : verdict === TIED ? "tied" : verdict === BETTER ? "better" : "worse";
+    const values = configs.map((config) => seen.values(config, place)[seen.head]);
     const floor = seen.trace.array("floor");
     return [
       make("button", { type: "button", class: "link", title: measure.about, "aria-pressed": String(place === seen.place),
         onclick: () => chosen.choose({ measure: measure.key }) }, measure.name),
-      number(first), number(second), seen.paired ? change : "", word,
+      ...values.map(number), ...(seen.paired ? changed(seen, place, values) : []),
       measure.ties === null || !floor ? "" : number(part(floor, measure.ties)[seen.head]),
     ];
   });
   const [layer, place] = seen.choice.head.split("-");
   return table(`Layer ${layer}, head ${place} (${seen.of}, first decode step)`,
-    ["", `#${seen.choice.baseline}`, `#${seen.choice.treatment}`, "#change", "", "#noise floor"], rows);
+    ["", ...sides, ...(seen.paired ? ["#change", ""] : []), "#noise floor"], rows);
+}
+
+/**
+ * What the treatment changes of a quantity, and the verdict on it.
+ * @param {Seen} seen
+ * @param {number} place of the measure
+ * @param {number[]} values of baseline and treatment
+ */
+function changed(seen, place, [first, second]) {
+  const measure = seen.told.measures[place];
+  const change = measure.compare === "ratio" ? `× ${ratio(second / first)}` : difference(second - first);
+  const verdict = seen.verdicts(place)[seen.head];
+  return [change, measure.ties === null ? "" : verdict === TIED ? "tied" : verdict === BETTER ? "better" : "worse"];
 }
 
 /**
@@ -76,7 +88,7 @@ function overSamples(seen, width) {
   const marks = both(seen, (config) => seen.ofSamples(config, seen.head), 0);
   const links = samples.map((_, sample) => marks.filter((one) => one.place === sample).map((one) => one.value));
   return [
-    make("p", { class: "caption" }, `${seen.measure.name} in each of the ${samples.length} samples`),
+    make("p", { class: "caption" }, `${seen.measure.name} in ${samples.length === 1 ? "the sample" : `each of the ${samples.length} samples`}`),
     chart(seen, marks, width, {
       x: { label: "sample", ticks: d3.range(0, samples.length, Math.ceil(samples.length / 24)), tickFormat: (/** @type {number} */ place) => String(place + 1) },
       marks: [
@@ -109,7 +121,7 @@ function overSteps(seen, width) {
     make("p", { class: "caption" }, `${seen.measure.name} over decode steps, mean of the samples${fewer}`),
     chart(seen, marks, width, {
       x: { label: "decode step", ticks: Math.min(8, steps.length), tickFormat: (/** @type {number} */ step) => Number.isInteger(step) ? String(step) : "" },
-      marks: [Plot.line(marks, { x: "place", y: "value", stroke: "side", strokeWidth: 1.6 }),
+      marks: [Plot.line(marks, { x: "place", y: "value", z: "side", stroke: "side", strokeWidth: 1.6 }),
         Plot.dot(marks, { x: "place", y: "value", fill: "side", symbol: "side", r: 2.6 })],
     }),
   ];

@@ -26,6 +26,15 @@ export const layers = {
   },
 };
 
+/**
+ * Layers that an axis names: all, or every other, third, ….
+ * @param {Seen} seen
+ */
+function ticks(seen) {
+  const names = seen.told.layers;
+  return names.filter((_, place) => place % Math.ceil(names.length / 10) === 0);
+}
+
 /** @param {Seen} seen */
 function distance(seen) {
   return /** @type {keyof typeof UNITS} */ (seen.measure.distance || "l1");
@@ -62,12 +71,12 @@ function drifts(seen, width) {
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: `Drift of the residual stream after each layer, ${unit}`,
-    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
+    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: ticks(seen), tickFormat: "d" },
     y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: `↑ drift (${unit})`, labelArrow: "none" },
     color: { domain: ["baseline", "treatment"], range: [baseline, treatment] },
     marks: [
-      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: "side", fillOpacity: 0.16 }),
-      Plot.line(found, { x: "layer", y: "value", stroke: "side", strokeWidth: 1.8 }),
+      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", z: "side", fill: "side", fillOpacity: 0.16 }),
+      Plot.line(found, { x: "layer", y: "value", z: "side", stroke: "side", strokeWidth: 1.8 }),
       Plot.dot(found, { x: "layer", y: "value", fill: "side", r: 2.2, symbol: (one) => (one.side === "baseline" ? "circle" : "square"), title: (one) => said(one, number) }),
     ],
     symbol: { type: "identity" },
@@ -86,12 +95,12 @@ function ratios(seen, width) {
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: "The treatment's drift over the baseline's after each layer",
-    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: 8, tickFormat: "d" },
+    x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: ticks(seen), tickFormat: "d" },
     y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: "↑ over the baseline’s", labelArrow: "none" },
     marks: [
       Plot.ruleY([1], { stroke: grey, strokeWidth: 1.5 }),
-      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", fill: treatment, fillOpacity: 0.16 }),
-      Plot.line(found, { x: "layer", y: "value", stroke: treatment, strokeWidth: 1.8 }),
+      Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", z: null, fill: treatment, fillOpacity: 0.16 }),
+      Plot.line(found, { x: "layer", y: "value", z: null, stroke: treatment, strokeWidth: 1.8 }),
       Plot.dot(found, { x: "layer", y: "value", fill: treatment, symbol: "square", r: 2.2, title: (one) => said(one, ratio) }),
     ],
   }));

@@ -44,6 +44,21 @@ export function part(array, ...places) {
 }
 
 /**
+ * One number of an array.
+ * @param {Held} array
+ * @param {number[]} places along all of its axes
+ * @returns {number}
+ */
+export function at(array, ...places) {
+  let start = 0;
+  places.forEach((place, axis) => {
+    start = start * array.shape[axis] + place;
+  });
+  const scale = Array.isArray(array.scale) ? array.scale[places[0]] : array.scale;
+  return scale ? valueOf(array.values[start], scale) : array.values[start];
+}
+
+/**
  * What a code of two bytes stands for.
  * @param {number} code
  * @param {Scale} scale

@@ -1,19 +1,34 @@
 // One trace under the present choice: whose numbers are looked at, and what they say.
 
-import { part, verdictAt } from "./numbers.js";
+import { at, part, verdictAt } from "./numbers.js";
 
 /** @typedef {import("./choice.js").Choice} Choice */
 /** @typedef {import("./trace.js").Trace} Trace */
 /** @typedef {import("./told.js").Measure} Measure */
 
+/** @type {{now: Choice | null, seen: Seen[]}} */
+const last = { now: null, seen: [] };
+
 /**
- * All traces of the page under the present choice, as far as they hold it: what stands side by side has one scale.
+ * Every trace of the page under the present choice.
+ * @param {import("./choice.js").Chosen} chosen
+ * @returns {Seen[]}
+ */
+export function present(chosen) {
+  if (last.now !== chosen.now) {
+    last.now = chosen.now;
+    last.seen = chosen.traces.map((trace) => new Seen(trace, chosen.now));
+  }
+  return last.seen;
+}
+
+/**
+ * Those of them that hold what is chosen: what stands side by side has one scale.
  * @param {import("./choice.js").Chosen} chosen
  * @returns {Seen[]}
  */
 export function together(chosen) {
-  return chosen.traces.map((trace) => new Seen(trace, chosen.now))
-    .filter((one) => !one.lacking && (one.sample < 0 || one.trace.array("sample")));
+  return present(chosen).filter((one) => !one.lacking && (one.sample < 0 || one.trace.array("sample")));
 }
 
 /** Equal but for rounding. */
@@ -41,6 +56,8 @@ export class Seen {
     const [low, high] = [this.baseline, this.treatment].sort((one, other) => one - other);
     this.pair = trace.pairs.get(`${low}-${high}`) ?? -1;
     this.turned = this.baseline > this.treatment ? 1 : 0;
+    /** @type {Map<string, Float32Array | Uint8Array>} numbers that were looked up already */
+    this.known = new Map();
   }
 
   /** @returns {Measure} */
@@ -78,19 +95,30 @@ export class Seen {
    */
   values(config, measure = this.place) {
     if (this.sample < 0) return part(this.need("mean"), measure, config);
-    return this.ofSample(this.sample, config, measure);
+    const held = this.heldOf(measure);
+    return this.once(`${measure}/${config}`, () =>
+      held < 0 ? new Float32Array(this.trace.size).fill(NaN) : part(this.need("sample"), held, this.sample, config));
   }
 
   /**
-   * (head,) numbers of a configuration in one sample; NaN of a measure that the page holds the mean of alone.
-   * @param {number} sample
-   * @param {number} config
+   * Where single samples hold a measure; −1 for one that the page holds the mean of alone.
    * @param {number} measure
-   * @returns {Float32Array}
    */
-  ofSample(sample, config, measure) {
-    const place = this.told.arrays.sample?.measures?.indexOf(measure) ?? measure;
-    return place < 0 ? new Float32Array(this.trace.size).fill(NaN) : part(this.need("sample"), place, sample, config);
+  heldOf(measure) {
+    return this.told.arrays.sample?.measures?.indexOf(measure) ?? measure;
+  }
+
+  /**
+   * What is made once under this choice.
+   * @template {Float32Array | Uint8Array} Made
+   * @param {string} name
+   * @param {() => Made} make
+   * @returns {Made}
+   */
+  once(name, make) {
+    const found = this.known.get(name) ?? make();
+    this.known.set(name, found);
+    return /** @type {Made} */ (found);
   }
 
   /**
@@ -101,7 +129,9 @@ export class Seen {
    * @returns {number[]}
    */
   ofSamples(config, head, measure = this.place) {
-    return this.told.samples.map((_, sample) => this.ofSample(sample, config, measure)[head]);
+    const held = this.heldOf(measure);
+    const [layer, place] = [Math.floor(head / this.told.heads), head % this.told.heads];
+    return this.told.samples.map((_, sample) => (held < 0 ? NaN : at(this.need("sample"), held, sample, config, layer, place)));
   }
 
   /**
@@ -110,6 +140,14 @@ export class Seen {
    * @returns {Uint8Array}
    */
   verdicts(measure = this.place) {
+    return this.once(`verdict/${measure}`, () => this.judged(measure));
+  }
+
+  /**
+   * @param {number} measure
+   * @returns {Uint8Array}
+   */
+  judged(measure) {
     const { ties, less } = this.told.measures[measure];
     const found = new Uint8Array(this.trace.size);
     if (ties === null || !this.paired) return this.bySign(found, measure, less);

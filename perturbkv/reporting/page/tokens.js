@@ -2,7 +2,8 @@
 
 import { make } from "./dom.js";
 
-const CHUNK = 400;
+const LEAST = 250;
+const MOST = 600;
 const AHEAD = "600px 0px";
 
 /** @typedef {{pieces: string[], compressed: number, cut: number | null, cut_tokens: number}} Text */
@@ -21,7 +22,8 @@ export class Tokens {
     this.look = () => ({ mark: "", level: 0 });
     /** @type {Map<HTMLElement, number>} chunks that are made of tokens -> their first token */
     this.open = new Map();
-    this.chunks = d3.range(0, text.pieces.length, CHUNK).map((start) => this.chunk(start));
+    this.starts = beginnings(text.pieces);
+    this.chunks = this.starts.map((start) => make("div", { class: "chunk", "data-start": start }, this.plain(start)));
     box.replaceChildren(...this.chunks);
     this.watch = new IntersectionObserver((entries) => entries.forEach((entry) => this.turn(entry)), { root: box, rootMargin: AHEAD });
     for (const chunk of this.chunks) this.watch.observe(chunk);
@@ -51,12 +53,13 @@ export class Tokens {
    * @param {number} place
    */
   jump(place) {
-    const chunk = this.chunks[Math.floor(place / CHUNK)];
+    const number = d3.bisectRight(this.starts, place) - 1;
+    const chunk = this.chunks[number];
     if (!chunk) return;
     this.found = place;
     this.fill(chunk);
     for (const [other, start] of this.open) this.colour(other, start);
-    const token = /** @type {HTMLElement | undefined} */ (chunk.children[place % CHUNK]);
+    const token = /** @type {HTMLElement | undefined} */ (chunk.children[place - this.starts[number]]);
     const box = this.box.getBoundingClientRect();
     const at = (token || chunk).getBoundingClientRect();
     this.box.scrollTop += at.top - box.top - box.height / 3;
@@ -78,14 +81,17 @@ export class Tokens {
     return found;
   }
 
-  /** @param {number} start */
-  chunk(start) {
-    return make("div", { class: "chunk", "data-start": start }, this.plain(start));
+  /**
+   * The pieces of the chunk that begins there.
+   * @param {number} start
+   */
+  pieces(start) {
+    return this.text.pieces.slice(start, this.starts[d3.bisectRight(this.starts, start)]);
   }
 
   /** @param {number} start */
   plain(start) {
-    return this.text.pieces.slice(start, start + CHUNK).join("");
+    return this.pieces(start).join("");
   }
 
   /** @param {IntersectionObserverEntry} entry */
@@ -101,8 +107,8 @@ export class Tokens {
   fill(chunk) {
     if (this.open.has(chunk)) return;
     const start = Number(chunk.dataset.start);
-    const { pieces, cut, cut_tokens: lost } = this.text;
-    const spans = pieces.slice(start, start + CHUNK).map((piece, place) => {
+    const { cut, cut_tokens: lost } = this.text;
+    const spans = this.pieces(start).map((piece, place) => {
       const span = make("span", null, piece);
       if (cut !== null && start + place === cut) span.dataset.cut = `[${lost.toLocaleString("en")} tokens cut] `;
       return span;
@@ -137,6 +143,19 @@ export class Tokens {
     if (!chunk || start === undefined) return hovered(-1, event);
     hovered(start + Array.prototype.indexOf.call(chunk.children, span), event);
   }
+}
+
+/**
+ * Where chunks begin: behind the end of a line if there is one, so that few lines are broken that are none.
+ * @param {string[]} pieces
+ */
+function beginnings(pieces) {
+  const found = [0];
+  for (let place = 1; place < pieces.length; place++) {
+    const length = place - found[found.length - 1];
+    if (length >= MOST || (length >= LEAST && pieces[place - 1].endsWith("\n"))) found.push(place);
+  }
+  return found;
 }
 
 /**

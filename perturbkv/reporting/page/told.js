@@ -2,6 +2,7 @@
 
 /** @typedef {import("./numbers.js").Stored} Stored */
 /** @typedef {[number | null, number | null, number | null]} Estimate */
+/** @typedef {[number | null, number | null, number | null, "interval" | "range" | "none"]} Mean with what its ends are */
 /** @typedef {{label: string, side: number, budget: number, held: number | null, bytes: number | null}} Config */
 /**
  * @typedef {{key: string, name: string, unit: string, kind: string, distance: string, less: boolean, ties: number | null,
@@ -9,10 +10,10 @@
  */
 /** @typedef {{name: string, isolated: Estimate, propagated: Estimate}} Row */
 /** @typedef {{budget: number | null, title: string, rows: Row[], brings: Row[]}} Setting */
-/** @typedef {{texts: string[] | null, scores: (number | null)[] | null, mean?: Estimate}} Answered */
+/** @typedef {{texts: string[] | null, scores: (number | null)[] | null, mean?: Mean | null}} Answered */
 /**
  * @typedef {{unit: string, metric: string, expected: string[][] | null, full: Answered, configs: Answered[],
- *   full_mean: Estimate}} Answers
+ *   full_mean: Mean | null}} Answers
  */
 /**
  * @typedef {{text: string | null, share: string | null, attention: string | null, heads: string | null, held: number[],

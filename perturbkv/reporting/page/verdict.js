@@ -19,7 +19,7 @@ export const verdict = {
     if (!seen.paired) return fill(pane, lacking(alone(seen)));
     const said = seen.told.conclusions[`${seen.baseline}-${seen.treatment}`];
     const l1 = ["isolated", "propagated"].includes(seen.measure.key);
-    const tiles = [total(seen), share(seen), counts(seen), caches(seen)];
+    const tiles = [total(seen), share(seen), counts(seen), ...(known(seen) ? [caches(seen)] : [])];
     fill(
       pane,
       make("p", { class: "said" }, said && l1 && seen.sample < 0 ? said : plainly(seen)),
@@ -94,6 +94,14 @@ function counts(seen) {
   const [better, tied, worse] = [BETTER, TIED, WORSE].map((word) => d3.sum(verdicts, (one) => Number(one === word)));
   const note = seen.measure.ties === null ? "better / equal / worse, of the values" : "better / tied / worse, of the values";
   return ["heads + / = / −", `${better} / ${tied} / ${worse}`, `${note} (${seen.of})`];
+}
+
+/**
+ * Whether the trace tells what its caches hold.
+ * @param {Seen} seen
+ */
+function known(seen) {
+  return [seen.baseline, seen.treatment].every((config) => seen.told.configs[config].held !== null);
 }
 
 /**
