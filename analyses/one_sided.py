@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.reading import Floats
@@ -69,7 +69,7 @@ def mean_at_most(each: Floats, samples: int | None = None) -> float:
     count = samples or len(each)
     if min(count, len(each)) < LEAST:
         return float("inf")
-    student = each.mean() + stats.t.ppf(1 - RISK, count - 1) * each.std(ddof=1) / np.sqrt(count)
+    student = each.mean() + special.stdtrit(count - 1, 1 - RISK) * each.std(ddof=1) / np.sqrt(count)
     return max(float(student), _lognormal(np.log(each), count))
 
 
@@ -80,11 +80,11 @@ def _lognormal(logs: Floats, count: int) -> float:
     if spread == 0:
         return float(np.exp(middle))
     freedom = max(1, count // 2)
-    variances = spread * freedom / stats.chi2.ppf(_LEVELS, freedom)
+    variances = spread * freedom / (2 * special.gammaincinv(freedom / 2, _LEVELS))
     errors = np.sqrt(variances * np.pi / 2 / count)  # of a median
 
     def missing(end: float) -> float:
-        return float(stats.norm.cdf((end - middle - variances / 2) / errors).mean()) - (1 - RISK)
+        return float(special.ndtr((end - middle - variances / 2) / errors).mean()) - (1 - RISK)
 
     most = float((variances / 2 + 10 * errors).max())
     return float(np.exp(min(_LARGEST, optimize.brentq(missing, middle - most, middle + most))))

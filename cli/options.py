@@ -126,7 +126,7 @@ class RunOptions(DataOptions):
     ] = None
     text: Annotated[
         bool,
-        _run("--text/--no-text", help="Keep the text of prompts and answers in the trace", show_default="yes"),
+        _run("--text/--no-text", help="Keep texts of prompts and answers in the trace", show_default="yes"),
     ] = True
     kept: Annotated[
         bool,

@@ -6,9 +6,10 @@ Nothing here changes what the model computes: with hooks on and nothing evicted 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
     """Call `observer` during every forward pass inside the block; on exit all hooks are gone, errors included."""
     with ExitStack() as stack:
         if observer.attention is not None:
-            stack.enter_context(intercept_attention(adapter, _watch(adapter.layer_of, observer.attention)))
+            stack.enter_context(intercept_attention(adapter, partial(_watched, adapter.layer_of, observer.attention)))
         for handle in _hooks(adapter, observer):
             stack.callback(handle.remove)
         yield
@@ -68,13 +69,11 @@ def intercept_attention(
         msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
         raise ModelError(msg)
     ours = {id(layer.self_attn) for layer in (adapter.every_layer if every else adapter.layers)}
-
-    def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if id(module) not in ours:
-            return (registered or _eager(module, name) or stock)(module, *args, **kwargs)
-        return replacement(stock, module, args, kwargs)
-
-    ALL_ATTENTION_FUNCTIONS[name] = dispatch
+    ALL_ATTENTION_FUNCTIONS[name] = lambda module, *args, **kwargs: (
+        replacement(stock, module, args, kwargs)
+        if id(module) in ours
+        else (registered or _eager(module, name) or stock)(module, *args, **kwargs)
+    )
     try:
         yield
     finally:
@@ -95,58 +94,63 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
 
     New tokens stand where the cache says, whatever `position_ids` say of rows that assign positions themselves.
     """
-
-    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
-        return held[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
-
     held = {id(layer.self_attn): own for layer, own in zip(adapter.every_layer, cache.layers, strict=True)}
     cache.attach(True)
-    hook = _positions_of(cache, adapter.rotary_kind)
+    hook = partial(_placed, cache, adapter.rotary_kind)
     rotary = adapter.rotary.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        with intercept_attention(adapter, attend, every=True):
+        with intercept_attention(adapter, partial(_held, held), every=True):
             yield
     finally:
         rotary.remove()
         cache.attach(False)
 
 
-def _positions_of(cache: CompactCache, kind: tuple[str, ...]) -> Callable[..., Any]:
+def _held(
+    held: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention to what an attention module's own layer of the cache holds."""
+    return held[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
+
+
+def _placed(
+    cache: CompactCache, kind: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's.
 
     Of a module that is asked for each kind of layers, for the measured layers' alone.
     """
-
-    def place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        positions = cache.positions(args[0].shape[1], args[0].device)
-        others = kind and kwargs.get("layer_type", args[-1]) != kind[0]
-        return None if positions is None or others else ((args[0], positions, *kind), {})
-
-    return place
+    positions = cache.positions(args[0].shape[1], args[0].device)
+    others = kind and kwargs.get("layer_type", args[-1]) != kind[0]
+    return None if positions is None or others else ((args[0], positions, *kind), {})
 
 
 @contextmanager
 def decode_shared(adapter: Adapter) -> Iterator[None]:
     """Let a batch of identical rows decode from a `SharedCache`: the stock attention on row 0, handed to all rows."""
-
-    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        query, key, value, mask, *others = args
-        first = mask[:1] if isinstance(mask, Tensor) else mask
-        output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
-        return output.expand(query.shape[0], *output.shape[1:]), weights
-
-    with intercept_attention(adapter, attend, every=True):
+    with intercept_attention(adapter, _shared, every=True):
         yield
 
 
-def _watch(
-    layer_of: Callable[[nn.Module], int], callback: Callable[[int, Tensor, Tensor, Tensor], None]
-) -> Callable[..., Any]:
-    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        callback(layer_of(module), args[0], args[1], args[2])
-        return stock(module, *args, **kwargs)
+def _shared(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention of row 0, for all rows."""
+    query, key, value, mask, *others = args
+    first = mask[:1] if isinstance(mask, Tensor) else mask
+    output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
+    return output.expand(query.shape[0], *output.shape[1:]), weights
 
-    return attend
+
+def _watched(
+    layer_of: Callable[[nn.Module], int],
+    callback: Callable[[int, Tensor, Tensor, Tensor], None],
+    stock: AttentionFunction,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """The stock attention, told to `callback` before."""
+    callback(layer_of(module), args[0], args[1], args[2])
+    return stock(module, *args, **kwargs)
 
 
 def _hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:

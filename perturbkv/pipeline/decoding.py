@@ -40,6 +40,30 @@ class StepRecord:
     entries: int = 0
 
 
+@dataclass
+class _Listener:
+    """Fills a record with what the last of a step's tokens does."""
+
+    adapter: Adapter
+    rows: int
+    check: FiniteCheck
+    record: StepRecord = field(default_factory=StepRecord)
+
+    def query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.record.query.append(query[:, :, -1])
+
+    def head_output(self, layer: int, mixed: Tensor) -> None:
+        self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_head))
+
+    def hidden(self, layer: int, output: Tensor) -> None:
+        self.check(self.adapter.layer_indices[layer], output)
+        self.record.hidden.append(output[:, -1])
+
+    def final(self, output: Tensor) -> None:
+        self.check.look(FINAL_NORM, output)
+        self.record.final = output[:, -1]
+
+
 @torch.inference_mode()
 def decode_full(
     adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
@@ -104,24 +128,11 @@ def _step(
     check: FiniteCheck,
 ) -> StepRecord:
     """One forward pass of the same tokens in every row; what the last of them did is recorded."""
-    record = StepRecord()
-
-    def hidden(layer: int, output: Tensor) -> None:
-        check(adapter.layer_indices[layer], output)
-        record.hidden.append(output[:, -1])
-
-    def head_output(layer: int, mixed: Tensor) -> None:
-        record.head_output.append(mixed[:, -1].view(rows, adapter.heads, adapter.d_head))
-
-    def query(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        record.query.append(query[:, :, -1])
-
-    def final(output: Tensor) -> None:
-        check.look(FINAL_NORM, output)
-        record.final = output[:, -1]
-
+    listener = _Listener(adapter, rows, check)
+    record = listener.record
     ids = tokens.to(adapter.device, non_blocking=True).unsqueeze(0).expand(rows, -1)
-    with attention, capture(adapter, Observer(query, head_output, hidden, final)):
+    observer = Observer(listener.query, listener.head_output, listener.hidden, listener.final)
+    with attention, capture(adapter, observer):
         record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
             :, -1
         ]

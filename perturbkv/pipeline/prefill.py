@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -79,16 +80,16 @@ class Statistics:
 
         `realised` is A of the first decoding query, where it is known.
         """
-        made: dict[tuple[Asked, ...], Scores] = {}
+        return partial(self._scores_of, {}, layer, realised)
 
-        def of(config: EvictionConfig) -> Scores:
-            wanted = all_asked(config)
-            if wanted not in made:
-                scores, *first = (self.scored[one][layer] for one in wanted)
-                made[wanted] = Scores(self._of(scores, first[0] if first else None, layer, realised))
-            return made[wanted]
-
-        return of
+    def _scores_of(
+        self, made: dict[tuple[Asked, ...], Scores], layer: int, realised: Tensor | None, config: EvictionConfig
+    ) -> Scores:
+        wanted = all_asked(config)
+        if wanted not in made:
+            scores, *first = (self.scored[one][layer] for one in wanted)
+            made[wanted] = Scores(self._of(scores, first[0] if first else None, layer, realised))
+        return made[wanted]
 
     def of_model(
         self, config: EvictionConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]

@@ -6,8 +6,9 @@ them, and so is a shape whose numbers the file cannot hold. What a trace has to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +53,7 @@ class StoredFile:
     def __init__(self, file: h5py.File, path: Path) -> None:
         self.path, self._file = path, file
         self._held: dict[str, Any] = {}
+        self._texts: dict[tuple[str, str], str] = {}
 
     def __contains__(self, name: str) -> bool:
         with self._reading(name):
@@ -80,7 +82,7 @@ class StoredFile:
             kind = self._dataset(name).id.get_type()
             if dtype == "str":
                 return isinstance(kind, h5py.h5t.TypeStringID) and bool(kind.is_variable_str())
-            return bool(kind.equal(h5py.h5t.py_create(np.dtype(dtype).newbyteorder("<"))))
+            return bool(kind.equal(_little_endian(dtype)))
 
     def stranger(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
         """Axes, shape, type, unit, meaning and bytes of a variable that this reader does not know; None for no such."""
@@ -105,19 +107,26 @@ class StoredFile:
             for scale in scales
         )
 
-    def attributes(self) -> dict[str, str | int | float]:
+    def attributes(self) -> Mapping[str, str | int | float]:
         """Texts and single numbers that stand under the file itself; what is neither is passed over."""
+        return self._attributes
+
+    @cached_property
+    def _attributes(self) -> dict[str, str | int | float]:
         with self._reading("its attributes"):
             found = {key: _plain(self._file.attrs, key) for key in self._file.attrs}
         return {key: value for key, value in found.items() if value is not None}
 
     def text(self, name: str, key: str) -> str:
         """An attribute of a variable that is a text."""
+        if (name, key) in self._texts:
+            return self._texts[name, key]
         with self._reading(f"the text '{key}' of {name}"):
             attrs = self._dataset(name).attrs
             value = _plain(attrs, key) if key in attrs else None
         if not isinstance(value, str):
             self.refuse(f"a text as '{key}' of {name}", "none")
+        self._texts[name, key] = value
         return value
 
     def sums(self, name: str) -> NDArray[np.uint32] | None:
@@ -184,6 +193,12 @@ class StoredFile:
         chunk = np.prod(item.chunks or (0,), dtype=float) * item.dtype.itemsize
         if chunk > max(_UNSTORED, item.nbytes):
             self.refuse(f"{name} in chunks no larger than itself", f"chunks of {item.chunks}")
+
+
+@cache
+def _little_endian(dtype: str) -> Any:
+    """HDF5's own type of such numbers."""
+    return h5py.h5t.py_create(np.dtype(dtype).newbyteorder("<"))
 
 
 def _scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:

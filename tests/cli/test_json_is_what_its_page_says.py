@@ -20,6 +20,7 @@ from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import OWN, asked_of, made
 from tests.support.judges import planted_judge
+from tests.support.undrawn import undrawn
 
 Run = Callable[..., Any]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
@@ -161,7 +162,9 @@ def documents(
         shown = asked_of(name) if name in OWN else finished
         monkeypatch.setattr(trace_file, "read_trace", lambda path, shown=shown: shown)
         folder = f"analyses/{name}"
-        found[name] = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json").json()
+        with undrawn():
+            told = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json")
+        found[name] = told.json()
     found["summary.json"] = json.loads(Path("analyses/bytes/summary.json").read_text())
     return found
 

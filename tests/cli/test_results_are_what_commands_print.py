@@ -22,6 +22,7 @@ from perturbkv.analyses.needle_grid import OUTCOMES
 from perturbkv.analyses.result import Result
 from perturbkv.trace import Trace
 from tests.house.test_no_label_is_parsed import asked_of
+from tests.support.undrawn import undrawn
 
 Run = Callable[..., Any]
 ANALYSES: dict[str, Callable[[Trace], Result]] = {
@@ -69,7 +70,8 @@ def test_numbers_are_those_of_the_command(perturbkv: Run, path: Path, results: d
 def test_the_command_prints_the_conclusion_first_then_every_part_and_the_notes_once(
     perturbkv: Run, path: Path, results: dict[str, Result], command: str
 ) -> None:
-    ran = perturbkv(command, path, *OPTIONS.get(command, []), "-o", "out", "--format", "png")
+    with undrawn():  # they are drawn beside the numbers
+        ran = perturbkv(command, path, *OPTIONS.get(command, []), "-o", "out", "--format", "png")
     said, result = " ".join(ran.out.split()), results[command]
     assert said.startswith(" ".join(result.conclusion().split()))
     assert said.count(" ".join(result.notes().split())) == 1

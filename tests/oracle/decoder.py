@@ -8,7 +8,10 @@ window see what they see whatever is evicted, and are neither recorded nor count
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +37,7 @@ class Decoder:
     """Weights of a transformers model as float64, and a cache that grows by a token a step."""
 
     def __init__(self, model: Any) -> None:
-        self.config = model.config
+        self.config = SimpleNamespace(**model.config.to_dict())
         self.weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
         self.heads, self.kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         self.d_head = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
@@ -72,6 +75,13 @@ class Decoder:
         if hasattr(config, "query_pre_attn_scalar"):
             return float(config.query_pre_attn_scalar**-0.5)
         return float(getattr(config, "attention_multiplier", self.d_head**-0.5))
+
+    def copy(self) -> Decoder:
+        """Another with the same cache, which grows by itself."""
+        made = copy(self)
+        for name in ("_keys", "_values", "unrotated"):
+            setattr(made, name, [[list(head) for head in layer] for layer in getattr(self, name)])
+        return made
 
     def step(
         self, token: int, kept: list[Array] | None = None, in_cache: bool = False, stored: list[Stored] | None = None
@@ -128,7 +138,7 @@ class Decoder:
             self.unrotated[layer][head].append(key[head])
             self._keys[layer][head].append(self._rotate(key[head : head + 1], self.position, layer)[0])
             self._values[layer][head].append(value[head])
-        mixed = np.zeros((self.heads, self.d_head))
+        mixed, scale = np.zeros((self.heads, self.d_head)), self.scale
         sinks = self.weights.get(f"{prefix}.sinks")
         for head in range(self.heads):
             kv_head = head // (self.heads // self.kv_heads)
@@ -142,7 +152,7 @@ class Decoder:
                 query[head] = self._rotate(unrotated[head : head + 1], len(seen) - 1, layer)[0]
             own = {} if stored is None else stored[head]
             keys = [own[i][0] if i in own else key for i, key in zip(seen, keys, strict=True)]
-            scores = [float(query[head] @ key) * self.scale for key in keys]
+            scores = [float(query[head] @ key) * scale for key in keys]
             scores += [] if sinks is None else [float(sinks[head])]
             for weight, i in zip(softmax(scores), seen, strict=False):
                 mixed[head] += weight * (own[i][1] if i in own else self._values[layer][kv_head][i])
@@ -175,10 +185,9 @@ class Decoder:
         asked = self.config.rope_parameters
         asked = asked.get(self.types[layer], asked)
         rotary = int(self.d_head * asked.get("partial_rotary_factor", 1.0))
-        half, theta = rotary // 2, asked["rope_theta"]
-        angles = position / theta ** (np.arange(half) * 2 / rotary)
+        half = rotary // 2
         first, second, rest = rows[:, :half], rows[:, half:rotary], rows[:, rotary:]
-        cos, sin = np.cos(angles), np.sin(angles)
+        cos, sin = _turn(position, asked["rope_theta"], rotary)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
 
     def _mlp(self, layer: int, hidden: Array) -> Array:
@@ -221,6 +230,13 @@ class Decoder:
         gate, up = np.minimum(both[::2], 7.0), np.clip(both[1::2], -7.0, 7.0)
         made = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
         return made @ self.weights[f"{prefix}.down_proj"][expert] + self.weights[f"{prefix}.down_proj_bias"][expert]
+
+
+@lru_cache
+def _turn(position: int, theta: float, rotary: int) -> tuple[Array, Array]:
+    """Cosine and sine of each pair's angle."""
+    angles = position / theta ** (np.arange(rotary // 2) * 2 / rotary)
+    return np.cos(angles), np.sin(angles)
 
 
 def _rms(hidden: Array, weight: Array, eps: float) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +71,8 @@ def stage1(
 
 def entropy(scores: Sequence[Sequence[float]], places: Sequence[int]) -> float:
     flat = [row[place] for row in scores for place in places]
-    shares = [score / math.fsum(flat) for score in flat]
+    total = math.fsum(flat)
+    shares = [score / total for score in flat]
     return -math.fsum(share * math.log(share) for share in shares if share) / math.log(len(flat))
 
 
@@ -158,7 +158,7 @@ def replay(
         decoder.step(token)
     found = []
     for part, tokens in passes:
-        again = copy.deepcopy(decoder)
+        again = decoder.copy()
         again.heard = [[] for _ in range(decoder.layers)]
         steps = [again.step(token) for token in tokens]
         keys, values = ([np.array(layer) for layer in held] for held in (again.keys, again.values))
@@ -174,6 +174,8 @@ def kvzip(decoder: Decoder, seen: Pass, layer: int, n: int, sinks: int, plus: bo
     for head in range(decoder.heads):
         kv_head = head * decoder.kv_heads // decoder.heads
         keys, largest = seen.keys[layer][kv_head], [0.0] * len(seen.part)
+        projection = head_slice(w_o, head, decoder.d_head)
+        norms = [float(np.linalg.norm(seen.values[layer][kv_head][entry] @ projection)) for entry in seen.part]
         for query, step in enumerate(seen.steps):
             entries = [*shown, *range(n, n + query + 1)]
             logits = [float(step.query[layer][head] @ keys[entry]) * decoder.scale for entry in entries]
@@ -182,8 +184,7 @@ def kvzip(decoder: Decoder, seen: Pass, layer: int, n: int, sinks: int, plus: bo
             for place, entry in enumerate(seen.part):
                 made = weights[entry]
                 if plus:
-                    projected = seen.values[layer][kv_head][entry] @ head_slice(w_o, head, decoder.d_head)
-                    made *= float(np.linalg.norm(projected) / np.linalg.norm(seen.inputs[layer][query]))
+                    made *= norms[place] / float(np.linalg.norm(seen.inputs[layer][query]))
                 largest[place] = max(largest[place], made)
         found.append(largest)
     return found

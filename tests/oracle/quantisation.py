@@ -71,9 +71,10 @@ def bits_held(config: Any, kept: int, n: int, d_head: int) -> int:
     few = kept - window
     if config.bits == 16:
         return total + few * 32 * d_head
+    groups = sum(32 for channel in range(d_head) if channel % config.group == 0)
     for entry in range(few):
         total += 2 * config.bits * d_head
-        total += sum(32 for channel in range(d_head) if channel % config.group == 0)
+        total += groups
         total += 32 * d_head * (entry % config.group == 0)
     return total
 

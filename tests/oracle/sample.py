@@ -39,6 +39,7 @@ class Reference:
             self.tokens.append(int(np.argmax(self.full[-1].logits)))
         self.model, self.ids = model, ids
 
+    @functools.cache  # noqa: B019
     def layer(self, layer: int, step: int) -> dict[str, np.ndarray]:
         entries = len(self.ids) + step + 1
         cell = self.decoder
@@ -51,6 +52,12 @@ class Reference:
         }
 
     @functools.cache  # noqa: B019
+    def norms(self, layer: int, step: int) -> np.ndarray:
+        """(head, key) of every entry that the step sees."""
+        held = self.layer(layer, step)
+        return theory.projected_value_norms(held["value"], held["w_o"], self.decoder.heads)
+
+    @functools.cache  # noqa: B019
     def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
         held, scale = self.layer(layer, 0), self.decoder.scale
         if flat(config).fill:
@@ -58,7 +65,7 @@ class Reference:
             config = replace(config, budget=Budget(entries), precision=parse("full"))
         query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
         accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"])
-        norms = theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads)
+        norms = self.norms(layer, 0)[:, : self.n]
         realised = attention_of(held, scale)[:, : held["key"].shape[1]]
         place = (layer, self.decoder.layers, self.run.head_scores)
         return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place)
@@ -79,11 +86,18 @@ class Reference:
             found.append(quantisation.stored(flat(config), kept, held, [values[i] for i in kept], self.n))
         return found
 
-    def evicted(self, config: EvictionConfig) -> list[Step]:
-        """Decode again, entries outside the kept sets masked in every layer, from the question on."""
+    @functools.cache  # noqa: B019
+    def read(self) -> Decoder:
+        """What has read what is compressed, and nothing behind it."""
         decoder = Decoder(self.model)
         for token in self.ids[: self.n]:
             decoder.step(token)
+        return decoder
+
+    @functools.cache  # noqa: B019
+    def evicted(self, config: EvictionConfig) -> list[Step]:
+        """Decode again, entries outside the kept sets masked in every layer, from the question on."""
+        decoder = self.read().copy()
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
         records = []

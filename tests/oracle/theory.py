@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal, localcontext
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,8 @@ Array = NDArray[np.float64]
 def softmax(logits: list[float]) -> list[float]:
     largest = max(logits)
     powers = [math.exp(value - largest) for value in logits]
-    return [power / math.fsum(powers) for power in powers]
+    total = math.fsum(powers)
+    return [power / total for power in powers]
 
 
 def head_slice(w_o: Array, head: int, d_head: int) -> Array:
@@ -27,10 +29,9 @@ def projected_value_norms(value: Array, w_o: Array, heads: int) -> Array:
     kv_heads, keys, d_head = value.shape
     norms = np.zeros((heads, keys))
     for head in range(heads):
-        projection = head_slice(w_o, head, d_head)
-        for entry in range(keys):
-            row = value[head // (heads // kv_heads), entry]
-            norms[head, entry] = math.fsum(abs(math.fsum(row * column)) for column in projection.T)
+        columns = head_slice(w_o, head, d_head).T.tolist()
+        for entry, row in enumerate(value[head // (heads // kv_heads)].tolist()):
+            norms[head, entry] = math.fsum(abs(math.fsum(map(mul, row, column))) for column in columns)
     return norms
 
 

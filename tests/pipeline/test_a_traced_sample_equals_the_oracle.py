@@ -113,7 +113,7 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                 held = reference.layer(layer, step)
                 attention = attention_of(held, reference.decoder.scale)
                 sunk = [True] * (held["sinks"] is not None)  # an entry that stays, without a value
-                norms = theory.projected_value_norms(held["value"], held["w_o"], heads)
+                norms = reference.norms(layer, step)
                 for head in range(heads):
                     kept, stage1 = (
                         [i in chosen or i >= reference.n for i in range(LENGTH + step + 1)] + sunk
@@ -154,7 +154,7 @@ def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference
     for layer in range(decoder.layers):
         held = reference.layer(layer, 0)
         attention = attention_of(held, decoder.scale)[:, : held["key"].shape[1]]
-        norms = theory.projected_value_norms(held["value"], held["w_o"], decoder.heads)
+        norms = reference.norms(layer, 0)
         for head in range(decoder.heads):
             added = [float(a * norm) for a, norm in zip(attention[head], norms[head], strict=True)]
             assert float(arrays["weighted_norm"][layer, head]) == pytest.approx(math.fsum(added), rel=RELATIVE)

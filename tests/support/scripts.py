@@ -13,6 +13,7 @@ from unittest import mock
 
 from perturbkv.cli import console
 from perturbkv.cli.main import main
+from tests.support.undrawn import undrawn
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -30,7 +31,9 @@ def quietly(work: Callable[[], object], *arguments: object) -> str:
 
 
 def perturbkv(*arguments: object) -> None:
-    quietly(main, "perturbkv", *arguments)
+    """Run a command for what it leaves to scripts, which read no figure."""
+    with undrawn():
+        quietly(main, "perturbkv", *arguments)
 
 
 def script(name: str, *arguments: object) -> str:
