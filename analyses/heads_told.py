@@ -94,7 +94,8 @@ def _beside(pair: HeadComparison, propagated: Outcome) -> str:
         return f"Isolated, each layer cut on its own: {numbers_too}."
     word = {UNDECIDED: "not decided", ALIKE: "no difference beyond rounding"}.get(own.verdict, own.verdict)
     if own.verdict == propagated.verdict:
-        return f"Isolated, each layer cut on its own, {word} too: {numbers_too}."
+        same = f"{word} either" if own.verdict == UNDECIDED else f"{word} too"
+        return f"Isolated, each layer cut on its own, {same}: {numbers_too}."
     return f"But isolated, each layer cut on its own, {word}: {numbers_too}."
 
 

@@ -11,6 +11,7 @@ from perturbkv.analyses.naming import counted
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import claimed
+from perturbkv.errors import ConfigError
 
 _MILLION = 1e6
 
@@ -35,6 +36,9 @@ def report(
     from perturbkv.storage.trace_file import read_trace
 
     path = output or traces[0].parent / "report.html"
+    if path.suffix.lower() not in (".html", ".htm"):
+        msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
+        raise ConfigError(msg)
     for trace in traces:
         check_other(trace, path)
     finished = [read_trace(trace) for trace in traces]

@@ -20,6 +20,8 @@ from perturbkv.visible import line
 
 _NAMED = 4
 """Configurations that a warning names."""
+_WORTH_SAYING = 0.01
+"""A share of tied heads that a warning tells."""
 Fact = tuple[str, str]
 
 
@@ -114,7 +116,7 @@ def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
 
 
 def _ties(sides: Sides, start: Start, tied: float | None) -> str:
-    if not tied:
+    if not tied or tied < _WORTH_SAYING:
         return ""
     who = f"{sides.names[start.treatment]} and {sides.names[start.baseline]}"
     return (

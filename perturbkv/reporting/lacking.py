@@ -35,7 +35,7 @@ def _one_side(trace: Trace) -> str:
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
         f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "
-        "--selection attention --selection two-stage -o trace.h5"
+        "--selection attention --selection two-stage -o trace.h5, with its other options"
     )
 
 
@@ -62,7 +62,7 @@ def _without_texts(trace: Trace) -> str:
         return ""
     return (
         f"expected the answers' text in {trace.source or 'this trace'}, got their scores alone; make it again: "
-        f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
+        f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}, with its other options"
     )
 
 
@@ -71,5 +71,5 @@ def _single_step(trace: Trace) -> str:
         return ""
     return (
         f"expected several decode steps in {trace.source or 'this trace'}, got one; measure more: perturbkv trace "
-        f"--model {trace.run.model} --dataset {trace.run.dataset} --steps 8 -o trace.h5"
+        f"--model {trace.run.model} --dataset {trace.run.dataset} --steps 8 -o trace.h5, with its other options"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from perturbkv.errors import ConfigError, OutputError, TraceError
 from perturbkv.reporting.page import page
@@ -84,7 +85,7 @@ def report(
         The report, which shows itself in a notebook.
 
     Raises:
-        ConfigError: for no trace, or one that is given twice.
+        ConfigError: for no trace, what is none, or one that is given twice.
         TraceError: for a trace without a complete sample.
         OutputError: where the page cannot be written, or would replace a file.
 
@@ -95,14 +96,27 @@ def report(
         >>> shown.html.startswith("<!doctype html>")
         True
     """
-    given = (traces,) if isinstance(traces, Trace) else tuple(traces)
+    given = (traces,) if isinstance(traces, Trace) else _listed(traces)
     check(given)
+    if isinstance(path, Trace):
+        msg = "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
+        raise ConfigError(msg)
     if path is not None:
         _check_other(given, free(Path(path), overwrite))
     made = _made(given, full)
     if path is not None:
         made.save(path, overwrite=overwrite)
     return made
+
+
+def _listed(traces: Any) -> tuple[Trace, ...]:
+    """Raise ConfigError for what is no sequence of traces."""
+    found = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
+    for one in found:
+        if not isinstance(one, Trace):
+            msg = f"expected a trace or a list of traces, got {type(one).__name__}; pk.read_trace(path) gives one"
+            raise ConfigError(msg)
+    return found
 
 
 def check(traces: Sequence[Trace]) -> None:

@@ -65,7 +65,7 @@ def test_an_interval_that_holds_1_decides_nothing() -> None:
     told = said(moved(MIXED))
     assert told.startswith("It is not decided whether two-stage moves the output less or more than attention: ")
     assert "falls" not in told
-    assert "not decided too" in told
+    assert "not decided either" in told
 
 
 def test_what_is_decided_isolated_is_not_hidden_nor_taken_for_the_whole() -> None:

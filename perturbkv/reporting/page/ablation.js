@@ -34,8 +34,9 @@ export const ablation = {
  * @param {number} width
  */
 function panels(seen, setting, width) {
-  const rows = panel(seen, `${setting.title}: each selection over attention’s`, setting.rows, width, "Σ over attention’s");
-  const brings = panel(seen, `${setting.title}: what each ingredient brings`, setting.brings, width, "Σ over that without it");
+  const of = `mean of ${seen.told.samples.length} samples`;
+  const rows = panel(seen, `${setting.title}: each selection over attention’s, ${of}`, setting.rows, width, "Σ over attention’s");
+  const brings = panel(seen, `${setting.title}: what each ingredient brings, ${of}`, setting.brings, width, "Σ over that without it");
   return [rows, brings].filter((one) => one !== null);
 }
 

@@ -53,7 +53,7 @@ function scores(pane, seen, held) {
     ],
   }));
   const told = held.full_mean ? `; dashed: full cache, ${ofMean(held.full_mean)}` : "";
-  return make("div", null, make("p", { class: "caption" }, `${held.unit}, mean over samples${told}`), figure);
+  return make("div", null, make("p", { class: "caption" }, `${held.unit}, mean over all samples${told}`), figure);
 }
 
 /** @param {import("./told.js").Mean} mean */

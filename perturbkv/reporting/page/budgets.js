@@ -4,6 +4,7 @@ import { colours } from "./colours.js";
 import { beside, fill, lacking, make } from "./dom.js";
 import { estimate, number, percent, tick } from "./format.js";
 import { part } from "./numbers.js";
+import { words } from "./words.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {{side: string, role: string, held: number, budget: string, value: number, low: number, high: number}} Point */
@@ -22,10 +23,10 @@ export const budgets = {
     const floor = told.kl_floor ? `; noise floor ${number(told.kl_floor)}` : "";
     const exact = told.samples.length > 1 ? "interval" : "none";
     const panels = (/** @type {number} */ width) => [
-      panel(seen, width, ratios ? `Σ ${measure.name} over the outputs’ norms` : `${measure.name}, mean of heads`,
+      panel(seen, width, ratios ? `Σ ${words(measure)} over Σ ‖o_h‖, ${told.samples.length} samples` : `${words(measure)}, mean of heads and ${told.samples.length} samples`,
         (config) => part(seen.need("total"), seen.place, config), number, true),
-      panel(seen, width, `KL of the next token, median (nat${floor})`, (config) => part(seen.need("kl"), config), number, true),
-      panel(seen, width, "same next token, share of samples (%)", (config) => part(seen.need("top1"), config), percent, false, exact),
+      panel(seen, width, `KL of the next token, median of ${told.samples.length} samples (nat${floor})`, (config) => part(seen.need("kl"), config), number, true),
+      panel(seen, width, `same next token, share of ${told.samples.length} samples (%)`, (config) => part(seen.need("top1"), config), percent, false, exact),
     ];
     fill(pane, beside(pane, 3, panels), key(seen));
   },
@@ -61,6 +62,7 @@ function panel(seen, width, title, read, shown, log, kind = seen.told.interval) 
       ...["baseline", "treatment"].map((role) => Plot.ruleX(bars.filter((bar) => bar.role === role), {
         x: "held", y1: "low", y2: "high", stroke: "role", dx: role === "baseline" ? -2 : 2,
       })),
+      Plot.text(found.filter((point) => point.role === "treatment"), { x: "held", frameAnchor: "bottom", dy: -2, text: (point) => `b=${point.budget}`, fill: "currentColor", fillOpacity: 0.7 }),
       Plot.dot(found, { x: "held", y: "value", fill: "role", symbol: "role", r: 3.2, fillOpacity: (point) => (point.role === "other" ? 0.5 : 1),
         title: (point) => `${point.side}, budget ${point.budget}\n${estimate([point.value, point.low, point.high], shown, kind)}` }),
     ],

@@ -19,6 +19,7 @@ export class Chosen {
     this.traces = traces;
     /** @type {Choice} */
     this.now = { ...first(traces[0]), ...valid(traces, fromAddress()) };
+    if (location.hash) keep(this.address());
     /** @type {((changed: Set<string>) => void)[]} */
     this.listeners = [];
     window.addEventListener("hashchange", () => this.choose(valid(this.traces, fromAddress())));
@@ -27,6 +28,11 @@ export class Chosen {
   /** @param {(changed: Set<string>) => void} listener */
   listen(listener) {
     this.listeners.push(listener);
+  }
+
+  /** The choice as an address holds it. */
+  address() {
+    return `#${new URLSearchParams(this.now)}`;
   }
 
   /**
@@ -39,7 +45,7 @@ export class Chosen {
     const keys = /** @type {(keyof Choice)[]} */ (Object.keys(this.now));
     const changed = new Set(keys.filter((key) => before[key] !== this.now[key]));
     if (!changed.size) return;
-    keep(`#${new URLSearchParams(this.now)}`);
+    keep(this.address());
     for (const listener of this.listeners) listener(/** @type {Set<string>} */ (changed));
   }
 }

@@ -3,6 +3,7 @@
 import { MEAN } from "./choice.js";
 import { fill, make, select } from "./dom.js";
 import { counted } from "./format.js";
+import { listed } from "./words.js";
 
 /** @typedef {import("./choice.js").Chosen} Chosen */
 /** @typedef {import("./choice.js").Choice} Choice */
@@ -37,16 +38,11 @@ function options(chosen, key) {
   const traces = chosen.traces.map((one) => one.told);
   const same = (/** @type {string} */ text) => ({ value: text, text });
   if (key === "budget") return once(traces.flatMap((one) => one.budgets.map(same)));
-  if (key === "measure") return once(traces.flatMap((one) => one.measures.map((measure) => ({ value: measure.key, text: named(measure) }))));
+  if (key === "measure") return once(traces.flatMap((one) => one.measures.map((measure) => ({ value: measure.key, text: listed(measure) }))));
   if (key !== "sample") return once(traces.flatMap((one) => one.sides.map(same)));
   const samples = once(traces.flatMap((one) => one.samples.map((sample) => ({ value: sample.id, text: shortened(sample.id) }))));
   const counts = [...new Set(traces.map((one) => one.samples.length))];
   return [{ value: MEAN, text: counts.length === 1 ? `mean of ${counted(counts[0], "sample")}` : "mean of all samples" }, ...samples];
-}
-
-/** @param {import("./told.js").Measure} measure */
-function named(measure) {
-  return measure.unit && measure.unit !== "1" ? `${measure.name} (${measure.unit})` : measure.name;
 }
 
 /** @param {string} id */

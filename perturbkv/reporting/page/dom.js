@@ -52,7 +52,7 @@ export function table(caption, headings, rows) {
   const head = headings.map((one, place) => make("th", { scope: "col", class: side[place] }, one.replace(/^#/, "")));
   const body = rows.map((row) =>
     make("tr", null, ...row.map((cell, place) =>
-      place ? make("td", { class: side[place] }, cell) : make("th", { scope: "row" }, cell))));
+      place ? make("td", { class: side[place], "data-of": headings[place].replace(/^#/, "") }, cell) : make("th", { scope: "row" }, cell))));
   return make("table", null, make("caption", null, caption), make("thead", null, make("tr", null, ...head)),
     make("tbody", null, ...body));
 }

@@ -64,6 +64,15 @@ export function percent(value) {
 }
 
 /**
+ * A share that may be tiny, in percent.
+ * @param {number} share
+ * @returns {string}
+ */
+export function percentOf(share) {
+  return share >= 0.1 ? `${percent(share)} %` : `${number(100 * share)} %`;
+}
+
+/**
  * A difference, with its sign.
  * @param {number | null | undefined} value
  * @returns {string}

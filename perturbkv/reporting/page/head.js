@@ -92,6 +92,7 @@ function overSamples(seen, width) {
     chart(seen, marks, width, {
       x: { label: "sample", ticks: d3.range(0, samples.length, Math.ceil(samples.length / 24)), tickFormat: (/** @type {number} */ place) => String(place + 1) },
       marks: [
+        Plot.ruleX(seen.sample < 0 ? [] : [seen.sample], { stroke: colours().grey, strokeWidth: 9, strokeOpacity: 0.25 }),
         Plot.ruleX(links.filter((link) => link.length === 2), {
           x: (_, place) => place, y1: (link) => link[0], y2: (link) => link[1], stroke: colours().grey,
         }),
@@ -118,7 +119,7 @@ function overSteps(seen, width) {
   const most = Math.max(...seen.told.step_samples);
   const fewer = seen.told.step_samples.some((count) => count && count < most) ? ", as far as their texts go" : "";
   return [
-    make("p", { class: "caption" }, `${seen.measure.name} over decode steps, mean of the samples${fewer}`),
+    make("p", { class: "caption" }, `${seen.measure.name} over decode steps, mean of ${most === 1 ? "1 sample" : `${most} samples`}${fewer}`),
     chart(seen, marks, width, {
       x: { label: "decode step", ticks: Math.min(8, steps.length), tickFormat: (/** @type {number} */ step) => Number.isInteger(step) ? String(step) : "" },
       marks: [Plot.line(marks, { x: "place", y: "value", z: "side", stroke: "side", strokeWidth: 1.6 }),

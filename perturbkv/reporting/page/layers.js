@@ -5,6 +5,7 @@ import { beside, fill, lacking, make } from "./dom.js";
 import { estimate, number, ratio, tick } from "./format.js";
 import { sidesKey } from "./head.js";
 import { part } from "./numbers.js";
+import { together } from "./seen.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {{layer: number, side: string, value: number, low: number, high: number}} Drift */
@@ -17,12 +18,14 @@ export const layers = {
   /**
    * @param {HTMLElement} pane
    * @param {Seen} seen
+   * @param {import("./choice.js").Chosen} chosen
    */
-  draw(pane, seen) {
+  draw(pane, seen, chosen) {
     if (seen.lacking) return fill(pane, lacking(seen.lacking));
     if (!seen.told.distances.includes(distance(seen))) return fill(pane, lacking(seen.told.lacks.distances));
-    fill(pane, beside(pane, 2, (width) => [make("div", null, ...drifts(seen, width)),
-      make("div", null, ...ratios(seen, width))]));
+    const all = together(chosen).filter((one) => one.told.distances.includes(distance(one)));
+    fill(pane, beside(pane, 2, (width) => [make("div", null, ...drifts(seen, all, width)),
+      make("div", null, ...ratios(seen, all, width))]));
   },
 };
 
@@ -60,19 +63,37 @@ function ofSide(seen, side) {
 }
 
 /**
+ * Both sides' drift.
  * @param {Seen} seen
+ * @returns {Drift[]}
+ */
+function ofBoth(seen) {
+  const sides = seen.baseline === seen.treatment ? ["treatment"] : ["baseline", "treatment"];
+  return sides.flatMap((side) => ofSide(seen, side)).filter((one) => one.value > 0);
+}
+
+/**
+ * The ends of a logarithmic axis: what stands side by side has one.
+ * @param {Drift[]} found
+ */
+function domain(found) {
+  return d3.extent(found.flatMap((one) => [one.value, one.low, one.high]).filter((value) => value > 0));
+}
+
+/**
+ * @param {Seen} seen
+ * @param {Seen[]} all that share the scale
  * @param {number} width
  */
-function drifts(seen, width) {
-  const sides = seen.baseline === seen.treatment ? ["treatment"] : ["baseline", "treatment"];
-  const found = sides.flatMap((side) => ofSide(seen, side)).filter((one) => one.value > 0);
+function drifts(seen, all, width) {
+  const found = ofBoth(seen);
   const unit = UNITS[distance(seen)];
   const { baseline, treatment } = colours();
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: `Drift of the residual stream after each layer, ${unit}`,
     x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: ticks(seen), tickFormat: "d" },
-    y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: `↑ drift (${unit})`, labelArrow: "none" },
+    y: { type: "log", domain: domain(all.flatMap(ofBoth)), grid: true, ticks: 5, tickFormat: tick, label: `↑ drift (${unit})`, labelArrow: "none" },
     color: { domain: ["baseline", "treatment"], range: [baseline, treatment] },
     marks: [
       Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", z: "side", fill: "side", fillOpacity: 0.16 }),
@@ -86,17 +107,19 @@ function drifts(seen, width) {
 
 /**
  * @param {Seen} seen
+ * @param {Seen[]} all that share the scale
  * @param {number} width
  */
-function ratios(seen, width) {
+function ratios(seen, all, width) {
   if (!seen.paired) return [];
-  const found = ratiosOf(seen).filter((one) => Number.isFinite(one.value) && one.value > 0);
+  const found = ratiosOf(seen);
+  const [low, high] = domain(all.filter((one) => one.paired).flatMap(ratiosOf));
   const { treatment, grey } = colours();
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 260, marginLeft: 54, marginBottom: 38, style: { background: "none", fontSize: "11px" },
     ariaLabel: "The treatment's drift over the baseline's after each layer",
     x: { label: "layer", labelAnchor: "center", labelArrow: "none", ticks: ticks(seen), tickFormat: "d" },
-    y: { type: "log", grid: true, ticks: 5, tickFormat: tick, label: "↑ over the baseline’s", labelArrow: "none" },
+    y: { type: "log", domain: [Math.min(low ?? 1, 1), Math.max(high ?? 1, 1)], grid: true, ticks: 5, tickFormat: tick, label: "↑ over the baseline’s", labelArrow: "none" },
     marks: [
       Plot.ruleY([1], { stroke: grey, strokeWidth: 1.5 }),
       Plot.areaY(found.filter((one) => one.low > 0), { x: "layer", y1: "low", y2: "high", z: null, fill: treatment, fillOpacity: 0.16 }),
@@ -118,12 +141,17 @@ function ratiosOf(seen) {
   const place = seen.told.distances.indexOf(distance(seen));
   if (seen.sample >= 0) {
     const [first, second] = ["baseline", "treatment"].map((side) => ofSide(seen, side));
-    return second.map((one, at) => ({ ...one, value: one.value / first[at].value }));
+    return second.map((one, at) => ({ ...one, value: one.value / first[at].value })).filter(positive);
   }
   return seen.told.layers.map((layer, at) => {
     const [value, low, high] = part(seen.need("drift_ratio"), place, seen.pair, seen.turned, at);
     return { layer, side: "treatment", value, low, high };
-  });
+  }).filter(positive);
+}
+
+/** @param {Drift} one */
+function positive(one) {
+  return Number.isFinite(one.value) && one.value > 0;
 }
 
 /**

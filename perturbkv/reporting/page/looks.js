@@ -1,6 +1,6 @@
 // How a token looks: by who keeps it, by how many heads do, by the attention it gets.
 
-import { number, percent } from "./format.js";
+import { number, percent, percentOf } from "./format.js";
 import { attentionOf, headOf, sharesOf } from "./kept.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
@@ -75,11 +75,6 @@ function told(losses, side, place) {
   return at < 0 ? [] : [`no. ${at + 1} of what the ${side} evicts: ${percentOf(losses[at].share)} of Σ A ν`];
 }
 
-/** @param {number} share */
-function percentOf(share) {
-  return share >= 0.1 ? `${percent(share)} %` : `${number(100 * share)} %`;
-}
-
 /**
  * @param {Seen} seen
  * @param {number} sample
@@ -97,9 +92,10 @@ async function byShares(seen, sample, text) {
     says: (place) => (place < text.compressed
       ? [`heads that keep it: ${percent(first[place])} % → ${percent(second[place])} %`] : ["question: not compressed"]),
     strip: (place) => (place < text.compressed && Math.abs(change(place)) >= 0.05 ? (change(place) > 0 ? 2 : 1) : 0),
-    keys: [["less", "more heads keep it under the baseline"], ["more", "under the treatment"]],
+    keys: [["less", `more of the ${seen.trace.size} heads keep it under the baseline`], ["more", "under the treatment"],
+      ["none", "as many, within 2 points; darkest: 40 points or more"]],
     losses: null,
-    note: "share of all heads",
+    note: `share of all heads: ${seen.choice.treatment} − ${seen.choice.baseline}`,
   };
 }
 

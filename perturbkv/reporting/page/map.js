@@ -6,6 +6,7 @@ import { difference, number, ratio } from "./format.js";
 import { grid, legend, node } from "./grid.js";
 import { BETTER, TIED, together } from "./seen.js";
 import { hide, show } from "./tooltip.js";
+import { words } from "./words.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {import("./choice.js").Chosen} Chosen */
@@ -48,7 +49,8 @@ export const map = {
     drawn.svg.attr("tabindex", 0);
     follow(drawn, seen, scale, chosen);
     fill(pane, make("p", { class: "caption" }, scale.title), node(drawn.svg),
-      legend(scale.ends[0], scale.ends[1], scale.paint, change ? "tied" : ""));
+      legend(scale.ends[0], scale.ends[1], scale.paint, change ? "tied" : ""),
+      change && seen.silent() && make("p", { class: "legend" }, "empty: σ ≤ 0.5 on either side, where the bound is no evidence"));
     if (had) node(drawn.svg).focus({ preventScroll: true });
   },
 };
@@ -64,22 +66,25 @@ function changeScale(seen, all) {
   const changes = seen.changes();
   const verdicts = seen.verdicts();
   const ratios = seen.measure.compare === "ratio";
-  const ends = all.filter((one) => one.paired).map((one) => quantile(Array.from(one.changes(), Math.abs), 0.97));
-  const widest = Math.max(...ends, ratios ? 0.14 : 1e-4);
+  const sizes = all.filter((one) => one.paired).map((one) => Array.from(one.changes(), Math.abs));
+  const widest = Math.max(...sizes.map((each) => quantile(each, 0.97)), ratios ? 0.14 : 0.01);
+  const [less, more] = sizes.some((each) => each.some((one) => one > widest)) ? ["≤ ", "≥ "] : ["", ""];
   const paint = signed();
+  const silent = seen.silent();
   const side = seen.measure.less ? 1 : -1;
-  const end = (/** @type {number} */ sign) => (ratios ? `× ${ratio(2 ** (sign * widest))}` : difference(sign * widest));
+  const end = (/** @type {number} */ sign) =>
+    (sign < 0 ? less : more) + (ratios ? `× ${ratio(2 ** (sign * widest))}` : difference(sign * widest));
   const [first, second] = [seen.values(seen.baseline), seen.values(seen.treatment)];
   return {
-    title: `${seen.choice.treatment} ${ratios ? "over" : "minus"} ${seen.choice.baseline}: ${seen.measure.name}, ${seen.of}`,
-    colour: (head) => (Number.isNaN(changes[head]) ? "none" : paint((-side * changes[head]) / widest)),
+    title: `${seen.choice.treatment} ${ratios ? "over" : "minus"} ${seen.choice.baseline}: ${words(seen.measure)}, ${seen.of}`,
+    colour: (head) => (Number.isNaN(changes[head]) || silent?.[head] ? "none" : paint((-side * changes[head]) / widest)),
     hatched: (head) => verdicts[head] === TIED,
     ends: [`worse ${end(side)}`, `${end(-side)} better`],
     paint: (share) => paint(2 * share - 1),
     text: (head) =>
       `${number(first[head])} → ${number(second[head])} ${seen.measure.unit}` +
       ` (${ratios ? `× ${ratio(second[head] / first[head])}` : difference(second[head] - first[head])}), ` +
-      (verdicts[head] === TIED ? "tied" : verdicts[head] === BETTER ? "better" : "worse"),
+      (silent?.[head] ? "σ ≤ 0.5: no evidence" : verdicts[head] === TIED ? "tied" : verdicts[head] === BETTER ? "better" : "worse"),
   };
 }
 
@@ -100,7 +105,8 @@ function valueScale(seen, all) {
   const name = seen.choice.show === "baseline" ? "baseline" : "treatment";
   const values = seen.values(seen[name]);
   const log = seen.measure.compare === "ratio";
-  const finite = all.map((one) => Array.from(one.values(one[name])).filter((value) => !log || value > 0));
+  const finite = all.flatMap((one) => [one.baseline, one.treatment].map((config) =>
+    Array.from(one.values(config)).filter((value) => !log || value > 0)));
   const low = Math.min(...finite.map((each) => quantile(each, 0.01)));
   const high = Math.max(...finite.map((each) => quantile(each, 0.99)));
   const at = log
@@ -108,10 +114,10 @@ function valueScale(seen, all) {
     : (/** @type {number} */ value) => (value - low) / (high - low || 1);
   const paint = layerColour();
   return {
-    title: `${seen.choice[name]}: ${seen.measure.name}, ${seen.of}`,
+    title: `${seen.choice[name]}: ${words(seen.measure)}, ${seen.of}`,
     colour: (head) => (Number.isNaN(values[head]) ? "none" : paint(Math.max(0, Math.min(1, at(values[head]) || 0)))),
     hatched: () => false,
-    ends: [number(low), number(high)],
+    ends: [`≤ ${number(low)}`, `≥ ${number(high)} ${seen.measure.unit}${log ? ", logarithmic" : ""}`],
     paint,
     text: (head) => `${number(values[head])} ${seen.measure.unit}`,
   };

@@ -2,7 +2,7 @@
 
 import { colours } from "./colours.js";
 import { announce, fill, lacking, make, select, table, widthOf } from "./dom.js";
-import { counted, number } from "./format.js";
+import { counted, percentOf } from "./format.js";
 import { textOf } from "./kept.js";
 import { looks } from "./looks.js";
 import { Tokens } from "./tokens.js";
@@ -16,7 +16,7 @@ import { hide as hideTip, show as showTip } from "./tooltip.js";
 
 const COLOURS = [
   { value: "fate", text: "who keeps it, in the chosen head" },
-  { value: "shares", text: "share of heads that keep it" },
+  { value: "shares", text: "share of heads that keep it: treatment − baseline" },
   { value: "attention", text: "attention, mean over heads" },
   { value: "head-attention", text: "attention of the chosen head" },
 ];
@@ -34,7 +34,10 @@ export const prompt = {
    * @param {Chosen} chosen
    */
   controls(controls, chosen) {
-    fill(controls, select("Colour by", "colour", COLOURS, chosen.now.colour, (colour) => chosen.choose({ colour })));
+    const attention = chosen.traces.some((one) => !one.told.lacks.attention);
+    const options = COLOURS.map((one) => one.value.includes("attention") && !attention
+      ? { ...one, text: `${one.text} (not recorded)`, disabled: true } : one);
+    fill(controls, select("Colour by", "colour", options, chosen.now.colour, (colour) => chosen.choose({ colour })));
   },
   /**
    * @param {HTMLElement} pane
@@ -45,7 +48,7 @@ export const prompt = {
     const ticket = ++draws;
     pane.dataset.draw = String(ticket);
     if (seen.baseline < 0 || seen.treatment < 0) return fill(pane, lacking(seen.lacking));
-    const sample = Math.max(0, seen.sample);
+    const sample = seen.sample >= 0 ? seen.sample : seen.mostChanged();
     const text = await textOf(seen.trace, sample);
     if (pane.dataset.draw !== String(ticket)) return;
     if (!text) return fill(pane, lacking(seen.told.lacks.prompt || "This trace holds no text of this prompt."));
@@ -69,7 +72,8 @@ function view(pane, seen, sample, text) {
   known?.tokens.close();
   const places = Object.fromEntries(PARTS.map((name) => [name, make("div", { class: name })]));
   const { id } = seen.told.samples[sample];
-  const caption = seen.sample < 0 ? `the prompt of sample ${id}; choose another above` : `the prompt of sample ${id}`;
+  const several = seen.sample < 0 && seen.told.samples.length > 1;
+  const caption = `the prompt of sample ${id}${several ? ", in which this head changes most; choose another above" : ""}`;
   fill(pane, make("p", { class: "caption" }, `${caption} · ${counted(text.pieces.length, "token")}`), places.tools, places.note, places.key,
     places.strip, make("div", { class: "reading" }, places.text, places.lost));
   for (const [name, value] of Object.entries({ tabindex: "0", role: "region", "aria-label": `Text of ${id}`, dir: "auto" })) {
@@ -111,7 +115,7 @@ function tools(own, seen) {
     const found = own.tokens.search(wanted);
     at = found.length ? (at + by + found.length) % found.length : -1;
     said.textContent = wanted ? (found.length ? `${at + 1} of ${found.length}` : "not found") : "";
-    if (at >= 0) own.tokens.jump(found[at]);
+    if (at >= 0) own.tokens.jump(...found[at]);
   };
   const box = make("input", { type: "search", name: "search", placeholder: "Search the prompt", "aria-label": "Search the prompt",
     oninput: () => { at = -1; go(box.value, 1); },
@@ -120,7 +124,7 @@ function tools(own, seen) {
   const jump = expected.length > 0 && make("button", { type: "button", onclick: () => {
     const place = expected.map((answer) => own.tokens.search(answer)[0]).find((one) => one !== undefined);
     if (place === undefined) announce(said.textContent = "the expected answer does not stand in the prompt");
-    else own.tokens.jump(place);
+    else own.tokens.jump(...place);
   } }, `Jump to the answer: ${short(expected[0])}`);
   const end = make("button", { type: "button", onclick: () => own.tokens.jump(own.tokens.text.pieces.length - 1) }, "Jump to the end");
   fill(own.places.tools, box, make("button", { type: "button", "aria-label": "previous find", onclick: () => go(box.value, -1) }, "↑"),
@@ -194,9 +198,9 @@ function lost(own, seen, text, found) {
       String(place + 1),
       make("button", { type: "button", class: "token", onclick: () => own.tokens.jump(loss.position) }, short(text.pieces[loss.position] ?? "") || " "),
       `${loss.position.toLocaleString("en")}`,
-      `${number(100 * loss.share)}`,
+      percentOf(loss.share),
     ]);
-    return table(`What ${seen.choice[side]} evicts and adds most`, ["", "token", "#position", "#% of Σ A ν"], rows || []);
+    return table(`Evicted by ${seen.choice[side]}: what would add most to the head’s output`, ["", "token", "#position", "#of Σ A ν"], rows || []);
   });
 }
 

@@ -3,14 +3,14 @@
 import { colours, layerColour } from "./colours.js";
 import { fill, lacking, make, widthOf } from "./dom.js";
 import { number, ratio, tick } from "./format.js";
-import { TIED, together } from "./seen.js";
+import { EVIDENCE, TIED, together } from "./seen.js";
 import { hide, show } from "./tooltip.js";
+import { words } from "./words.js";
 
 /** @typedef {import("./seen.js").Seen} Seen */
 /** @typedef {import("./choice.js").Chosen} Chosen */
 /** @typedef {{head: number, layer: number, x: number, y: number, tied: boolean, flagged: boolean, clipped: boolean}} Point */
 
-const EVIDENCE = 0.5;
 const DECADES = 1000;
 const NEAR = 24;
 
@@ -31,7 +31,7 @@ export const scatter = {
     const figure = drawn(seen, found, all, log, size);
     follow(figure, seen, found, chosen);
     const below = seen.measure.less ? "Below the diagonal" : "Above the diagonal";
-    fill(pane, make("p", { class: "caption" }, `${seen.measure.name}, ${seen.of}. ${below} the treatment is better.`),
+    fill(pane, make("p", { class: "caption" }, `${words(seen.measure)}, ${seen.of}. ${below} the treatment is better.`),
       figure, key(found));
   },
 };

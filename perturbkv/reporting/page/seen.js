@@ -31,6 +31,8 @@ export function together(chosen) {
   return present(chosen).filter((one) => !one.lacking && (one.sample < 0 || one.trace.array("sample")));
 }
 
+/** Theorem 3 speaks of heads whose σ exceeds this. */
+export const EVIDENCE = 0.5;
 /** Equal but for rounding. */
 export const TIED = 0;
 /** The treatment is better than the baseline. */
@@ -122,6 +124,18 @@ export class Seen {
   }
 
   /**
+   * The sample with a prompt in which the chosen head changes most; the first where nothing is known of it.
+   * @returns {number}
+   */
+  mostChanged() {
+    const { prompts, samples } = this.told;
+    if (!this.paired || this.head < 0 || this.lacking || !this.trace.array("sample")) return 0;
+    const [first, second] = [this.ofSamples(this.baseline, this.head), this.ofSamples(this.treatment, this.head)];
+    const moved = samples.map((_, place) => (prompts[place]?.text ? Math.abs(second[place] - first[place]) : -1));
+    return Math.max(0, d3.maxIndex(moved));
+  }
+
+  /**
    * (sample,) numbers of one head.
    * @param {number} config
    * @param {number} head
@@ -175,6 +189,17 @@ export class Seen {
       found[head] = sign === 0 ? TIED : sign > 0 === less ? BETTER : WORSE;
     }
     return found;
+  }
+
+  /**
+   * (head,) 1 where a bound says nothing of a head, as σ of either side is at most 0.5; null of what holds in any.
+   * @returns {Uint8Array | null}
+   */
+  silent() {
+    const sigma = this.trace.measure("sigma_stage1");
+    if (!this.measure.key.startsWith("theta_hat") || sigma < 0) return null;
+    const [first, second] = [this.values(this.baseline, sigma), this.values(this.treatment, sigma)];
+    return Uint8Array.from(first, (value, head) => Number(Math.min(value, second[head]) <= EVIDENCE));
   }
 
   /**

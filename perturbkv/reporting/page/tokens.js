@@ -29,7 +29,8 @@ export class Tokens {
     for (const chunk of this.chunks) this.watch.observe(chunk);
     box.onpointermove = (event) => this.point(event, hovered);
     box.onpointerleave = (event) => hovered(-1, event);
-    this.found = -1;
+    /** @type {[number, number]} first token that is marked, and the one behind the last */
+    this.found = [-1, -1];
     /** @type {{text: string, starts: number[]} | null} what is searched, made when somebody does */
     this.whole = null;
   }
@@ -49,14 +50,15 @@ export class Tokens {
   }
 
   /**
-   * Scroll to a token and mark it.
+   * Scroll to a token and mark it, or all up to another.
    * @param {number} place
+   * @param {number} [end]
    */
-  jump(place) {
+  jump(place, end = place + 1) {
     const number = d3.bisectRight(this.starts, place) - 1;
     const chunk = this.chunks[number];
     if (!chunk) return;
-    this.found = place;
+    this.found = [place, end];
     this.fill(chunk);
     for (const [other, start] of this.open) this.colour(other, start);
     const token = /** @type {HTMLElement | undefined} */ (chunk.children[place - this.starts[number]]);
@@ -66,17 +68,18 @@ export class Tokens {
   }
 
   /**
-   * Where a text begins in the prompt, by its tokens: every place.
+   * Where a text stands in the prompt, by its tokens: every place, from its first token to the one behind its last.
    * @param {string} wanted
-   * @returns {number[]}
+   * @returns {[number, number][]}
    */
   search(wanted) {
     if (!wanted) return [];
     this.whole ||= searchable(this.text.pieces);
+    /** @type {[number, number][]} */
     const found = [];
     const [{ text, starts }, sought] = [this.whole, wanted.toLowerCase()];
     for (let at = text.indexOf(sought); at >= 0; at = text.indexOf(sought, at + sought.length)) {
-      found.push(d3.bisectRight(starts, at) - 1);
+      found.push([d3.bisectRight(starts, at) - 1, d3.bisectLeft(starts, at + sought.length)]);
     }
     return found;
   }
@@ -126,7 +129,7 @@ export class Tokens {
     const spans = /** @type {HTMLCollectionOf<HTMLElement>} */ (chunk.children);
     for (let place = 0; place < spans.length; place++) {
       const { mark, level } = this.look(start + place);
-      const name = start + place === this.found ? `${mark} found` : mark;
+      const name = start + place >= this.found[0] && start + place < this.found[1] ? `${mark} found` : mark;
       if (spans[place].className !== name) spans[place].className = name;
       if (level) spans[place].style.setProperty("--level", level.toFixed(2));
     }

@@ -1,0 +1,35 @@
+// What a measure is called in a sentence.
+
+/** @typedef {import("./told.js").Measure} Measure */
+
+/** @type {Record<string, string>} */
+const NAMES = {
+  theta: "bound θ",
+  theta_hat: "bound θ̂",
+  theta_hat_relax: "bound θ̂ relaxed",
+  retained_mass: "attention kept, S",
+  sigma_stage1: "attention of stage 1, σ",
+  sigma_topk: "attention of the top ⌊αb⌋, σ",
+  gone_distance: "distance of what went, ‖μ_gone − μ_kept‖",
+};
+
+/**
+ * 'propagated perturbation', 'isolated perturbation in L2', 'bound θ̂'.
+ * @param {Measure} measure
+ * @returns {string}
+ */
+export function words(measure) {
+  if (measure.kind !== "perturbation") return NAMES[measure.key] || measure.name;
+  const [kind] = measure.key.split("_");
+  return `${kind} perturbation${measure.distance === "l1" ? "" : ` in ${measure.unit}`}`;
+}
+
+/**
+ * The same with its unit, as a list of measures tells it.
+ * @param {Measure} measure
+ * @returns {string}
+ */
+export function listed(measure) {
+  const told = measure.distance === "l1" || measure.kind === "distance";
+  return told && measure.unit !== "share" ? `${words(measure)} (${measure.unit})` : words(measure);
+}
