@@ -36,11 +36,11 @@ def report(
     from perturbkv.storage.trace_file import read_trace
 
     path = output or traces[0].parent / "report.html"
-    if path.suffix.lower() not in (".html", ".htm"):
-        msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
-        raise ConfigError(msg)
     for trace in traces:
         check_other(trace, path)
+    if path.suffix.lower() not in ("", ".html", ".htm"):
+        msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
+        raise ConfigError(msg)
     finished = [read_trace(trace) for trace in traces]
     with claimed(path, overwrite) as beside:
         made = make(finished, full=full)

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "a folder for a page": (["runs/t.h5", "-o", "runs"], "got the folder runs"),
     "a file that is there": (["runs/t.h5", "-o", "there.html"], "--overwrite replaces it"),
     "the trace itself": (["runs/t.h5", "-o", "runs/t.h5", "--overwrite"], "expected another file than the trace"),
+    "another kind of file": (["runs/t.h5", "-o", "page.pdf"], "to end in .html, got page.pdf; name it page.html"),
     "a trace twice": (["runs/t.h5", "runs/t.h5"], "runs/t.h5 twice; leave one out"),
     "a trace under two names": (["runs/t.h5", "runs/../runs/t.h5"], "expected every trace once"),
     "no complete sample": (["failed.h5"], "complete sample"),

@@ -87,6 +87,14 @@ def test_a_trace_is_never_replaced_by_its_report(tmp_path: Path) -> None:
     assert (tmp_path / "t.h5").read_bytes() == before
 
 
+def test_what_is_no_trace_is_refused_by_its_kind(tmp_path: Path) -> None:
+    for wrong in ("runs/t.h5", tmp_path, 3, [KNOWN, "t.h5"]):
+        with pytest.raises(ConfigError, match="expected a trace or a list of traces, got .*pk.read_trace"):
+            pk.report(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="in a list"):
+        pk.report(KNOWN, KNOWN)  # type: ignore[arg-type]
+
+
 def test_a_page_that_cannot_be_made_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(payload: Any) -> str:
         raise RuntimeError
