@@ -19,17 +19,21 @@ import perturbkv as pk
 FIGURES = Path(__file__).parent / "figures"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 WIDTH, HEIGHT, NARROW = 1180, 1150, 360
-CHOICE = "#baseline=attention&treatment=two-stage&budget=64&measure=propagated&sample={sample}&head={head}"
+CHOICE = "#baseline=attention&treatment=two-stage&budget={budget}&measure=propagated&sample={sample}&head={head}"
 """What the pictures show; the head is the one whose output the treatment changes most in that sample."""
 
 
-def main(path: str) -> None:
-    """Make every picture of the report of one trace."""
-    trace = pk.read_trace(path)
-    shown = pk.tokens(trace, budget=64)
-    choice = CHOICE.format(sample=shown.prompt.sample, head=f"{shown.shown.layer}-{shown.shown.head}")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        page = Path(folder) / "report.html"
+def main(path: str, folder: str = str(FIGURES)) -> None:
+    """Make every picture of the report of one trace, in docs/figures or another folder."""
+    trace, figures = pk.read_trace(path), Path(folder)
+    shown = pk.tokens(trace)
+    choice = CHOICE.format(
+        budget=shown.baseline.budget,
+        sample=shown.prompt.sample,
+        head=f"{shown.shown.layer}-{shown.shown.head}",
+    )
+    with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:
+        page = Path(made) / "report.html"
         pk.report(trace, page)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         for name, take in PICTURES.items():
@@ -41,7 +45,7 @@ def main(path: str) -> None:
             opened.goto(page.as_uri() + ("" if "mean" in name else choice))
             opened.wait_for_selector("body[data-ready=all]")
             opened.wait_for_timeout(1500)
-            take(opened, str(FIGURES / f"report-{name}.png"))
+            take(opened, str(figures / f"report-{name}.png"))
             opened.close()
         browser.close()
 
@@ -75,4 +79,4 @@ PICTURES: dict[str, Callable[[Any, str], None]] = {
 }
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

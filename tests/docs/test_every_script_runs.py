@@ -11,7 +11,14 @@ import pytest
 from tests.support.folders import model_folder
 from tests.support.scripts import DOCS, perturbkv, script
 
-BY_OTHERS = {"coverage.py", "second_figure.py", "second_model.py", "second_prompts.py", "vendor.py"}
+BY_OTHERS = {
+    "coverage.py",
+    "report_pictures.py",
+    "second_figure.py",
+    "second_model.py",
+    "second_prompts.py",
+    "vendor.py",
+}
 """Scripts that have a test of their own."""
 SMALL = ["--budget", 40, "--window", 8, "--format", "png"]
 GRID = ["--lengths", "300,340", "--depths", "0.5", "--haystack", "noise", "--max-new-tokens", 2, "--steps", 1]
