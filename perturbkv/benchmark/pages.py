@@ -98,5 +98,5 @@ class _Rows:
         """The page's file, made when it is first needed."""
         path = self._folder / f"{name}.html"
         if not path.exists():
-            report(made_trace(**shape, tokens=self._settings.tokens), path)
+            report(made_trace(shape["samples"], shape["layers"], shape["heads"], self._settings.tokens), path)
         return path
