@@ -48,7 +48,7 @@ function panel(seen, width, title, read, shown, log, kind = seen.told.interval) 
   const bars = found.filter((point) => (logs ? point.low > 0 : Number.isFinite(point.low)) && point.role !== "other");
   const told = seen.told.configs.every((config) => config.held !== null);
   const x = told
-    ? { label: "entries held / full cache", ticks: 5, inset: 10 }
+    ? { label: "entries held / full cache", ticks: 5, tickFormat: tick, inset: 10 }
     : { label: "budget", ticks: d3.range(seen.told.budgets.length), tickFormat: (/** @type {number} */ place) => seen.told.budgets[place], inset: 10 };
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 240, marginLeft: 50, marginBottom: 38, style: { background: "none", fontSize: "11px" }, ariaLabel: title,

@@ -4,6 +4,8 @@ import { make } from "./dom.js";
 
 const LEAST = 250;
 const MOST = 600;
+/** Chunks from which on those off the screen are not laid out. */
+const LONG = 20;
 const AHEAD = "600px 0px";
 
 /** @typedef {{pieces: string[], compressed: number, cut: number | null, cut_tokens: number}} Text */
@@ -25,6 +27,7 @@ export class Tokens {
     this.starts = beginnings(text.pieces);
     this.chunks = this.starts.map((start) => make("div", { class: "chunk", "data-start": start }, this.plain(start)));
     box.replaceChildren(...this.chunks);
+    box.classList.toggle("long", this.chunks.length > LONG);
     this.watch = new IntersectionObserver((entries) => entries.forEach((entry) => this.turn(entry)), { root: box, rootMargin: AHEAD });
     for (const chunk of this.chunks) this.watch.observe(chunk);
     box.onpointermove = (event) => this.point(event, hovered);
