@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from perturbkv.reporting.modules import ModuleError, check_inline, joined
+from perturbkv.reporting.modules import ModuleError, check_inline
+from tests.support.modules import SOURCES, of
 
 PAGE = Path(__file__).resolve().parents[2] / "perturbkv" / "reporting" / "page"
-SOURCES = {
-    "main.js": (
-        'import { twice, Counter as C } from "./a.js";\n'
-        'import {\n  base,\n  async_one as later,\n} from "./deep-er.js";\n'
-        "const c = new C();\nlater().then((one) => console.log(JSON.stringify([twice(base), c.next(), one])));\n"
-    ),
-    "a.js": (
-        'import { base } from "./deep-er.js";\n/** @param {import("./types.js").N} x */\n'
-        "export function twice(x) {\n  return 2 * x;\n}\n"
-        "export class Counter {\n  #at = base;\n  next() {\n    return ++this.#at;\n  }\n}\n"
-        "const own = 1;\n"
-    ),
-    "deep-er.js": "// import nothing\nexport const base = 20;\nconst own = 2;\n"
-    "export async function async_one() {\n  return own;\n}\n",
-}
-
-
-def of(sources: Mapping[str, str]) -> str:
-    def read(name: str) -> str:
-        if name not in sources:
-            raise FileNotFoundError(name)
-        return sources[name]
-
-    return joined(read)
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="runs what was joined")
-def test_joined_modules_do_what_modules_do(tmp_path: Path) -> None:
-    """The independent oracle: node loads the modules one by one."""
-    (tmp_path / "joined.mjs").write_text(of(SOURCES))
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    for name, source in SOURCES.items():
-        (tmp_path / name).write_text(source)
-    said = [
-        subprocess.run(["node", str(tmp_path / name)], capture_output=True, text=True, check=True).stdout
-        for name in ("main.js", "joined.mjs")
-    ]
-    assert said[0] == said[1]
-    assert json.loads(said[1]) == [40, 21, 2]
 
 
 def test_every_module_stands_once_behind_what_it_imports() -> None:
