@@ -1,4 +1,4 @@
-"""How far is each method from the best kept set, and is it the criterion or the unknown query that costs?"""
+"""How far is each method from the best kept set, and is it the criterion or the unknown query that costs?."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, of_run
 from perturbkv.analyses.naming import counted, folded, setting, short
 from perturbkv.analyses.objects import columns_of
-from perturbkv.analyses.regret_rows import Heads, Regret, regrets
+from perturbkv.analyses.regret_rows import KNOWING, Heads, Regret, regrets
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import factor, over, sentence
 from perturbkv.configs.budget import Budget
@@ -87,18 +87,20 @@ class RegretResult(Result):
 
     def conclusion(self) -> str:
         """By which factor each method misses the best known set, and what of it is the query's."""
-        part = self.parts[0]
-        told = [one for one in part.regrets if one.query.value == one.query.value and one.query.value != 1]
-        said = [
-            f"{one.config.selection} perturbs {factor(one.factor.value, one.factor.interval)} what the best known set "
-            f"does, {factor(one.query.value, one.query.interval)} of it by not knowing the query and "
-            f"{factor(one.criterion.value, one.criterion.interval)} by its criterion"
-            for one in told
-        ]
-        if not said:
+        told = [one for one in (self.parts[0].regrets if self.parts else ()) if one.config.selection.name in KNOWING]
+        if not told:
             return "No head loses more than rounding under every kept set of its size."
-        names = [str(one.config.selection) for one in told]
-        return sentence(f"{'; '.join(said)} (isolated, geometric means; {over(self.identity.samples)})", *names)
+        names = short([one.config for one in told]) if len(told) > 1 else [str(told[0].config.selection)]
+        missed = ", ".join(
+            f"{name} {factor(one.factor.value, one.factor.interval)}" for name, one in zip(names, told, strict=True)
+        )
+        last = told[-1]
+        said = (
+            f"{missed} what the best known set of the same size perturbs; of {names[-1]}'s, "
+            f"{factor(last.query.value, last.query.interval)} is not knowing the query and "
+            f"{factor(last.criterion.value, last.criterion.interval)} the criterion"
+        )
+        return sentence(f"{said} (isolated, geometric means; {over(self.identity.samples)})", *names)
 
     def tables(self) -> list[Table | str]:
         """Of each part every method's ratios, and what was proven."""
@@ -107,12 +109,12 @@ class RegretResult(Result):
     def notes(self) -> str:
         """What columns mean."""
         return (
-            f"{numbers.about_intervals(self.identity.samples, medians=True)} Isolated L1 of a method's set over that of "
-            "the best set known of the same head and size, the window always kept. Query unknown: over hindsight's set, "
-            "which ranks the realised A (of two-stage: A ν); the criterion: hindsight's over the best. Swaps exchange "
-            "entries of the best set given until none helps; a bound is proven by integer programs (HiGHS, Dinkelbach). "
-            f"Heads are drawn anew for each prompt. A prefix: the prompt's first token and {self.asked['prefix'] - 1} of "
-            "its middle."
+            f"{numbers.about_intervals(self.identity.samples, medians=True)} Isolated L1 of a method's set over "
+            "that of the best set known of the same head and size, which knows the query; the window stays. Query "
+            "unknown: over hindsight's set, which ranks the realised A (of two-stage: A ν); the criterion: hindsight's "
+            "over the best. Swaps exchange entries of the best set given until none helps; integer programs (HiGHS in "
+            "Dinkelbach's iteration) prove a bound. Heads are drawn anew for each prompt. A prefix: the prompt's first "
+            f"token and {self.asked['prefix'] - 1} of its middle."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,10 +218,8 @@ def _searched(part: Part) -> str:
         open_heads = part.tried - part.closed
         said.append(f"the best set is proven in {part.closed} of {part.tried}, where swaps alone had found it in "
                     f"{part.at_optimum}")  # fmt: skip
-        said += [f"{open_heads} unproven, left out above, by at most {numbers.percent(part.gap)} of L"] * bool(
-            open_heads
-        )
-    said += [f"{counted(part.left_out, 'head')} left out, whose best set loses nothing but rounding"] * bool(
-        part.left_out
-    )
+        if open_heads:
+            said.append(f"{open_heads} unproven, left out above, by at most {numbers.percent(part.gap)} of L")
+    if part.left_out:
+        said.append(f"{counted(part.left_out, 'head')} left out, whose best set loses nothing but rounding")
     return "; ".join(said) + "."

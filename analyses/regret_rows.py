@@ -1,8 +1,8 @@
 """How far a method's kept sets are from the best known ones, and how much of that is not knowing the query.
 
-Both parts are factors: L(method) / L(best) = L(method) / L(hindsight) · L(hindsight) / L(best), where hindsight takes the
-entries with the largest realised values of what the method ranks by. Of geometric means over the same heads the product
-holds exactly.
+Both parts are factors: L(method) / L(best) = L(method) / L(hindsight) · L(hindsight) / L(best), where hindsight takes
+the entries with the largest realised values of what the method ranks by. Of geometric means over the same heads the
+product holds exactly.
 """
 
 from __future__ import annotations

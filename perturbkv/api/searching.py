@@ -44,7 +44,7 @@ def regret(
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> RegretResult:
-    """How far is each method from the best kept set of its size, head by head, by isolated L (METHOD: the quantities)?
+    """How far is each method from the best kept set of its size, head by head, by isolated L (METHOD)?.
 
     On the prompts, entries of the best given set are swapped until no swap helps: the best known set. On a prefix of
     64 tokens with 16 kept, integer programs find the best there is, and prove it.

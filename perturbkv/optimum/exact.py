@@ -84,7 +84,7 @@ def _smallest_mass(entries: HeadEntries, size: int) -> float:
 
 
 def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> _Solved:
-    """Min ‖Σ N A (o − 𝒱)‖₁ − λ S over the sets of a size: a variable per free entry, and one per model dimension.
+    """The least ‖Σ N A (o − 𝒱)‖₁ − λ S over the sets of a size: a variable per free entry, and one per model dimension.
 
     The latter are bounded from below by both signs of the numerator's vector, so that their sum is its L1 norm.
     """
