@@ -8,14 +8,14 @@ product holds exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from perturbkv.analyses import intervals
 from perturbkv.analyses.arithmetic import half_share, plain, ratio
-from perturbkv.analyses.intervals import RATIO, Scalar
+from perturbkv.analyses.intervals import RATIO, Kind, Scalar
 from perturbkv.analyses.numbers import at
 from perturbkv.analyses.reading import Floats
 from perturbkv.configs.eviction import EvictionConfig
@@ -27,6 +27,8 @@ KNOWING: Mapping[str, str] = {
     "two-stage": "hindsight",
 }
 """Selection -> the one that ranks by the same with the query known; none for what ranks by neither A nor A ν."""
+_NEVER_BELOW = replace(RATIO, limits=(1, np.inf))
+"""L over that of the best known set."""
 _ROUNDING = 1e-9
 """Share of the largest L of a head's sets below which the best one's is rounding."""
 
@@ -100,13 +102,15 @@ def _regret(configs: Sequence[EvictionConfig], place: int, samples: Sequence[Hea
     return Regret(
         config=configs[place],
         sum_ratio=float(ratio(*sums.sum(axis=0))),
-        sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), RATIO),
+        sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
         median_ratio=float(np.median(medians)),
         median_ratio_interval=at(intervals.of_medians(medians[:, None]), 0),
         half=half_share(np.concatenate([one.methods[place] for one in samples])),
-        factor=_factor([_logs(one.methods[place], one.best) for one in samples]),
+        factor=_factor([_logs(one.methods[place], one.best) for one in samples], _NEVER_BELOW),
         query=_factor([] if knowing is None else [_logs(one.methods[place], one.methods[knowing]) for one in samples]),
-        criterion=_factor([] if knowing is None else [_logs(one.methods[knowing], one.best) for one in samples]),
+        criterion=_factor(
+            [] if knowing is None else [_logs(one.methods[knowing], one.best) for one in samples], _NEVER_BELOW
+        ),
     )
 
 
@@ -123,11 +127,9 @@ def _logs(above: Floats, below: Floats) -> float:
     return float(np.log(above / below).mean())
 
 
-def _factor(logs: Sequence[float]) -> Factor:
+def _factor(logs: Sequence[float], kind: Kind = RATIO) -> Factor:
     if not logs:
         return Factor(float("nan"), None)
     held = np.array(logs)
-    return Factor(
-        float(np.exp(held.mean())),
-        intervals.scalar(lambda weights: np.exp(weights @ held), len(held), RATIO),
-    )
+    interval = intervals.scalar(lambda weights: np.exp(weights @ held), len(held), kind)
+    return Factor(float(np.exp(held.mean())), interval)
