@@ -91,12 +91,14 @@ class RegretResult(Result):
         if not told:
             return "No head loses more than rounding under every kept set of its size."
         names = short([one.config for one in told]) if len(told) > 1 else [str(told[0].config.selection)]
+        verbs = [" perturbs", *[""] * (len(told) - 1)]
         missed = ", ".join(
-            f"{name} {factor(one.factor.value, one.factor.interval)}" for name, one in zip(names, told, strict=True)
+            f"{name}{verb} {factor(one.factor.value, one.factor.interval)}"
+            for name, verb, one in zip(names, verbs, told, strict=True)
         )
         last = told[-1]
         said = (
-            f"{missed} what the best known set of the same size perturbs; of {names[-1]}'s, "
+            f"{missed} what the best known set of the same size does; of {names[-1]}'s, "
             f"{factor(last.query.value, last.query.interval)} is not knowing the query and "
             f"{factor(last.criterion.value, last.criterion.interval)} the criterion"
         )
@@ -152,7 +154,7 @@ def regret_of(found: FoundSets) -> RegretResult:
     parts.append(_part(found, PREFIX, _of_prefix(found)))
     held = tuple(part for part in parts if part.heads)
     return RegretResult(
-        identity=of_run(found.run, found.made_with, len(found.rows), "sets"),
+        identity=of_run(found.run, found.made_with, len(found.rows), "sets", found.digest),
         samples=tuple(str(row["sample"]) for row in found.rows),
         parts=held,
         asked=found.asked,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -41,24 +44,28 @@ def draw(result: RegretResult, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _looks(part: Part) -> list[dict[str, object]]:
-    """A colour per method; those that know the query dashed."""
+def _looks(part: Part) -> list[dict[str, Any]]:
+    """A colour per method; those that know the query dashed, in turn wide and narrow, as they nearly coincide."""
     colours = style.category_colours(len(part.configs))
+    knowing = cycle((2.4, 1.0))
     return [
-        {"color": colour, "linestyle": "--" if config.selection.name in KNOWING.values() else "-", "linewidth": 1.1}
+        {"color": colour, "linestyle": "--", "linewidth": next(knowing)}
+        if config.selection.name in KNOWING.values()
+        else {"color": colour, "linestyle": "-", "linewidth": 1.1}
         for colour, config in zip(colours, part.configs, strict=True)
     ]
 
 
-def _panel(axes: Axes, part: Part, looks: list[dict[str, object]]) -> None:
+def _panel(axes: Axes, part: Part, looks: list[dict[str, Any]]) -> None:
     rows = [row for sample in part.rows for row in sample if part.part != PREFIX or row["closed"]]
     heads = Heads.of(rows, len(part.configs))
     for config, values, look in zip(part.configs, heads.methods, looks, strict=True):
         factors = np.sort(np.minimum(values / heads.best, _FARTHEST))
         share = np.arange(1, len(factors) + 1) / max(1, len(factors))
-        axes.plot(np.r_[1, factors], np.r_[0, share], drawstyle="steps-post", gid=config.selection.name, **look)  # type: ignore[arg-type]
+        axes.plot(np.r_[1, factors], np.r_[0, share], drawstyle="steps-post", gid=config.selection.name, **look)
     style.log_axes(axes, x=True)
     axes.set(ylim=(0, 1.02), xlabel="L over that of the best set known (log axis)")
-    proven = f", proven in {part.closed} of {part.tried} heads" if part.tried else ""
-    axes.set_title(f"{part.setting}{proven}", loc="left")
+    if part.tried:
+        style.note(axes, f"proven best in {part.closed} of {part.tried} heads")
+    axes.set_title(f"{'prefixes' if part.part == PREFIX else 'prompts'}, b={part.configs[0].budget}", loc="left")
     axes.grid(visible=True)

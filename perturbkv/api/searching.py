@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perturbkv.api.planning import CONFIGS, all_of, planned
+from perturbkv.configs.choice import as_choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -103,5 +104,5 @@ def with_hindsight(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, .
     """The same, and of each budget both selections that know the query."""
     found: list[EvictionConfig] = []
     for group in searching.by_budget(configs):
-        found += [*group, *(replace(group[0], selection=name) for name in _KNOWING)]
+        found += [*group, *(replace(group[0], selection=as_choice(name)) for name in _KNOWING)]
     return tuple(dict.fromkeys(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,3 +30,8 @@ class FoundSets:
     rows: Sequence[Mapping[str, Any]]
     asked: Mapping[str, Any] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of the rows, short."""
+        return hashlib.sha256(json.dumps(list(self.rows)).encode()).hexdigest()[:12]
