@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from perturbkv.analyses.naming import SIDE, apart, common, counted, short
 from perturbkv.analyses.reading import byte_shares, measured_steps
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.schema import MEASURED
 from perturbkv.storage.answers_file import WrittenAnswers
@@ -36,7 +38,7 @@ class RunIdentity:
         scenario: what was compressed; said where it is not the whole prompt.
         weights: the type that they are stored in → the run's, where they are quantised.
         ended: complete samples left out because their text ends before the step shown.
-        source: what the digest is of: `trace` or `answers`.
+        source: what the digest is of: `trace`, `answers`, or the name of what else a run left.
         measured: which layers of how many, such as `5 11 17 of 18`; empty where all were.
         stored: of each configuration, bytes over those of the full cache in 16 bits, mean over samples; empty where
             none stores few bits, or the trace does not tell.
@@ -134,21 +136,25 @@ def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...
 
 def of_answers(answers: WrittenAnswers) -> RunIdentity:
     """The identity of what `perturbkv generate` left, every configuration of it."""
-    run, made = answers.run, answers.made_with
+    found = of_run(answers.run, answers.made_with, len(answers.rows), "answers", answers.digest)
+    return replace(found, stored=_stored_by_answers(answers))
+
+
+def of_run(run: RunConfig, made: Mapping[str, Any], samples: int, source: str, digest: str = "") -> RunIdentity:
+    """The identity of what a run left that is no trace, every configuration of it; `made` is its provenance."""
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,
-        samples=len(answers.rows),
+        samples=samples,
         failed=0,
         configs=run.configs,
-        trace=answers.digest,
+        trace=digest,
         random_weights=run.random_weights,
         made_with=f"perturbkv {made.get('perturbkv_version', '')}".strip(),
         scenario=run.scenario,
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
-        source="answers",
+        source=source,
         measured=str(made.get(MEASURED, "")),
-        stored=_stored_by_answers(answers),
     )
 
 

@@ -1,9 +1,7 @@
-"""What commands share that look at a finished file of answers: where results go, and how they are left there."""
+"""What commands share that look at a finished file of answers: its place, where results go, what JSON says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,21 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from perturbkv.analyses.objects import run_object
-from perturbkv.cli import console
 from perturbkv.cli.figure_options import FigureOptions
+from perturbkv.cli.leaving import Leaving
 from perturbkv.cli.options import JsonOption
-from perturbkv.cli.saving import free, free_figures, save_figure
-from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind
-from perturbkv.storage.files import write_whole
-from perturbkv.storage.lock import WAIT_ALONE, Lock
 
 _REQUIRED: Any = ...
 """What Typer asks for: a field behind others with defaults needs one of its own."""
-_KIND = FileKind("results of ours", ConfigError)
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.result import Result
     from perturbkv.storage.answers_file import WrittenAnswers
 
 
@@ -46,43 +37,11 @@ class AnswerOptions(FigureOptions):
         """Where results go."""
         return self.output or self.file.parent
 
-
-@contextmanager
-def left(name: str, asked: AnswerOptions) -> Iterator[None]:
-    """Hold the place of `name`.json and its figures while the block makes them.
-
-    What an earlier call left there is replaced. Raises OutputError where nothing can be written, ConfigError for a file
-    that is none of ours.
-    """
-    path = asked.folder / f"{name}.json"
-    free_figures(asked.folder, [name], asked.formats, asked.overwrite)
-    ours = path.is_file() and _is_ours(path, name)
-    with Lock(free(path, asked.overwrite or ours), advice=WAIT_ALONE):
-        yield
+    def leaving(self, name: str) -> Leaving:
+        """Where what an analysis of this name finds is left."""
+        return Leaving(name, self.folder, self, self.overwrite, self.as_json)
 
 
-def _is_ours(path: Path, name: str) -> bool:
-    try:
-        found = _KIND.read_json(path)
-    except ConfigError:
-        return False
-    return isinstance(found, dict) and found.get("analysis") == name
-
-
-def leave(name: str, result: Result, answers: WrittenAnswers, asked: AnswerOptions) -> None:
-    """Figures and `name`.json as files; the numbers on stdout."""
-    figures = save_figure(
-        result.plot(asked.width_mm), result.identity, asked.folder / name, asked.formats, asked.overwrite
-    )
-    document = _document(name, result, answers) | {"figures": figures}
-    write_whole(asked.folder / f"{name}.json", lambda stream: stream.write(console.as_json(document).encode()))
-    if asked.as_json:
-        console.print_json(document)
-        return
-    console.result(result, result.identity.lines()[0])
-    console.say(f"written to {asked.folder}")
-
-
-def _document(name: str, result: Result, answers: WrittenAnswers) -> dict[str, Any]:
-    about = {"analysis": name, "answers": answers.source, "answers_digest": answers.digest}
-    return {**about, "run": run_object(answers.run), **result.to_dict()}
+def about(answers: WrittenAnswers) -> dict[str, Any]:
+    """What JSON says of the answers that were looked at."""
+    return {"answers": answers.source, "answers_digest": answers.digest, "run": run_object(answers.run)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perturbkv.cli.answered import AnswerOptions, leave, left
+from perturbkv.cli.answered import AnswerOptions, about
 from perturbkv.cli.spreading import with_options
 
 
@@ -19,5 +19,6 @@ def divergence(asked: AnswerOptions) -> None:
     from perturbkv.storage.answers_file import read_answers
 
     answers = read_answers(asked.file)
-    with left(ANALYSIS, asked):
-        leave(ANALYSIS, analyse(answers), answers, asked)
+    place = asked.leaving(ANALYSIS)
+    with place.held():
+        place.leave(analyse(answers), about(answers))

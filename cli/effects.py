@@ -100,6 +100,13 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "shard_by": "it leaves no trace, which alone has shards",
         "kept": "it leaves no trace, and answers alone in its file",
     },
+    "regret": {
+        "steps": "it searches at the first decoding step",
+        **dict.fromkeys(("save", "text", "kept"), "it leaves no trace"),
+        **dict.fromkeys(("shard", "shard_by"), "it leaves no trace, which alone has shards"),
+        **dict.fromkeys(("cache", "max_memory"), "it evicts nothing: it asks what would be lost"),
+        **dict.fromkeys(("engine", "workers"), "it searches in this process"),
+    },
     "horizon": {"step": "it shows all of them"},
     "bytes": {"precision": "it measures several, which --bits names"},
     "budget": {"step": "means are over all of them"},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console
-from perturbkv.cli.answered import AnswerOptions, leave, left
+from perturbkv.cli.answered import AnswerOptions, about
 from perturbkv.cli.choices import numbers
 from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
@@ -52,9 +52,10 @@ def judge(
     check_judge(made, time_limit)
     answers = read_answers(asked.file)
     path = reachable(asked.folder / FILE)
-    with left(_ANALYSIS, asked), Lock(path), console.progress("judgements") as bar:
+    place = asked.leaving(_ANALYSIS)
+    with place.held(), Lock(path), console.progress("judgements") as bar:
         said = ask(answers, made, path=path, overwrite=asked.overwrite, limit=time_limit, progress=bar.at)
-        leave(_ANALYSIS, _result(answers, made, said), answers, asked)
+        place.leave(_result(answers, made, said), about(answers))
 
 
 def _result(answers: WrittenAnswers, made: Judge, said: Sequence[Judgement]) -> Result:

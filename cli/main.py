@@ -38,6 +38,7 @@ from perturbkv.cli.merge import merge
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
 from perturbkv.cli.quality import quality
+from perturbkv.cli.regret import regret
 from perturbkv.cli.report import report
 from perturbkv.cli.restriction import restriction
 from perturbkv.cli.savings import savings
@@ -59,9 +60,11 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
+OPEN = (regret,)
 SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
+    "Questions that the paper left open": OPEN,
     "Scores of answers and budgets, of finished traces or of those that they make": SCORES,
     "Running a model, and its trace": (trace, merge, generate, head_scores, info, tokens, report, export),
     "Answers that generate wrote": (divergence, judge),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from perturbkv.api.loading import load_model as load_model
     from perturbkv.api.loading import load_prompts as load_prompts
     from perturbkv.api.measuring import measure as measure
+    from perturbkv.api.searching import regret as regret
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.budget import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
@@ -96,6 +97,7 @@ _PUBLIC = {
     "tokens": "perturbkv.analyses.tokens",
     "register_policy": "perturbkv.selection.policies.registry",
     "register_score": "perturbkv.selection.policies.registry",
+    "regret": "perturbkv.api.searching",
     "report": "perturbkv.reporting.making",
     "restriction": "perturbkv.analyses.restriction",
     "safe_budget": "perturbkv.analyses.safe_budget",

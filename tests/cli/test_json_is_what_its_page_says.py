@@ -108,6 +108,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "bench report": ["bench", "report", "--only", "report-small", "-o", "report.json"],
         "bench compare": ["bench", "compare", "bench.json", "bench.json"],
         "selfcheck": ["selfcheck", "--device", "cpu", *small],
+        "regret": ["regret", *tiny, "--heads", 2, "--proven", 1, "-o", "regret", "--format", "png"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }

@@ -20,6 +20,7 @@ PARTS = {
 FLOORS = (
     ("errors", "theory", "devices", "visible", "passages", "display", "reading"),
     ("configs", "room", "kept_code"),
+    ("optimum",),
     ("schema", "models", "scoring"),
     ("trace", "audit_trace"),
     ("selection", "datasets", "storage"),
@@ -32,7 +33,7 @@ FLOORS = (
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
-    "errors", "visible", "passages", "display", "reading", "configs", "kept_code", "schema", "trace",
+    "errors", "visible", "passages", "display", "reading", "configs", "kept_code", "optimum", "schema", "trace",
     "audit_trace", "storage", "judging", "analyses", "figures", "reporting",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
@@ -41,6 +42,7 @@ HANDED_OVER: dict[str, set[str]] = {
     "perturbkv.api.answering": {"analyses"},
     "perturbkv.api.auditing": {"analyses"},
     "perturbkv.api.judging": {"analyses"},
+    "perturbkv.api.searching": {"analyses"},
     "perturbkv": set(),
 }
 """What a module imports late, against the arrows: a trace is written or shown otherwise, an audit is concluded, public

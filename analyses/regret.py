@@ -1,0 +1,227 @@
+"""How far is each method from the best kept set, and is it the criterion or the unknown query that costs?."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from perturbkv.analyses import numbers
+from perturbkv.analyses.arithmetic import plain
+from perturbkv.analyses.identity import RunIdentity, of_run
+from perturbkv.analyses.naming import counted, folded, setting, short
+from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.regret_rows import KNOWING, Heads, Regret, regrets
+from perturbkv.analyses.result import Result
+from perturbkv.analyses.sentences import factor, over, sentence
+from perturbkv.configs.budget import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.display import Table
+from perturbkv.optimum.found import PREFIX, PROMPT, FoundSets
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ANALYSIS = "regret"
+_SAME = 1e-9
+"""Two values of L this near are one."""
+_COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#geometric\nmean", "#= query\nunknown", "#× the\ncriterion")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The searches of one budget on whole prompts, or those on prefixes.
+
+    Attributes:
+        part: `prompt` or `prefix`.
+        configs: the methods at this part's budget.
+        rows: per sample its heads, as `FoundSets` holds them.
+        heads: searched, of all samples.
+        left_out: of them, whose best L is rounding.
+        settled: in how many no swap improves what swaps ended in.
+        tried, closed: in how many a proof was tried, and the best set proven.
+        at_optimum: in how many of the proven ones swaps alone had found it.
+        gap: the largest share of L that is left between bound and best set where no proof was reached; 0 of none.
+        regrets: per method, of a prefix over the proven heads alone.
+    """
+
+    part: str
+    configs: tuple[EvictionConfig, ...]
+    rows: tuple[tuple[Mapping[str, Any], ...], ...]
+    heads: int
+    left_out: int
+    settled: int
+    tried: int
+    closed: int
+    at_optimum: int
+    gap: float
+    regrets: tuple[Regret, ...]
+
+    @property
+    def setting(self) -> str:
+        """What its configurations share."""
+        where = "prefixes" if self.part == PREFIX else "prompts"
+        return f"{where}: {setting(self.configs[0])}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, not yet plain."""
+        told = {name: value for name, value in vars(self).items() if name not in ("rows", "configs", "regrets")}
+        return {**told, "methods": [one.to_dict() for one in self.regrets]}
+
+
+@dataclass(frozen=True, repr=False)
+class RegretResult(Result):
+    """Every part.
+
+    Attributes:
+        identity: which run this is.
+        samples: their names.
+        parts: whole prompts by budget, then the prefixes.
+        asked: how heads were searched.
+    """
+
+    identity: RunIdentity
+    samples: tuple[str, ...]
+    parts: tuple[Part, ...]
+    asked: Mapping[str, Any]
+
+    def conclusion(self) -> str:
+        """By which factor each method misses the best known set, and what of it is the query's."""
+        told = [one for one in (self.parts[0].regrets if self.parts else ()) if one.config.selection.name in KNOWING]
+        if not told:
+            return "No head loses more than rounding under every kept set of its size."
+        names = short([one.config for one in told]) if len(told) > 1 else [str(told[0].config.selection)]
+        verbs = [" perturbs", *[""] * (len(told) - 1)]
+        missed = ", ".join(
+            f"{name}{verb} {factor(one.factor.value, one.factor.interval)}"
+            for name, verb, one in zip(names, verbs, told, strict=True)
+        )
+        last = told[-1]
+        said = (
+            f"{missed} what the best known set of the same size does; of {names[-1]}'s, "
+            f"{factor(last.query.value, last.query.interval)} is not knowing the query and "
+            f"{factor(last.criterion.value, last.criterion.interval)} the criterion"
+        )
+        return sentence(f"{said} (isolated, geometric means; {over(self.identity.samples)})", *names)
+
+    def tables(self) -> list[Table | str]:
+        """Of each part every method's ratios, and what was proven."""
+        return [one for part in self.parts for one in (_table(part), _searched(part))]
+
+    def notes(self) -> str:
+        """What columns mean."""
+        return (
+            f"{numbers.about_intervals(self.identity.samples, medians=True)} Isolated L1 of a method's set over "
+            "that of the best set known of the same head and size, which knows the query; the window stays. Query "
+            "unknown: over hindsight's set, which ranks the realised A (of two-stage: A ν); the criterion: hindsight's "
+            "over the best. Swaps exchange entries of the best set given until none helps; integer programs (HiGHS in "
+            "Dinkelbach's iteration) prove a bound. Heads are drawn anew for each prompt. A prefix: the prompt's first "
+            f"token and {self.asked['prefix'] - 1} of its middle."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        found: dict[str, Any] = plain(
+            {"samples": self.samples, "searches": self.asked, "parts": [part.to_dict() for part in self.parts]}
+        )
+        return found
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per sample, part, head and method: L1, the best known, and the bound below which no set lies."""
+        return [
+            {
+                **columns_of(config), "sample": sample, "part": part.part,
+                "layer": self.identity.layer(row["layer"]), "head": row["head"],
+                "perturbation": row["perturbation"][place],
+                **{name: row[name] for name in ("kept", "improved", "best", "lower", "closed", "settled")},
+            }
+            for part in self.parts
+            for sample, rows in zip(self.samples, part.rows, strict=True)
+            for row in rows
+            for place, config in enumerate(part.configs)
+        ]  # fmt: skip
+
+    def plot(self, width_mm: float = 174) -> Figure:
+        """Of each part, the share of heads within a factor of the best known set, by method."""
+        from perturbkv.figures.regret import draw
+
+        return draw(self, width_mm)
+
+
+def regret_of(found: FoundSets) -> RegretResult:
+    """What searches say of every method (METHOD: the quantities): isolated L1 over that of the best known kept set."""
+    parts = [_part(found, PROMPT, configs) for configs in _by_budget(found.run.configs)]
+    parts.append(_part(found, PREFIX, _of_prefix(found)))
+    held = tuple(part for part in parts if part.heads)
+    return RegretResult(
+        identity=of_run(found.run, found.made_with, len(found.rows), "sets", found.digest),
+        samples=tuple(str(row["sample"]) for row in found.rows),
+        parts=held,
+        asked=found.asked,
+    )
+
+
+def _by_budget(configs: Sequence[EvictionConfig]) -> list[tuple[EvictionConfig, ...]]:
+    budgets = dict.fromkeys(config.budget for config in configs)
+    return [tuple(config for config in configs if config.budget == budget) for budget in budgets]
+
+
+def _of_prefix(found: FoundSets) -> tuple[EvictionConfig, ...]:
+    budget, window = Budget(int(found.asked["budget"])), int(found.asked["window"])
+    return tuple(replace(one, budget=budget, window=window) for one in _by_budget(found.run.configs)[0])
+
+
+def _part(found: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> Part:
+    rows = tuple(
+        tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
+        for sample in found.rows
+    )
+    every = [row for sample in rows for row in sample]
+    tried = [row for row in every if row["lower"] is not None]
+    closed = [row for row in tried if row["closed"]]
+    counts = [[row for row in sample if part == PROMPT or row["closed"]] for sample in rows]
+    heads = [Heads.of(sample, len(configs)) for sample in counts]
+    return Part(
+        part=part,
+        configs=configs,
+        rows=rows,
+        heads=len(every),
+        left_out=sum(map(len, counts)) - sum(one.best.size for one in heads),
+        settled=sum(bool(row["settled"]) for row in every),
+        tried=len(tried),
+        closed=len(closed),
+        at_optimum=sum(row["improved"] <= row["best"] * (1 + _SAME) for row in closed),
+        gap=max((1 - row["lower"] / row["best"] for row in tried if not row["closed"]), default=0.0),
+        regrets=regrets(configs, heads),
+    )
+
+
+def _table(part: Part) -> Table:
+    names = short([one.config for one in part.regrets])
+    rows = [
+        [
+            folded(name, 20),
+            numbers.decimal(one.sum_ratio, one.sum_ratio_interval, apart="\n"),
+            numbers.decimal(one.median_ratio, one.median_ratio_interval, apart="\n"),
+            *(
+                numbers.decimal(each.value, each.interval, apart="\n")
+                for each in (one.factor, one.query, one.criterion)
+            ),
+        ]
+        for name, one in zip(names, part.regrets, strict=True)
+    ]
+    return Table(f"{part.setting}: isolated L1 over that of the best known set", _COLUMNS, rows)
+
+
+def _searched(part: Part) -> str:
+    """How many heads, and how sure their best sets are."""
+    said = [f"{counted(part.heads, 'head')} searched, no swap helps any more in {part.settled}"]
+    if part.tried:
+        open_heads = part.tried - part.closed
+        said.append(f"the best set is proven in {part.closed} of {part.tried}, where swaps alone had found it in "
+                    f"{part.at_optimum}")  # fmt: skip
+        if open_heads:
+            said.append(f"{open_heads} unproven, left out above, by at most {numbers.percent(part.gap)} of L")
+    if part.left_out:
+        said.append(f"{counted(part.left_out, 'head')} left out, whose best set loses nothing but rounding")
+    return "; ".join(said) + "."

@@ -1,0 +1,135 @@
+"""How far a method's kept sets are from the best known ones, and how much of that is not knowing the query.
+
+Both parts are factors: L(method) / L(best) = L(method) / L(hindsight) · L(hindsight) / L(best), where hindsight takes
+the entries with the largest realised values of what the method ranks by. Of geometric means over the same heads the
+product holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from perturbkv.analyses import intervals
+from perturbkv.analyses.arithmetic import half_share, plain, ratio
+from perturbkv.analyses.intervals import RATIO, Kind, Scalar
+from perturbkv.analyses.numbers import at
+from perturbkv.analyses.reading import Floats
+from perturbkv.configs.eviction import EvictionConfig
+
+KNOWING: Mapping[str, str] = {
+    "attention": "hindsight-attention",
+    "attention-unpooled": "hindsight-attention",
+    "two-stage-uniform": "hindsight-attention",
+    "two-stage": "hindsight",
+}
+"""Selection -> the one that ranks by the same with the query known; none for what ranks by neither A nor A ν."""
+_NEVER_BELOW = replace(RATIO, limits=(1, np.inf))
+"""L over that of the best known set."""
+_ROUNDING = 1e-9
+"""Share of the largest L of a head's sets below which the best one's is rounding."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A geometric mean over heads, then over samples, with its interval; NaN where nothing is defined."""
+
+    value: float
+    interval: Scalar
+
+
+@dataclass(frozen=True)
+class Regret:
+    """One method's sets against the best known ones of the same heads and sizes.
+
+    Attributes:
+        config: the method.
+        sum_ratio: Σ L over Σ L of the best, all heads of all samples.
+        sum_ratio_interval: over samples.
+        median_ratio: of the median head of each sample, their median over samples.
+        median_ratio_interval: over samples.
+        half: the smallest share of the heads that carries half of Σ L.
+        factor: L over the best's.
+        query: of it what not knowing the query costs; NaN where no hindsight ranks as this method does.
+        criterion: and what the criterion costs with the query known; both multiply to `factor`.
+    """
+
+    config: EvictionConfig
+    sum_ratio: float
+    sum_ratio_interval: Scalar
+    median_ratio: float
+    median_ratio_interval: Scalar
+    half: float
+    factor: Factor
+    query: Factor
+    criterion: Factor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        found: dict[str, Any] = plain(vars(self))
+        return found
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one sample: (method, head) L of every set, and (head,) that of the best known."""
+
+    methods: Floats
+    best: Floats
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
+        """The heads whose best known L is more than rounding."""
+        found = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
+        best = np.array([row["best"] for row in rows], dtype=np.float64)
+        held = best > _ROUNDING * found.max(axis=0, initial=0)
+        return cls(found[:, held], best[held])
+
+
+def regrets(configs: Sequence[EvictionConfig], samples: Sequence[Heads]) -> tuple[Regret, ...]:
+    """Every method's, over the samples that have a head."""
+    held = [sample for sample in samples if sample.best.size]
+    return tuple(_regret(configs, place, held) for place in range(len(configs))) if held else ()
+
+
+def _regret(configs: Sequence[EvictionConfig], place: int, samples: Sequence[Heads]) -> Regret:
+    sums = np.array([(one.methods[place].sum(), one.best.sum()) for one in samples])
+    medians = np.array([np.median(one.methods[place] / one.best) for one in samples])
+    knowing = _knowing(configs, place)
+    return Regret(
+        config=configs[place],
+        sum_ratio=float(ratio(*sums.sum(axis=0))),
+        sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
+        median_ratio=float(np.median(medians)),
+        median_ratio_interval=at(intervals.of_medians(medians[:, None]), 0),
+        half=half_share(np.concatenate([one.methods[place] for one in samples])),
+        factor=_factor([_logs(one.methods[place], one.best) for one in samples], _NEVER_BELOW),
+        query=_factor([] if knowing is None else [_logs(one.methods[place], one.methods[knowing]) for one in samples]),
+        criterion=_factor(
+            [] if knowing is None else [_logs(one.methods[knowing], one.best) for one in samples], _NEVER_BELOW
+        ),
+    )
+
+
+def _knowing(configs: Sequence[EvictionConfig], place: int) -> int | None:
+    """Where the method stands that ranks by the same with the query known; itself of a hindsight one."""
+    name = configs[place].selection.name
+    wanted = name if name in KNOWING.values() else KNOWING.get(name)
+    names = [config.selection.name for config in configs]
+    return names.index(wanted) if wanted in names else None
+
+
+def _logs(above: Floats, below: Floats) -> float:
+    """Mean over heads of log(above / below)."""
+    return float(np.log(above / below).mean())
+
+
+def _factor(logs: Sequence[float], kind: Kind = RATIO) -> Factor:
+    if not logs:
+        return Factor(float("nan"), None)
+    held = np.array(logs)
+    interval = intervals.scalar(lambda weights: np.exp(weights @ held), len(held), kind)
+    return Factor(float(np.exp(held.mean())), interval)

@@ -1,0 +1,71 @@
+"""How far kept sets are from the best known ones: the share of heads within a factor, a curve per method."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from perturbkv.analyses.naming import counted, short
+from perturbkv.analyses.regret import Part, RegretResult
+from perturbkv.analyses.regret_rows import KNOWING, Heads
+from perturbkv.figures import style
+from perturbkv.optimum.found import PREFIX
+
+_PANEL_MM, _AROUND_MM, _LEGEND_MM = 48, 22, 3.6
+_FARTHEST = 1000.0
+"""Factors beyond this are drawn at the panel's edge."""
+
+
+def draw(result: RegretResult, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel per part; the further right a curve runs, the further its method is from the best known set."""
+    with style.use():
+        columns = 1 if width_mm < style.WIDE_MM else min(2, len(result.parts))
+        rows = -(-len(result.parts) // columns)
+        names = [name or "method" for name in short(result.parts[0].configs)]
+        entries = 2 if width_mm < style.WIDE_MM else 3
+        legend = _LEGEND_MM * -(-len(names) // entries)
+        figure = style.figure(width_mm, rows * _PANEL_MM + _AROUND_MM + legend)
+        panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+        looks = _looks(result.parts[0])
+        for panel, part in zip(panels, result.parts, strict=False):
+            _panel(panel, part, looks)
+        for panel in panels[len(result.parts) :]:
+            panel.set_axis_off()
+        for panel in panels[:: columns or 1]:
+            panel.set_ylabel("share of heads within")
+        handles = [Line2D([], [], label=name, **look) for name, look in zip(names, looks, strict=True)]
+        figure.legend(handles=handles, loc="outside upper left", ncols=entries)
+        style.foot(figure, result.identity, f"n = {counted(result.identity.samples, 'sample')}, heads of all together")
+    return figure
+
+
+def _looks(part: Part) -> list[dict[str, Any]]:
+    """A colour per method; those that know the query dashed, in turn wide and narrow, as they nearly coincide."""
+    colours = style.category_colours(len(part.configs))
+    knowing = cycle((2.4, 1.0))
+    return [
+        {"color": colour, "linestyle": "--", "linewidth": next(knowing)}
+        if config.selection.name in KNOWING.values()
+        else {"color": colour, "linestyle": "-", "linewidth": 1.1}
+        for colour, config in zip(colours, part.configs, strict=True)
+    ]
+
+
+def _panel(axes: Axes, part: Part, looks: list[dict[str, Any]]) -> None:
+    rows = [row for sample in part.rows for row in sample if part.part != PREFIX or row["closed"]]
+    heads = Heads.of(rows, len(part.configs))
+    for config, values, look in zip(part.configs, heads.methods, looks, strict=True):
+        factors = np.sort(np.minimum(values / heads.best, _FARTHEST))
+        share = np.arange(1, len(factors) + 1) / max(1, len(factors))
+        axes.plot(np.r_[1, factors], np.r_[0, share], drawstyle="steps-post", gid=config.selection.name, **look)
+    style.log_axes(axes, x=True)
+    axes.set(ylim=(0, 1.02), xlabel="L over that of the best set known (log axis)")
+    if part.tried:
+        style.note(axes, f"proven best in {part.closed} of {part.tried} heads")
+    axes.set_title(f"{'prefixes' if part.part == PREFIX else 'prompts'}, b={part.configs[0].budget}", loc="left")
+    axes.grid(visible=True)

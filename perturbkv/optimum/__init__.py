@@ -1,0 +1,1 @@
+"""Which kept set of a given size perturbs one head least. NumPy and SciPy only; of ours it imports `configs`."""

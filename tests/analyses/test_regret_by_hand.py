@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from perturbkv.analyses.regret import RegretResult, regret_of
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.optimum.found import FoundSets
+from tests.support.measured import config
+from tests.support.traces import run_config
+
+METHODS = ("attention", "two-stage", "random", "hindsight-attention", "hindsight")
+CONFIGS = [config(name, 128) for name in METHODS]
+ASKED = {"heads": 2, "proven": 1, "seconds": 1.0, "prefix": 64, "budget": 16, "window": 4, "seed": 0}
+
+
+def head(part: str, best: float, values: list[float], **more: Any) -> dict[str, Any]:
+    told = {"entries": 300, "kept": 129, "improved": best, "settled": True, "lower": None, "closed": False}
+    budget = "128" if part == "prompt" else "16"
+    places = {"part": part, "budget": budget, "layer": 0, "head": 0, "positions": [1]}
+    return {**places, **told, "perturbation": values, "best": best, **more}
+
+
+def found(samples: int = 6, configs: list[EvictionConfig] = CONFIGS) -> FoundSets:
+    """Two heads a prompt: attention 8 and 2 times the best, its hindsight 2 and 1 times; and a proven prefix."""
+    rows = [
+        {
+            "sample": f"s{place}",
+            "heads": [
+                head("prompt", 1.0, [8.0, 4.0, 20.0, 2.0, 1.0]),
+                head("prompt", 10.0, [20.0, 10.0, 80.0, 10.0, 10.0], settled=False),
+                head("prompt", 0.0, [1.0, 1.0, 1.0, 1.0, 0.0]),
+                head("prefix", 2.0, [6.0, 4.0, 8.0, 3.0, 2.0], lower=2.0, closed=True, improved=2.5),
+                head("prefix", 2.0, [100.0] * 5, lower=1.5),
+            ],
+        }
+        for place in range(samples)
+    ]
+    return FoundSets(run_config(configs=tuple(configs)), rows, ASKED, {"perturbkv_version": "0"})
+
+
+def regret(samples: int = 6) -> RegretResult:
+    return regret_of(found(samples))
+
+
+def test_ratios_and_factors_are_those_worked_out_by_hand() -> None:
+    prompt, prefix = regret().parts
+    attention, staged, random, _, hindsight = prompt.regrets
+    assert attention.sum_ratio == pytest.approx(28 / 11)
+    assert attention.median_ratio == pytest.approx((8 + 2) / 2)
+    assert attention.factor.value == pytest.approx((8 * 2) ** 0.5)
+    assert attention.query.value == pytest.approx((4 * 2) ** 0.5)
+    assert attention.criterion.value == pytest.approx((2 * 1) ** 0.5)
+    assert attention.factor.value == pytest.approx(attention.query.value * attention.criterion.value)
+    assert (staged.query.value, staged.criterion.value) == pytest.approx((2.0, 1.0))
+    assert random.query.value != random.query.value
+    assert (hindsight.query.value, hindsight.factor.value) == pytest.approx((1.0, 1.0))
+    assert attention.half == pytest.approx(5 / 12)
+    assert [one.sum_ratio for one in prefix.regrets] == pytest.approx([3, 2, 4, 1.5, 1])
+
+
+def test_heads_are_counted_and_unproven_ones_never_called_optimal() -> None:
+    prompt, prefix = regret().parts
+    assert (prompt.heads, prompt.left_out, prompt.settled, prompt.tried) == (18, 6, 12, 0)
+    assert (prefix.heads, prefix.tried, prefix.closed, prefix.at_optimum) == (12, 12, 6, 0)
+    assert prefix.gap == pytest.approx(0.25)
+    text = " ".join(repr(regret()).split())
+    assert "the best set is proven in 6 of 12, where swaps alone had found it in 0" in text
+    assert "6 unproven, left out above, by at most 25 % of L" in text
+
+
+def test_a_result_shows_itself_in_80_columns() -> None:
+    for samples in (1, 3, 6):
+        text = repr(regret(samples))
+        assert max(map(len, text.splitlines())) <= 80
+        json.dumps(regret(samples).to_dict(), allow_nan=False)
+    rows = regret(2).records()
+    assert len(rows) == 2 * 5 * 5
+    assert {row["part"] for row in rows} == {"prompt", "prefix"}
+
+
+def test_budgets_are_told_apart() -> None:
+    configs = [*CONFIGS, *(replace(one, budget=config("attention", 64).budget) for one in CONFIGS)]
+    asked = found(configs=configs)
+    rows = [
+        {**row, "heads": [*row["heads"], head("prompt", 1.0, [3.0, 3.0, 3.0, 1.0, 1.0], budget="64")]}
+        for row in asked.rows
+    ]
+    parts = regret_of(replace(asked, rows=rows)).parts
+    assert [str(part.configs[0].budget) for part in parts] == ["128", "64", "16"]
+    assert parts[1].regrets[0].sum_ratio == pytest.approx(3)
+
+
+def test_nothing_to_tell_is_told() -> None:
+    asked = found()
+    rows = [{"sample": "s", "heads": [head("prompt", 0.0, [0.0] * 5)]}]
+    result = regret_of(replace(asked, rows=rows))
+    assert "No head loses more than rounding" in result.conclusion()
+    assert result.plot() is not None
