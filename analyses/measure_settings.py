@@ -15,7 +15,7 @@ from perturbkv.analyses.measure_orders import Order, orders, sums
 from perturbkv.analyses.measure_rows import Row, row
 from perturbkv.analyses.naming import short
 from perturbkv.analyses.objects import setting_object
-from perturbkv.analyses.pairing import Pair, Sides, checked, matches, pairs
+from perturbkv.analyses.pairing import Pair, Sides, checked, configs_of, matches, pairs
 from perturbkv.analyses.ranked_together import LEAST_CONFIGS, ranked_together
 from perturbkv.analyses.reading import at_step
 from perturbkv.configs.choice import Choice
@@ -62,8 +62,12 @@ class Setting:
     identity: RunIdentity
 
     def named(self, config: EvictionConfig) -> str:
-        """What tells a configuration from the setting's others."""
-        return short(self.configs)[self.configs.index(config)] or config.selection.name
+        """What tells a configuration from all others of the setting."""
+        return _named(config, self.configs)
+
+    def side(self, config: EvictionConfig) -> str:
+        """What tells one side of a comparison from all other sides."""
+        return _named(config, list(dict.fromkeys(configs_of(_pairs([*self.rows, *self.norms])))))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""
@@ -77,6 +81,14 @@ class Setting:
             }
         )
         return found
+
+
+def _pairs(rows: Sequence[Row]) -> list[Pair]:
+    return [(one.baseline, one.treatment) for one in rows]
+
+
+def _named(config: EvictionConfig, among: Sequence[EvictionConfig]) -> str:
+    return short(among)[among.index(config)] or config.selection.name
 
 
 def settings(trace: Trace, baseline: str, treatments: Sides | None, step: int) -> tuple[Setting, ...]:

@@ -33,19 +33,19 @@ Named = Callable[[EvictionConfig], str]
 def tables(setting: Setting) -> list[Table | str]:
     """All of one setting; what it has none of is left out."""
     return [
-        _ratios(f"b={setting.name}: over {baseline_of(setting)}", setting.rows, setting.named),
+        _ratios(f"b={setting.name}: over {baseline_of(setting)}", setting.rows, setting.side),
         _better(setting),
         _verdicts(setting),
         *([_order(setting)] if setting.orders else []),
         *_links(setting),
-        *([_ratios(f"b={setting.name}: selected by L2 over by L1 norms", setting.norms, setting.named)]
+        *([_ratios(f"b={setting.name}: selected by L2 over by L1 norms", setting.norms, setting.side)]
           if setting.norms else []),
     ]  # fmt: skip
 
 
 def baseline_of(setting: Setting) -> str:
     """What a setting's treatments stand over, in words."""
-    names = list(dict.fromkeys(setting.named(one.baseline) for one in setting.rows))
+    names = list(dict.fromkeys(setting.side(one.baseline) for one in setting.rows))
     return names[0] if len(names) == 1 else "its baseline"
 
 
@@ -67,7 +67,7 @@ def _ratio_lines(row: Row, name: str) -> list[list[str]]:
 
 
 def _better(setting: Setting) -> Table:
-    rows = [line for row in setting.rows for line in _better_lines(row, setting.named(row.treatment))]
+    rows = [line for row in setting.rows for line in _better_lines(row, setting.side(row.treatment))]
     return Table(f"b={setting.name}: heads perturbed less than under {baseline_of(setting)}", ("", *_SIDES), rows)
 
 
@@ -81,7 +81,7 @@ def _better_lines(row: Row, name: str) -> list[list[str]]:
 
 
 def _verdicts(setting: Setting) -> Table:
-    rows = [line for row in setting.rows for line in _verdict_lines(row, setting.named(row.treatment))]
+    rows = [line for row in setting.rows for line in _verdict_lines(row, setting.side(row.treatment))]
     return Table(f"b={setting.name}: heads whose verdict is another than in L1", ("", *_AGAINST), rows)
 
 

@@ -56,15 +56,27 @@ def _verdicts(settings: Sequence[Setting], samples: int) -> str:
         if turning
         else "Neither L2 nor cosine turns any"
     )
-    told = "; ".join(_counts(SHORT[other], one) for other, one in found.items())
+    told = "; ".join(_counts(settings, other, one) for other, one in found.items())
     return f"{capital(who)} of {count} of L1 round {what}: {told}."
 
 
-def _counts(name: str, found: Counter[str]) -> str:
-    """'cosine says the same in 18, the opposite in 1, and is decided where L1 is not, or not where it is, in 5'."""
-    turned = f", the opposite in {found[TURNED]}" if found[TURNED] else ""
+def _counts(settings: Sequence[Setting], other: str, found: Counter[str]) -> str:
+    """'cosine says the same in 18, the opposite in 2 (isolated value), and in 4 one of both alone is decided'."""
+    turned = f", the opposite in {found[TURNED]} ({', '.join(_turned(settings, other))})" if found[TURNED] else ""
     alone = f", and in {found[ALONE]} one of both alone is decided" if found[ALONE] else ""
-    return f"{name} says the same in {found[SAME]}{turned}{alone}"
+    return f"{SHORT[other]} says the same in {found[SAME]}{turned}{alone}"
+
+
+def _turned(settings: Sequence[Setting], other: str) -> list[str]:
+    """What is turned round, each once, whatever the budget."""
+    named = [
+        f"{kind} {setting.side(row.treatment)}"
+        for setting in settings
+        for row in setting.rows
+        for kind in KINDS
+        if outcome(row.kind(kind, FIRST), row.kind(kind, other)) == TURNED
+    ]
+    return list(dict.fromkeys(named))
 
 
 def _orders(settings: Sequence[Setting]) -> list[str]:

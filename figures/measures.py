@@ -54,8 +54,8 @@ def _panel(axes: Axes, setting: Setting, kind: str) -> None:
 
 def _names(setting: Setting) -> list[str]:
     """Every treatment, then every selection of which L2 norms stand over L1 norms."""
-    treatments = [setting.named(row.treatment) for row in setting.rows]
-    return treatments + [f"{setting.named(row.baseline)}: L2/L1 norms" for row in setting.norms]
+    treatments = [setting.side(row.treatment) for row in setting.rows]
+    return treatments + [f"{setting.side(row.baseline)}: L2/L1 norms" for row in setting.norms]
 
 
 def _point(axes: Axes, place: int, distance: str, measured: HeadKind) -> None:

@@ -146,7 +146,7 @@ def test_the_conclusion_says_what_turns_round(found: Measures) -> None:
     said = found.conclusion()
     assert said.startswith(
         "L2 turns some of 6 comparisons of L1 round (isolated and propagated, Σ of all heads): L2 says the same in 4, "
-        "the opposite in 2; cosine says the same in 6."
+        "the opposite in 2 (isolated two-stage, propagated two-stage); cosine says the same in 6."
     )
     assert "of 12 pairs L2 exchanges 4 (4 decided) and cosine exchanges 2 (2 decided)" in said
     assert "two-stage by L2 norms perturbs 12 % [" in said  # 18 over 16
