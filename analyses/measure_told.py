@@ -10,7 +10,7 @@ from perturbkv.analyses.estimates import mean_of, over_prompts
 from perturbkv.analyses.head_kind import HeadKind
 from perturbkv.analyses.intervals import CORRELATION, LEAST
 from perturbkv.analyses.link_tables import estimate
-from perturbkv.analyses.measure_links import KL, SCORE, linked, together
+from perturbkv.analyses.measure_links import KL, SCORE, Linked, linked, together
 from perturbkv.analyses.measure_orders import Order
 from perturbkv.analyses.measure_rows import FIRST, KINDS, OTHERS, Row
 from perturbkv.analyses.measure_settings import Setting
