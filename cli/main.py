@@ -34,6 +34,7 @@ from perturbkv.cli.judge import judge
 from perturbkv.cli.layers import layers
 from perturbkv.cli.link import link
 from perturbkv.cli.listings import models, policies
+from perturbkv.cli.measures import measures
 from perturbkv.cli.merge import merge
 from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
@@ -60,7 +61,7 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
-OPEN = (regret,)
+OPEN = (measures, regret)
 SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,

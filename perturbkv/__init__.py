@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.horizon import horizon as horizon
     from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
     from perturbkv.analyses.link import link as link
+    from perturbkv.analyses.measures import measures as measures
     from perturbkv.analyses.methods import methods as methods
     from perturbkv.analyses.needle import needle as needle
     from perturbkv.analyses.quality import quality as quality
@@ -87,6 +88,7 @@ _PUBLIC = {
     "load_model": "perturbkv.api.loading",
     "load_prompts": "perturbkv.api.loading",
     "measure": "perturbkv.api.measuring",
+    "measures": "perturbkv.analyses.measures",
     "merge": "perturbkv.storage.joining",
     "methods": "perturbkv.analyses.methods",
     "needle": "perturbkv.analyses.needle",

@@ -15,7 +15,7 @@ from perturbkv.configs.numbers import LARGEST
 from perturbkv.configs.numbers import check as check_number
 from perturbkv.configs.option import completed
 from perturbkv.configs.precision import FULL, PRECISION_OPTIONS, bits_of, entries_within
-from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
+from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, L2, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 CHOICES = ("policy", "selection", "granularity", "precision")
@@ -103,6 +103,11 @@ class EvictionConfig:
     def alpha(self) -> float:
         """Share of stage 1; 1 where the kept sets are given, which have no order and so no stages."""
         return float(self.selection.options.get("alpha", 1.0))
+
+    @property
+    def euclidean(self) -> bool:
+        """Whether its selection looks at ‖V_i W_O^h‖₂ in place of ‖V_i W_O^h‖₁."""
+        return self.selection.options.get("norm") == L2
 
     @property
     def quantised(self) -> bool:

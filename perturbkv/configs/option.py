@@ -34,6 +34,7 @@ class Option:
         odd: whether a number has to be odd.
         among: the numbers that it may be, where these are few.
         call: whether it takes another choice, `name(option=value)`, beside its default.
+        later: whether older traces' choices lack it: what they did is the default.
     """
 
     default: bool | int | float | str
@@ -44,6 +45,7 @@ class Option:
     odd: bool = False
     among: tuple[int, ...] = ()
     call: bool = False
+    later: bool = False
 
     @property
     def written(self) -> str:
@@ -113,12 +115,12 @@ class WithOptions:
 
 
 def completed(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
-    """The choice with all of its owner's options, each checked; a resolved one as it is.
+    """The choice with all of its owner's options, each checked; a resolved one as it is, with those that came later.
 
     `what` names the owner. Raises ConfigError for an option that it lacks, one without a name, or a wrong value.
     """
     if choice.usual is not None:
-        return choice
+        return _of_today(choice, options)
     for name, value in choice.options.items():
         if name == FIRST or name not in options:
             msg = f"{what} has no option '{name or value}'; its options: {', '.join(options) or 'none'}"
@@ -127,3 +129,11 @@ def completed(choice: Choice, what: str, options: Mapping[str, Option]) -> Choic
         name: option.checked(choice.options.get(name, option.default), name, what) for name, option in options.items()
     }
     return Choice(choice.name, held, frozenset(name for name, value in held.items() if value == options[name].default))
+
+
+def _of_today(choice: Choice, options: Mapping[str, Option]) -> Choice:
+    """A resolved choice, which an older trace may hold without options that came later."""
+    missing = {name: one.default for name, one in options.items() if one.later and name not in choice.options}
+    if not missing or choice.usual is None:
+        return choice
+    return Choice(choice.name, {**choice.options, **missing}, choice.usual | missing.keys())

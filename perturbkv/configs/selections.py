@@ -33,9 +33,14 @@ _SCORE = {
     "score": Option("accumulated", "S₂ of stage 2: accumulated (unpooled) or pooled", known=("accumulated", "pooled"))
 }
 """`accumulated`: unpooled Ā (paper, Algorithm 2, line 9); `pooled`: Ā' (the authors' released code)."""
+L1, L2 = "l1", "l2"
+_NORM = {"norm": Option(L1, "of ν, the projected value: l1 or l2", known=(L1, L2), later=True)}
+"""`l1`: ν = ‖V_i W_O^h‖₁ (paper, Theorem 2). `l2`: ‖·‖₂, of which no bound of the paper speaks (its appendix G)."""
 _OWN: Mapping[str, Mapping[str, Option]] = {
-    "two-stage": {**_SCORE, "epsilon": Option(0.0, "added to the score before the norm multiplies it")},
+    "two-stage": {**_SCORE, "epsilon": Option(0.0, "added to the score before the norm multiplies it"), **_NORM},
     "two-stage-uniform": _SCORE,
+    "value": _NORM,
+    "hindsight": _NORM,
     "random": {"seed": Option(0, "of the random numbers")},
 }
 STAGED = ("two-stage", "two-stage-uniform")

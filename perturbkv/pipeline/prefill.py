@@ -26,7 +26,7 @@ from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Asked
-from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.layer_statistics import Ends, LayerStatistics
 from perturbkv.selection.policies import registry
@@ -48,6 +48,7 @@ class Statistics:
         kv_heads, layers: of the model.
         scored: score and window -> per layer the unpooled scores (rows, n − w).
         norms: per layer ν (head, n).
+        euclidean: per layer ‖V_i W_O^h‖₂ (head, n); empty where no configuration looks at it.
         head_scores: given scores of all query heads; empty where there are none.
         given: of each configuration whose kept sets come from outside, what they are.
         made: what budgets that look at all layers were made of.
@@ -62,6 +63,7 @@ class Statistics:
     head_scores: Sequence[Sequence[float]] = ()
     given: Mapping[EvictionConfig, Source] = field(default_factory=dict)
     made: dict[Hashable, Any] = field(default_factory=dict)
+    euclidean: list[Tensor] = field(default_factory=list)
 
     def groups(
         self,
@@ -124,6 +126,7 @@ class Statistics:
             head_scores=self.head_scores,
             first_stage=first_stage,
             of_model=self.of_model,
+            euclidean=self.euclidean[layer][:, : norms.shape[1]] if self.euclidean else None,
         )
 
 
@@ -175,9 +178,11 @@ def prefill(
     for it: a layer's keys and values are let go when the layer is done. Scores that look at a replay come last. `given`
     says what configurations keep that do not rank.
     """
-    wanted: dict[Asked, list[Tensor]] = {one: [] for config in configs if not config.given for one in all_asked(config)}
+    ranked = [config for config in configs if not config.given]
+    wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
     found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
-    reading = _Reading(adapter, found, resources, taken, whole)
+    euclidean = any(config.euclidean for config in ranked)
+    reading = _Reading(adapter, found, resources, taken, whole, euclidean)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
@@ -191,9 +196,11 @@ class _Reading:
     """Fills the statistics while a prompt runs through the model, layer by layer; its full cache, or nothing of it."""
 
     def __init__(
-        self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None, whole: bool
-    ) -> None:
+        self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None, whole: bool,
+        euclidean: bool,
+    ) -> None:  # fmt: skip
         self.adapter, self.found, self.resources, self.taken, self.whole = adapter, found, resources, taken, whole
+        self.by_length = euclidean
         self.cache, self.finite = full_cache(adapter), FiniteCheck()
         self.wanted = [wanted for wanted in found.scored if wanted.score.replay is None]
         self.needs = {need for wanted in self.wanted for need in wanted.score.needs}
@@ -211,6 +218,8 @@ class _Reading:
     def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         view = self._view(layer, query[0], key[0], value[0])
         self.found.norms.append(view.norms)
+        if self.by_length:
+            self._euclidean(view)
         with phase("scores"):
             self._score(view)
         if self.taken is not None:
@@ -235,6 +244,11 @@ class _Reading:
             rotary=None if self.needs.isdisjoint(TURNED) else self.rotations,
             sinks=self.adapter.sinks(layer),
         )
+
+    def _euclidean(self, view: LayerView) -> None:
+        with phase("norms"):
+            found = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
+        self.found.euclidean.append(found)
 
     def _score(self, view: LayerView) -> None:
         """Every score of the layer; those of one window share what it shows."""

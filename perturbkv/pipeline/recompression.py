@@ -24,6 +24,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.prefill import layer_norms
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.selection.kept_sets import select
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.policies import registry
@@ -166,6 +167,7 @@ class _RowView:
             sample=self.sample,
             head_scores=head_scores,
             valid=places >= (self.longest - lengths).unsqueeze(-1),
+            euclidean=self._euclidean()[:, : self.longest - window] if config.euclidean else None,
         )
 
     def places(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
@@ -222,6 +224,14 @@ class _RowView:
 
     def _norms(self, part: slice, resources: Resources) -> Tensor:
         return layer_norms(torch.stack(self.values[part]), self._projection(part), resources)
+
+    def _euclidean(self) -> Tensor:
+        """‖V_i W_O^h‖₂ (head, longest)."""
+        found = [
+            euclidean_value_norms(torch.stack(self.values[part]), self._projection(part), self.resources.chunk_bytes)
+            for part in self.parts
+        ]
+        return _aligned(found, self.longest)
 
 
 def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:

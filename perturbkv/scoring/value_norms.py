@@ -1,4 +1,4 @@
-"""Projected value norms ν = ‖V_i W_O^h‖₁ without ever holding V W_O (METHOD: Notation)."""
+"""Projected value norms ν = ‖V_i W_O^h‖₁, and ‖V_i W_O^h‖₂, without ever holding V W_O (METHOD: Notation)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.devices import working_bytes
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.theory import WORK, head_slices
 
 NORM_KERNELS = {
     "auto": "triton where the device runs it and the dtype suits it, else chunked",
@@ -41,6 +42,30 @@ def projected_value_norms(
     from perturbkv.scoring.kernels import projected_norms
 
     return projected_norms.projected_value_norms(value, w_o)
+
+
+def euclidean_value_norms(
+    value: Float[Tensor, "kv_head key d_head"],
+    w_o: Float[Tensor, "d_model head_d_head"],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Float[Tensor, "head key"]:
+    """‖V_i W_O^h‖₂ in float32 (float64 for a float64 model), by way of V_i (W_O^h W_O^hᵀ) V_iᵀ in float64.
+
+    Each head's product of weights is d_head × d_head: an entry costs d_head² in place of d_head · d_model. Working
+    memory stays under `chunk_bytes`, or under one entry's where that is larger.
+    """
+    kv_heads, keys, d_head = value.shape
+    heads = w_o.shape[1] // d_head
+    slices = head_slices(w_o, heads)
+    gram = (slices @ slices.mT).view(kv_heads, -1, d_head, d_head)
+    norms = torch.empty(
+        kv_heads, heads // kv_heads, keys, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device
+    )
+    tile = _tile_entries(3 * heads * d_head * WORK.itemsize, keys, value.device, chunk_bytes)
+    for start in range(0, keys, tile):
+        rows = value[:, None, start : start + tile].to(WORK)
+        norms[..., start : start + tile] = ((rows @ gram) * rows).sum(dim=-1).clamp(min=0).sqrt()
+    return norms.flatten(0, 1)
 
 
 def check_kernel(kernel: str, device: torch.device) -> None:

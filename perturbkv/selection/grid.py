@@ -27,10 +27,10 @@ FIELDS = (
 )  # fmt: skip
 """What every configuration has; all else is an option of some policy, selection or granularity."""
 ORDER = (
-    "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "pool", "kernel", "granularity",
-    "group_score", "reduce", "group_product", "product", "block", "block_score", "sinks", "seed", "pyramid_beta",
-    "pyramid_line", "beta", "line", "floor", "safeguard", "head_beta", "recent", "history", "protect_first",
-    "protect_recent", "positions", "precision", "bits", "group", "fill", "policy", "selection",
+    "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "norm", "pool", "kernel",
+    "granularity", "group_score", "reduce", "group_product", "product", "block", "block_score", "sinks", "seed",
+    "pyramid_beta", "pyramid_line", "beta", "line", "floor", "safeguard", "head_beta", "recent", "history",
+    "protect_first", "protect_recent", "positions", "precision", "bits", "group", "fill", "policy", "selection",
 )  # fmt: skip
 """The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy, by
 name."""

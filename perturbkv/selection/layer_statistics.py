@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
+from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
 OfModel = Callable[[EvictionConfig, "Ends", Hashable, Callable[[Iterable[Score]], Any]], Any]
@@ -24,6 +25,7 @@ class LayerStatistics:
     Attributes:
         accumulated: the unpooled score, Ā of SnapKV: a row per query head, or per key/value head.
         norms: ν per query head.
+        euclidean: ‖V_i W_O^h‖₂ per query head; None where no configuration looks at it.
         kv_heads: number of key/value heads.
         layer, layers: which of how many.
         sample: the sample's id, for the seed of `random`.
@@ -45,6 +47,7 @@ class LayerStatistics:
     valid: Bool[Tensor, "kept_head prefix"] | None = None
     first_stage: Float[Tensor, "first_rows prefix"] | None = None
     of_model: OfModel | None = None
+    euclidean: Float[Tensor, "head prefix"] | None = None
 
     @property
     def prefix(self) -> int:
@@ -58,6 +61,15 @@ class LayerStatistics:
             msg = "a selection by hindsight looks at the next query, which is not known here; choose another selection"
             raise ConfigError(msg)
         return self.realised
+
+    def norms_of(self, config: EvictionConfig) -> Float[Tensor, "head prefix"]:
+        """ν in the norm that the selection looks at, float64. Raises ConfigError where it was not computed."""
+        if not config.euclidean:
+            return self.norms.to(WORK)
+        if self.euclidean is None:
+            msg = f"selection '{config.selection}' looks at L2 norms, which are not known here"
+            raise ConfigError(msg)
+        return self.euclidean.to(WORK)
 
     @property
     def begin(self) -> Int[Tensor, " #kept_head"]:

@@ -154,11 +154,11 @@ class Scores:
     def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
         """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""
         pooled = config.selection.options.get("score") == "pooled"
-        key = ("stage 2", config.granularity, _pooling(config, pooled), _epsilon(config))
+        key = ("stage 2", config.granularity, _pooling(config, pooled), _epsilon(config), config.euclidean)
         return self.once((*key, uniform), lambda: self._product(config, pooled, uniform))
 
     def _product(self, config: EvictionConfig, pooled: bool, uniform: bool) -> Score:
-        norms = self.statistics.norms.to(WORK)
+        norms = self.statistics.norms_of(config)
         if uniform:
             norms = torch.ones_like(norms)
         if config.granularity.options.get("product") == "mean-of-products":
@@ -169,12 +169,13 @@ class Scores:
 
     def value(self, config: EvictionConfig) -> Score:
         """ν alone."""
-        return self.once(("value", self._sets(config)), lambda: self.reduced(config, self.statistics.norms.to(WORK)))
+        key = ("value", self._sets(config), config.euclidean)
+        return self.once(key, lambda: self.reduced(config, self.statistics.norms_of(config)))
 
     def hindsight(self, config: EvictionConfig) -> Score:
         """The realised A·ν."""
-        sets, given = self._sets(config), self.statistics
-        return self.once(("hindsight", sets), lambda: self.reduced(config, given.hindsight * given.norms.to(WORK)))
+        key, given = ("hindsight", self._sets(config), config.euclidean), self.statistics
+        return self.once(key, lambda: self.reduced(config, given.hindsight * given.norms_of(config)))
 
     def hindsight_attention(self, config: EvictionConfig) -> Score:
         """The realised A alone."""

@@ -177,7 +177,7 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
         ("adakv", {"floor": 0.2, "safeguard": "mixture", "by": "own", "pool": "max", "kernel": 7}),
         ("snapkv", {"pool": "max", "kernel": 7}),
         ("query", {"block": 1, "block_score": "sum"}),
-        ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0}),
+        ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0, "norm": "l1"}),
     ],
 )
 def test_a_policy_tells_its_options(perturbkv: Run, name: str, options: dict[str, Any]) -> None:

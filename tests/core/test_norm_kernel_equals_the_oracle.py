@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,6 +16,7 @@ from perturbkv.scoring import value_norms
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 from perturbkv.scoring.kernels import projected_norms  # noqa: E402
+from tests.oracle import theory as naive  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -108,6 +110,28 @@ def test_the_chunked_product_equals_the_same_oracle(chunk_bytes: int, dtype: tor
     found = value_norms.projected_value_norms(value, w_o, chunk_bytes, "chunked")
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), oracle(value, w_o), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [*TOLERANCES, torch.float64], ids=str)
+@pytest.mark.parametrize("chunk_bytes", [1, 2**20])
+def test_euclidean_norms_equal_a_float64_loop(
+    chunk_bytes: int, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    heads, kv_heads, keys, d_model = shape
+    value, w_o = normal(kv_heads, keys, 6, dtype=dtype), normal(d_model, heads * 6, dtype=dtype)
+    expected = naive.projected_value_norms(value.double().cpu().numpy(), w_o.double().cpu().numpy(), heads, True)
+    found = value_norms.euclidean_value_norms(value, w_o, chunk_bytes)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    relative = 1e-12 if dtype == torch.float64 else 2**-23
+    np.testing.assert_allclose(found.double().cpu().numpy(), expected, rtol=relative)
+
+
+def test_a_value_that_the_projection_all_but_removes_keeps_its_norm() -> None:
+    """The product of weights squares what is small: of a value of length 1 that is projected to 1e-6, 1e-12 is left."""
+    w_o = torch.diag(torch.tensor([1.0, 1e-6], dtype=torch.float64))
+    found = value_norms.euclidean_value_norms(torch.tensor([[[0.0, 1.0], [0.0, 0.0]]], dtype=torch.float64), w_o)
+    assert found[0].tolist() == [pytest.approx(1e-6, rel=1e-9), 0.0]
 
 
 TRITON, CHUNKED = torch.full((1, 5), -1.0), torch.full((1, 5), -2.0)

@@ -54,6 +54,18 @@ def test_an_old_entry_is_todays_configuration(old: dict[str, Any], now: dict[str
     }
 
 
+def test_a_run_of_before_the_option_looked_at_l1_norms() -> None:
+    """Of formats that name each choice's own options, too: what such a trace lacks is what it did."""
+    for selection in ("two-stage(alpha=0.5)", "value", "hindsight", "attention"):
+        run = RunConfig("m", "d", (configuration(64, selection=selection),))
+        document = json.loads(run.to_json())
+        known = document["configs"][0]["selection_options"].pop("norm", None)
+        assert (known == "l1") is (selection != "attention")
+        found = RunConfig.from_json(json.dumps(document))
+        assert found == run
+        assert (found.labels(), found.configs[0].flat()) == (run.labels(), run.configs[0].flat())
+
+
 def test_two_entries_that_mean_the_same_stay_two_and_are_built_as_one() -> None:
     run = read({}, {"floor": 0.5, "sinks": 2}, {"policy": "pyramidkv"}, {"policy": "pyramidkv", "head_beta": 2.0})
     labels = run.labels()

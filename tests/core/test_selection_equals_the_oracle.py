@@ -13,6 +13,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.presets import PRESETS
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError
+from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import select
 from perturbkv.selection.layer_statistics import LayerStatistics
@@ -20,7 +21,8 @@ from perturbkv.selection.ranking import rank
 from tests.oracle import selection as naive
 from tests.support.models import HEADS
 
-PREFIX_SELECTIONS = [name for name in SELECTIONS if name not in ("random", "position", "given")]
+EUCLIDEAN = ["two-stage(norm=l2)", "value(norm=l2)", "hindsight(norm=l2)"]
+PREFIX_SELECTIONS = [*(name for name in SELECTIONS if name not in ("random", "position", "given")), *EUCLIDEAN]
 POLICIES = ["pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova"]
 LAYERS = 3
 
@@ -33,13 +35,15 @@ def statistics(heads: int, kv_heads: int, n: int, window: int, seed: int, ties: 
     generator = np.random.default_rng(seed)
     prefix = max(0, n - window)
     attention = generator.dirichlet(np.full(prefix, 0.3), size=heads) if prefix else np.zeros((heads, 0))
-    norms = generator.lognormal(size=(heads, prefix))
+    norms, euclidean = generator.lognormal(size=(2, heads, prefix))
     if ties:
-        attention, norms = np.round(attention * 8) / 8, np.round(norms)
+        attention, norms, euclidean = np.round(attention * 8) / 8, np.round(norms), np.round(euclidean)
     realised = generator.random((heads, prefix))
     accumulated, value_norms, known = (torch.from_numpy(array) for array in (attention, norms, realised))
     scores = generator.integers(1, 9, (LAYERS, heads)).astype(float).tolist()
-    return LayerStatistics(accumulated, value_norms, kv_heads, 1, LAYERS, "s", known, scores)
+    return LayerStatistics(
+        accumulated, value_norms, kv_heads, 1, LAYERS, "s", known, scores, euclidean=torch.from_numpy(euclidean)
+    )
 
 
 def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, ties: bool = False) -> None:
@@ -54,6 +58,7 @@ def check(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, 
         given_statistics.layer,
         LAYERS,
         given_statistics.head_scores,
+        np.asarray(given_statistics.euclidean),
     )
     found = select(chosen, given_statistics, n)
     sharing = heads // len(found.kept)
@@ -184,6 +189,31 @@ def test_hindsight_attention_leaves_the_norms_out() -> None:
     for selection, same in (("hindsight-attention", True), ("hindsight", False)):
         one, other = (select(config(selection=selection), each, 50).kept for each in (given_statistics, doubled))
         assert torch.equal(one, other) is same
+
+
+def test_either_norm_keeps_its_own_largest_by_hand() -> None:
+    """Two entries of equal attention: projected, (3, 3) is 6 in L1 and 4.24 in L2; (5, 0) is 5 in both."""
+    values = torch.tensor([[[3.0, 3.0], [5.0, 0.0], [0.1, 0.1]]], dtype=torch.float64)
+    found = LayerStatistics(
+        accumulated=torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64),
+        norms=projected_value_norms(values, torch.eye(2, dtype=torch.float64)),
+        kv_heads=1, layer=0, layers=1, sample="s",
+        realised=torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64),
+        euclidean=euclidean_value_norms(values, torch.eye(2, dtype=torch.float64)),
+    )  # fmt: skip
+    assert found.norms.tolist() == [[6.0, 5.0, pytest.approx(0.2)]]
+    assert found.euclidean.tolist() == [[pytest.approx(18**0.5), 5.0, pytest.approx(0.02**0.5)]]
+    for name in ("two-stage(alpha=0", "value(alpha=0", "hindsight(alpha=0"):
+        for norm, kept in (("l1", 0), ("l2", 1)):
+            chosen = EvictionConfig(2, selection=f"{name}, norm={norm})", window=1)
+            assert select(chosen, found, 4).kept[0].tolist() == [place in (kept, 3) for place in range(4)], chosen
+
+
+def test_a_norm_that_was_not_computed_is_refused() -> None:
+    bare = dataclasses.replace(statistics(4, 2, 50, 6, seed=1), euclidean=None)
+    select(config(selection="two-stage"), bare, 50)
+    with pytest.raises(ConfigError, match=r"'two-stage\(norm=l2\)' looks at L2 norms, which are not known here"):
+        select(config(selection="two-stage(norm=l2)"), bare, 50)
 
 
 @settings(max_examples=60, deadline=None)

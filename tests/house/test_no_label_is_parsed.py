@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -73,9 +74,14 @@ STORED = tuple(
     for precision in ("full", "quantise(bits=4, fill=64)", "quantise(bits=2, fill=64)")
 )  # fmt: skip
 STORED += (configuration(1.0, granularity="kv", precision="quantise(bits=8)"), configuration(0.3, precision="quantise"))
+MEASURED = tuple(
+    configuration(budget, selection=selection)
+    for budget in (64, 0.2)
+    for selection in ("attention", "two-stage", "two-stage(norm=l2)", "random")
+)
 OWN = {
     "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT,
-    "bytes": STORED,
+    "bytes": STORED, "measures": MEASURED,
 }  # fmt: skip
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -87,6 +93,7 @@ COMMANDS = {
     "ablation": [],
     "ablation --methods": ["all"],
     "restriction": [],
+    "measures": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "link": [],
@@ -99,7 +106,19 @@ COMMANDS = {
 
 def asked_of(command: str) -> Trace:
     """The trace that an analysis is asked of."""
-    return made(OWN.get(command, CONFIGS))
+    found = made(OWN.get(command, CONFIGS))
+    return in_every_distance(found) if command == "measures" else found
+
+
+def in_every_distance(found: Trace) -> Trace:
+    """The trace with L2 and cosine distances, which differ from L1 by heads, and their floors."""
+    draw, arrays = np.random.default_rng(0), dict(found.arrays)
+    for ending in ("_l2", "_cosine"):
+        for name in ("perturbation_isolated", "perturbation_propagated", "noise_floor", "noise_floor_isolated"):
+            floor = name.startswith("noise")
+            arrays[name + ending] = arrays[name] * (0.01 if floor else draw.uniform(0.05, 0.2, arrays[name].shape))
+    arrays["output_norm_l2"] = arrays["output_norm"] / 10
+    return dataclasses.replace(found, arrays=arrays)
 
 
 def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:

@@ -58,6 +58,12 @@ class Reference:
         return theory.projected_value_norms(held["value"], held["w_o"], self.decoder.heads)
 
     @functools.cache  # noqa: B019
+    def euclidean(self, layer: int) -> np.ndarray:
+        """(head, key) L2 norms of the prompt's entries."""
+        held = self.layer(layer, 0)
+        return theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads, euclidean=True)
+
+    @functools.cache  # noqa: B019
     def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
         held, scale = self.layer(layer, 0), self.decoder.scale
         if flat(config).fill:
@@ -68,7 +74,8 @@ class Reference:
         norms = self.norms(layer, 0)[:, : self.n]
         realised = attention_of(held, scale)[:, : held["key"].shape[1]]
         place = (layer, self.decoder.layers, self.run.head_scores)
-        return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place)
+        other = self.euclidean(layer) if flat(config).norm == "l2" else None
+        return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place, other)
 
     def stored(self, layer: int, config: EvictionConfig, inside: bool = False) -> list[dict[int, tuple[Any, Any]]]:
         """Per query head what a configuration in few bits keeps, as it is stored; nothing in 16 bits."""

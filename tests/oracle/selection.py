@@ -29,9 +29,16 @@ def select(
     layer: int = 0,
     layers: int = 1,
     head_scores: Sequence[Sequence[float]] = (),
+    euclidean: Array | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """Per query head: (kept, stage 1) positions, the window in both, ascending."""
+    """Per query head: (kept, stage 1) positions, the window in both, ascending.
+
+    `norms` are L1 norms of projected values, `euclidean` L2 norms for those that ask for these.
+    """
     config = flat(config)
+    if config.norm == "l2":
+        assert euclidean is not None
+        norms = euclidean
     heads = len(attention)
     group = {"query": 1, "kv": heads // kv_heads, "layer": heads}[config.granularity]
     prefix = n - min(config.window, n)

@@ -24,14 +24,16 @@ def head_slice(w_o: Array, head: int, d_head: int) -> Array:
     return w_o[:, head * d_head : (head + 1) * d_head].T
 
 
-def projected_value_norms(value: Array, w_o: Array, heads: int) -> Array:
-    """(head, key): the L1 norm of V_i W_O^h."""
+def projected_value_norms(value: Array, w_o: Array, heads: int, euclidean: bool = False) -> Array:
+    """(head, key): the L1 norm of V_i W_O^h, or its L2 norm."""
     kv_heads, keys, d_head = value.shape
     norms = np.zeros((heads, keys))
     for head in range(heads):
         columns = head_slice(w_o, head, d_head).T.tolist()
         for entry, row in enumerate(value[head // (heads // kv_heads)].tolist()):
-            norms[head, entry] = math.fsum(abs(math.fsum(map(mul, row, column))) for column in columns)
+            projected = [math.fsum(map(mul, row, column)) for column in columns]
+            total = math.fsum(x * x if euclidean else abs(x) for x in projected)
+            norms[head, entry] = math.sqrt(total) if euclidean else total
     return norms
 
 

@@ -83,7 +83,8 @@ class Naive:
                         votes[head, first + place] += weight / WINDOW
             columns = theory.head_slice(self._w_o(layer), head, decoder.d_head)
             for place, value in enumerate(values[:-WINDOW]):
-                norms[head, first + place] = theory.l1(value @ columns)
+                length = theory.l2 if flat(self.config).norm == "l2" else theory.l1
+                norms[head, first + place] = length(value @ columns)
         return self._take_all(layer, votes, norms, longest)
 
     def _take_all(self, layer: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> list[float]:
@@ -150,13 +151,14 @@ class NaiveBlocks(Naive):
 
     def _take_all(self, layer: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> list[float]:
         held = self.held[layer]
-        sets = selection.select(self.config, votes, norms, norms, longest, self.decoder.kv_heads)
+        sets = selection.select(self.config, votes, norms, norms, longest, self.decoder.kv_heads, euclidean=norms)
         return [self._moved(layer, head, [held[head][place] for place in kept]) for head, (kept, _) in enumerate(sets)]
 
 
+@pytest.mark.parametrize("norm", ["l1", "l2"])
 @pytest.mark.parametrize("granularity", ["layer", "layer(block=4)", "kv(block=4)", "query(block=4, block_score=max)"])
-def test_whole_blocks_and_layers_are_compressed_as_the_naive_run_does(granularity: str) -> None:
-    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config("snapkv", granularity=granularity)
+def test_whole_blocks_and_layers_are_compressed_as_the_naive_run_does(granularity: str, norm: str) -> None:
+    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config("snapkv", granularity=granularity, norm=norm)
     naive = NaiveBlocks(adapter, chosen)
     expected = naive.generate()
     found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
@@ -178,10 +180,16 @@ def test_uneven_sets_of_whole_blocks_stay_in_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "fields"), [("snapkv", {}), ("adakv", {}), ("snapkv", {"protect_first": 2, "protect_recent": 7})]
+    ("policy", "fields"),
+    [
+        ("snapkv", {}),
+        ("adakv", {}),
+        ("snapkv", {"protect_first": 2, "protect_recent": 7}),
+        ("adakv", {"selection": "two-stage(norm=l2)"}),
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", *MIXED])
-def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dict[str, int]) -> None:
+def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dict[str, object]) -> None:
     adapter, chosen = exact_adapter(family, 4, 2, seed=1), config(policy, **fields)
     naive = Naive(adapter, chosen)
     expected = naive.generate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
@@ -79,6 +80,24 @@ def precision_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made) if granularity == "layer" else (*made, adakv)
 
 
+_BY_NORM = ("value", "hindsight")
+
+
+def norm_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Every selection that looks at ν, in L2 beside L1, with whole blocks, protected ends and budgets by head."""
+    bare: dict[str, Any] = {"window": WINDOW, "granularity": granularity}
+    fields = {**bare, "kernel": 3}
+    made = [
+        configuration(14, selection="two-stage(norm=l2)", **fields),
+        configuration(14, selection="two-stage", **fields),
+        *(configuration(12, selection=f"{name}(norm={norm})", **bare) for name in _BY_NORM for norm in ("l2", "l1")),
+        configuration(15, selection="two-stage(norm=l2, alpha=0.5, score=pooled, epsilon=1e-4)", block=4, **fields),
+        configuration(16, selection="two-stage(norm=l2)", protect_first=3, protect_recent=0.5, **fields),
+    ]
+    adakv = configuration(14, policy="adakv", selection="two-stage(norm=l2)", **fields)
+    return tuple(made) if granularity == "layer" else (*made, adakv)
+
+
 WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
 """Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
@@ -109,6 +128,11 @@ CASES = [
     ("gpt_oss", "GQA", "query", "regular", "precisions"),
     ("phi3", "MQA", "kv", "context-only", "precisions"),
     ("llama", "GQA", "layer", "regular", "precisions"),
+    ("llama", "GQA", "query", "regular", "norms"),
+    ("qwen3", "GQA", "kv", "context-only", "norms"),
+    ("gpt_oss", "GQA", "kv", "regular", "norms"),
+    ("llama", "MHA", "layer", "regular", "norms"),
+    ("phi3", "MQA", "query", "context-only", "norms"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -117,4 +141,5 @@ CONFIGS = {
     "positions": position_configs,
     "blocks": block_configs,
     "precisions": precision_configs,
+    "norms": norm_configs,
 }
