@@ -104,6 +104,10 @@ class RunOptions(DataOptions):
         list[str] | None,
         _evict(metavar="NAME", help="Of what is kept: full, quantise(bits=4)", show_default="full"),
     ] = None
+    correction: Annotated[
+        list[str] | None,
+        _evict(metavar="NAME", help="For what went: none, corrected(mass=linear)", show_default="none"),
+    ] = None
     protect_first: Annotated[
         str | None, _evict(metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
     ] = None
@@ -221,7 +225,7 @@ class RunOptions(DataOptions):
         budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
         several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
         beside = {"alpha": self.alpha or None, "seed": self.seed}
-        listed = {"granularity": self.granularity or None, "precision": self.precision or None}
+        listed = {name: getattr(self, name) or None for name in ("granularity", "precision", "correction")}
         return {**asked, **several, **beside, **listed}
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
