@@ -107,7 +107,7 @@ def _without_the_least(axes: Axes, masses: Sequence[Floats]) -> None:
     begin = float(np.quantile(every, _LEAST)) / 2
     if left := int((every < begin).sum()):
         axes.set_xlim(left=begin)
-        style.note(axes, f"{counted(left, 'head')} left of the axis")
+        axes.set_title(f"{counted(left, 'head')} further left", loc="right", fontsize=6, color="0.35")
 
 
 def _equal_loss(axes: Axes) -> None:

@@ -19,7 +19,6 @@ from perturbkv.cache.stand_in import StandIn, stand_in
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.decoding import StepRecord
-from perturbkv.pipeline.finite import FiniteCheck
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +67,6 @@ def _gone(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> 
     gone = torch.ones(sets, prompt_tokens, dtype=torch.bool, device=device)
     gone[rows, entries.index % stride] = False
     return gone.repeat_interleave(heads // sets, dim=0)
-
-
-def look(check: FiniteCheck, layer: int, one: Corrected) -> None:
-    """Look at what stands in for the entries of a decoder layer."""
-    check.look(f"what stands in for the evicted values of layer {layer}", one.stand_in.value)
 
 
 def isolated(

@@ -131,8 +131,6 @@ class _Rows:
         kept = keep(chosen, range(len(configs)), counts, keys, values)
         means = found.mean_queries
         made = correcting.corrections(self._adapter, layer, kept.entries, configs, means, (keys, values), found.tokens)
-        for one in made.values():
-            correcting.look(self.stored, self._adapter.layer_indices[layer], one)
         kept = quantisation.stored(positions.in_cache(kept, configs, self._adapter.frequencies), configs)
         stand_ins = {place: one.stand_in for place, one in made.items()}
         return [kept.entries[place] for place in range(len(configs))], stand_ins

@@ -230,8 +230,6 @@ class _Decoding:
         made = correcting.corrections(
             self.adapter, layer, kept.entries, configs, found.mean_queries, whole, found.tokens
         )
-        for one in made.values():
-            correcting.look(self.finite, self.adapter.layer_indices[layer], one)
         left = correcting.isolated(self.adapter, layer, self.full, whole, made)
         return {place: one.stand_in for place, one in made.items()}, left
 
