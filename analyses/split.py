@@ -12,7 +12,7 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.corrections import Setting, settings
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.objects import columns_of
-from perturbkv.analyses.pairing import Pair, checked, matches, pairs
+from perturbkv.analyses.pairing import Pair, matches, pairs
 from perturbkv.analyses.reading import at_step
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.split_told import conclusion, notes, tables
@@ -91,7 +91,7 @@ class Split(Result):
         return draw(self, width_mm)
 
 
-def split(trace: Trace, compare: Sequence[str] | None = None, step: int = 0) -> Split:
+def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 0) -> Split:
     """Whether heads lose by how much attention goes or by what goes, and what a correction of the output wins.
 
     `L = (1 − S) ‖μ_gone − μ_kept‖₁` per head (METHOD, the split of an evicted output), from the stored S and the
@@ -114,7 +114,7 @@ def split(trace: Trace, compare: Sequence[str] | None = None, step: int = 0) -> 
         True
     """
     held = at_step(trace, ANALYSIS, step)
-    sides = _sides(trace.run) if compare is None else [compare[0], *checked(trace, compare[0], compare[1:])]
+    sides = _sides(trace.run) if compare is None else [compare] if isinstance(compare, str) else list(compare)
     shown = _shown(trace.run, sides)
     found = tuple(parts(held, config, step) for config in shown)
     contests = tuple(contest(held, *pair, step) for pair in _pairs(trace.run, sides))

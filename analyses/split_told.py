@@ -14,14 +14,8 @@ from perturbkv.display import Table
 
 _SPREADS = ("", "#sd of\nlog L", "#Var\nlog(1−S)", "#Var\nlog D", "#2 Cov", "#by mass")
 _CONTESTS = ("", "#L", "#1 − S", "#D", "#heads where\n1−S falls", "#heads where\nD falls")
-_HEADS = ("", "#isolated:\nΣ of all heads", "#propagated:\nΣ of all heads", "#propagated:\nheads better")
-_OUTPUT = (
-    "",
-    "#drift over\nuncorrected",
-    "#KL, median\n(nat)",
-    "#mean KL over\nuncorrected",
-    "#propagated\nover oracle",
-)
+_HEADS = ("", "#isolated", "#propagated", "#heads\nbetter", "#isolated\n/ oracle", "#propagated\n/ oracle")
+_OUTPUT = ("", "#last layer's\ndrift", "#KL of the next\ntoken, median", "#KL, mean")
 _APART = {
     1: ("how much goes tells heads apart more than what goes", "how much"),
     -1: ("what goes tells heads apart more than how much goes", "what"),

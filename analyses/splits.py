@@ -17,6 +17,8 @@ from perturbkv.trace import Trace
 ANALYSIS = "split"
 WHOLE = 1e-12
 """1 − S up to here is what rounding leaves of a sum of attention: L / (1 − S) would be noise."""
+_EQUAL = 1e-9
+"""Of a ratio's logarithm: nearer to 1 two heads are equal, whatever rounding says."""
 SIGNED = Kind(RATIO.freedom)
 """Parts of a variance, of which one can be negative: as unsure as a ratio, on the plain scale."""
 
@@ -101,7 +103,7 @@ def spread(config: EvictionConfig, found: Parts) -> Spread:
         "difference": (second / whole, RATIO),
         "both": (twice / whole, SIGNED),
         "by_mass": ((first + twice / 2) / whole, SIGNED),
-        "correlation": (twice / 2 / np.where(product > 0, product, np.nan), CORRELATION),
+        "correlation": (twice / 2 / np.where(product > _EQUAL, product, np.nan), CORRELATION),
     }
     means = {name: _mean(numbers) for name, (numbers, _) in told.items()}
     ends = {f"{name}_interval": intervals.of_mean(numbers, kind) for name, (numbers, kind) in told.items()}
@@ -189,7 +191,7 @@ def _geometric(logs: Floats) -> tuple[float, Scalar]:
 
 def _falling(logs: Floats, held: NDArray[np.bool_]) -> tuple[float, Scalar]:
     """Mean over samples of each one's share of heads whose ratio is below 1."""
-    each = _by_sample(np.where(held, logs < 0, np.nan))
+    each = _by_sample(np.where(held, logs < -_EQUAL, np.nan))
     if not len(each):
         return float("nan"), None
     return float(each.mean()), intervals.of_mean(each, share_of(logs[0].size))

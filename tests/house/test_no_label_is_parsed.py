@@ -73,9 +73,13 @@ STORED = tuple(
     for precision in ("full", "quantise(bits=4, fill=64)", "quantise(bits=2, fill=64)")
 )  # fmt: skip
 STORED += (configuration(1.0, granularity="kv", precision="quantise(bits=8)"), configuration(0.3, precision="quantise"))
+PARTED = tuple(
+    configuration(128, selection=selection, correction=correction)
+    for selection in ("attention", "two-stage") for correction in ("none", "corrected", "corrected-oracle")
+)  # fmt: skip
 OWN = {
     "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT,
-    "bytes": STORED,
+    "bytes": STORED, "split": PARTED,
 }  # fmt: skip
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -87,6 +91,7 @@ COMMANDS = {
     "ablation": [],
     "ablation --methods": ["all"],
     "restriction": [],
+    "split": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "link": [],
@@ -117,7 +122,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
-        if any(config.quantised for config in configs):
+        if not all(config.evicts_alone for config in configs):
             arrays |= {"held_bytes": draw.uniform(100, 600, len(configs)), "full_bytes": np.asarray(1000.0)}
             arrays["evicted"] = np.array([config.budget.value != 1 for config in configs], dtype=np.uint8)
         samples.append(SampleTrace(f"s{place}", arrays))
