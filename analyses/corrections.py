@@ -14,8 +14,9 @@ from perturbkv.analyses.identity import identity
 from perturbkv.analyses.intervals import RATIO, Scalar
 from perturbkv.analyses.naming import common
 from perturbkv.analyses.outcomes import Outcome, Outcomes, divergence
-from perturbkv.analyses.reading import at_step, values
+from perturbkv.analyses.reading import Floats, at_step, values
 from perturbkv.analyses.splits import ANALYSIS
+from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.correction import NONE, ORACLE
 from perturbkv.configs.eviction import EvictionConfig
@@ -41,12 +42,15 @@ class Row(Outcome):
     """One correction, against none.
 
     Attributes:
-        kl_ratio: mean KL over the uncorrected one's mean.
+        kl_ratio: mean KL over the uncorrected one's mean, which single samples can carry.
+        kl_falls: share of samples whose KL is lower, by more than two noise floors.
         prediction: against the oracle; None where the trace holds none, and of the oracle itself.
     """
 
     kl_ratio: float
     kl_ratio_interval: Scalar
+    kl_falls: float
+    kl_falls_interval: Scalar
     prediction: Prediction | None
 
     @property
@@ -61,8 +65,8 @@ class Row(Outcome):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""
-        own = {name: getattr(self, name) for name in ("kl_ratio", "kl_ratio_interval", "prediction")}
-        return {**super().to_dict(), **own}
+        names = ("kl_ratio", "kl_ratio_interval", "kl_falls", "kl_falls_interval", "prediction")
+        return {**super().to_dict(), **{name: getattr(self, name) for name in names}}
 
 
 class Setting(Outcomes[Row]):
@@ -96,11 +100,8 @@ def _setting(trace: Trace, config: EvictionConfig, others: Sequence[EvictionConf
 
 def _row(trace: Trace, config: EvictionConfig, one: EvictionConfig, others: Sequence[EvictionConfig], step: int) -> Row:
     oracles = [other for other in others if other.correction.name == ORACLE and other != one]
-    told = _kl_ratio(trace, config, one, step)
     prediction = _prediction(trace, oracles[0], one, step) if oracles else None
-    return Row.of(
-        trace, ANALYSIS, config, one, step, kl_ratio=told[0], kl_ratio_interval=told[1], prediction=prediction
-    )
+    return Row.of(trace, ANALYSIS, config, one, step, **_kl(trace, config, one, step), prediction=prediction)
 
 
 def _prediction(trace: Trace, oracle: EvictionConfig, one: EvictionConfig, step: int) -> Prediction:
@@ -113,9 +114,19 @@ def _prediction(trace: Trace, oracle: EvictionConfig, one: EvictionConfig, step:
     )
 
 
-def _kl_ratio(trace: Trace, config: EvictionConfig, one: EvictionConfig, step: int) -> tuple[float, Scalar]:
+def _kl(trace: Trace, config: EvictionConfig, one: EvictionConfig, step: int) -> dict[str, Any]:
+    """Mean KL over the uncorrected mean, and in which share of samples it is lower by more than noise."""
     held = at_step(trace, ANALYSIS, step)
-    kl = values(held, "logit_kl", ANALYSIS, step)
+    kl, floor = values(held, "logit_kl", ANALYSIS, step), values(held, "logit_kl_noise_floor", ANALYSIS, step)
     first, second = (kl[:, held.config_index(side.label())] for side in (config, one))
-    interval = intervals.scalar(lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO)
-    return float(ratio(second.mean(), first.mean())), interval
+    falls = verdicts(first, second, floor) == 1
+
+    def total(weights: Floats) -> Floats:
+        return np.asarray(ratio(weights @ second, weights @ first))
+
+    return {
+        "kl_ratio": float(ratio(second.mean(), first.mean())),
+        "kl_ratio_interval": intervals.scalar(total, len(first), RATIO),
+        "kl_falls": float(falls.mean()),
+        "kl_falls_interval": intervals.of_samples(falls),
+    }

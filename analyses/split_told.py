@@ -15,7 +15,7 @@ from perturbkv.display import Table
 _SPREADS = ("", "#sd of\nlog L", "#Var\nlog(1−S)", "#Var\nlog D", "#2 Cov", "#by mass")
 _CONTESTS = ("", "#L", "#1 − S", "#D", "#heads where\n1−S falls", "#heads where\nD falls")
 _HEADS = ("", "#isolated", "#propagated", "#heads\nbetter", "#isolated\n/ oracle", "#propagated\n/ oracle")
-_OUTPUT = ("", "#last layer's\ndrift", "#KL of the next\ntoken, median", "#KL, mean")
+_OUTPUT = ("", "#last layer's\ndrift", "#KL of the next\ntoken, median", "#KL, mean", "#prompts of\nless KL")
 _APART = {
     1: ("how much goes tells heads apart more than what goes", "how much"),
     -1: ("what goes tells heads apart more than how much goes", "what"),
@@ -32,7 +32,7 @@ def conclusion(
         sentence(f"{'; '.join(filter(None, said))} ({over(samples)})", *(other for _, other in _contests(contests)))
     ]
     if corrections:
-        told.append(sentence("; ".join(_corrections(corrections))))
+        told.append(sentence(f"{'; '.join(_corrections(corrections))} (KL of prompts' next token)"))
     return " ".join(told)
 
 
@@ -70,7 +70,7 @@ def _reach(ratios: Sequence[float]) -> str:
 
 
 def _corrections(corrections: Sequence[Setting]) -> list[str]:
-    """What each correction does to what is propagated, and to mean KL."""
+    """What each correction does to what is propagated, and to KL."""
     names = _names_of(corrections)
     found: dict[str, list[tuple[str, Row]]] = {}
     for words, setting in zip(names, corrections, strict=True):
@@ -83,8 +83,8 @@ def _correction(name: str, rows: Sequence[tuple[str, Row]]) -> str:
     cases: list[Case] = [
         (words, row.compared.propagated.sum_ratio, row.compared.propagated.sum_ratio_interval) for words, row in rows
     ]
-    kl = ends([(words, row.kl_ratio, factor(row.kl_ratio, row.kl_ratio_interval)) for words, row in rows])
-    return f"{compared(name, 'no correction', cases)} (propagated), mean KL {kl}"
+    kl = ends([(words, row.kl_falls, numbers.percent(row.kl_falls, row.kl_falls_interval)) for words, row in rows])
+    return f"{compared(name, 'no correction', cases)} (propagated), KL falls in {kl}"
 
 
 def tables(spreads: Sequence[Spread], contests: Sequence[Contest], corrections: Sequence[Setting]) -> list[Table | str]:
@@ -149,7 +149,7 @@ def _heads_row(row: Row) -> list[str]:
 
 
 def _output_rows(setting: Setting) -> list[list[str]]:
-    uncorrected = ["none", "1", numbers.significant(setting.kl.median, setting.kl.interval), "1"]
+    uncorrected = ["none", "1", numbers.significant(setting.kl.median, setting.kl.interval), "1", ""]
     return [uncorrected, *map(_output_row, setting.rows)]
 
 
@@ -159,6 +159,7 @@ def _output_row(row: Row) -> list[str]:
         numbers.decimal(row.drift_ratio, row.drift_ratio_interval, apart="\n"),
         numbers.significant(row.kl.median, row.kl.interval),
         numbers.decimal(row.kl_ratio, row.kl_ratio_interval, apart="\n"),
+        numbers.percent(row.kl_falls, row.kl_falls_interval, apart="\n"),
     ]
 
 
@@ -166,7 +167,7 @@ def notes(spreads: Sequence[Spread], contests: Sequence[Contest], corrections: S
     """What the columns mean, and which heads are left out."""
     left, every = sum(one.left_out for one in spreads), sum(one.left_out + one.heads for one in spreads)
     said = [
-        numbers.about_intervals(samples, medians=bool(corrections)),
+        numbers.about_intervals(samples, exact=bool(corrections), medians=bool(corrections)),
         "1 − S: attention that goes; D = ‖μ_gone − μ_kept‖₁: how unlike what stays it is. Var(log L) over the heads of "
         "a prompt = Var(log(1 − S)) + Var(log D) + 2 Cov; by mass: the first and half of 2 Cov.",
         f"Left out: {left:,} of {every:,} heads (of all prompts and configurations), of which nothing goes, or too "
@@ -185,5 +186,5 @@ def _about_corrections() -> str:
         "of the window's queries, its weight as predicted: stored at that query, or linear in the query at hand. "
         "corrected-oracle knows the true mass of what went: a control, which tells what the mean alone costs; with the "
         "true mean it would be 0. L1 is Σ over all heads; it, drift and mean KL are over those of the same kept "
-        "sets uncorrected; heads better: propagated; / oracle: what predicting the mass costs. KL's median is in nat."
+        "sets uncorrected; heads better: propagated; / oracle: what predicting the mass costs. KL's median is in nat; less KL: by more than two noise floors."
     )

@@ -17,6 +17,7 @@ from perturbkv import theory
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.stand_in import StandIn, stand_in
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.decoding import StepRecord
 
@@ -62,7 +63,7 @@ def corrections(
 def _gone(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
     """Which entries a configuration does not keep; those of a key/value head lie `stride` places apart."""
     sets, device = len(entries.lengths), entries.index.device
-    lengths = torch.tensor(entries.lengths, device=device)
+    lengths = on_device(entries.lengths, device)
     rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
     gone = torch.ones(sets, prompt_tokens, dtype=torch.bool, device=device)
     gone[rows, entries.index % stride] = False

@@ -43,6 +43,7 @@ def made(samples: int = 6, configs: Sequence[EvictionConfig] = (BASELINE, TREATM
     arrays["hidden_drift_l1"] = arrays["logit_kl"][:, :, None]
     arrays |= {name: np.full((samples, 1, 4), 1e-9) for name in ("noise_floor", "noise_floor_isolated")}
     arrays["sigma_stage1"] = np.full((samples, len(configs), 1, 4), 0.9)
+    arrays["logit_kl_noise_floor"] = np.array([1.0, *[1e-9] * (samples - 1)])
     arrays["hidden_noise_floor"] = np.full((samples, 1), 1e-12)
     return _same_kept(hand_made(list(configs), arrays, heads=4), configs)
 
@@ -107,6 +108,7 @@ def test_what_corrections_leave() -> None:
         assert row.compared.propagated.sum_ratio == pytest.approx(left, rel=1e-6)
         assert row.compared.propagated.better_share == pytest.approx(3 / 4), "the head of noise is a tie"
         assert row.kl_ratio == pytest.approx(left) and row.drift_ratio == pytest.approx(left)
+        assert row.kl_falls == (5 / 6), "of the first sample it differs by less than two floors"
         assert row.kl.median == pytest.approx(left * 3.5 / 100)
         assert row.oracle == (row.prediction is None)
         if row.prediction is not None:
@@ -128,7 +130,7 @@ def test_what_is_said() -> None:
     said = result.conclusion()
     assert "two-stage's L is 0.71 ×" in said and "1 − S 1.00 × and D 0.71 ×" in said
     assert "Corrected(mass=stored) perturbs 25 % [25, 25] less than no correction (propagated)" in said
-    assert "corrected-oracle perturbs 75 % [75, 75] less than no correction (propagated), mean KL 0.25" in said
+    assert "corrected-oracle perturbs 75 % [75, 75] less than no correction (propagated), KL falls in 83 %" in said
     assert "Left out: 12 of 48 heads" in " ".join(result.notes().split())
     json.dumps(result.to_dict(), allow_nan=False)
 
