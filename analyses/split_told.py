@@ -186,5 +186,6 @@ def _about_corrections() -> str:
         "of the window's queries, its weight as predicted: stored at that query, or linear in the query at hand. "
         "corrected-oracle knows the true mass of what went: a control, which tells what the mean alone costs; with the "
         "true mean it would be 0. L1 is Σ over all heads; it, drift and mean KL are over those of the same kept "
-        "sets uncorrected; heads better: propagated; / oracle: what predicting the mass costs. KL's median is in nat; less KL: by more than two noise floors."
+        "sets uncorrected; heads better: propagated; / oracle: what predicting the mass costs. KL's median is in nat; "
+        "less KL: by more than two noise floors."
     )
