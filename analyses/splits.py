@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,10 +106,10 @@ def spread(config: EvictionConfig, found: Parts) -> Spread:
         "by_mass": ((first + twice / 2) / whole, SIGNED),
         "correlation": (twice / 2 / np.where(product > _EQUAL, product, np.nan), CORRELATION),
     }
-    means = {name: _mean(numbers) for name, (numbers, _) in told.items()}
-    ends = {f"{name}_interval": intervals.of_mean(numbers, kind) for name, (numbers, kind) in told.items()}
+    means: dict[str, Any] = {name: _mean(numbers) for name, (numbers, _) in told.items()}
+    means |= {f"{name}_interval": intervals.of_mean(numbers, kind) for name, (numbers, kind) in told.items()}
     heads = int(found.held.sum())
-    return Spread(config=config, **means, **ends, heads=heads, left_out=found.held.size - heads)
+    return Spread(config=config, **means, heads=heads, left_out=found.held.size - heads)
 
 
 def _variances(mass: Floats, difference: Floats) -> tuple[float, float, float]:
@@ -167,7 +168,7 @@ def contest(trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, s
     }
     found = {name: _geometric(each) for name, each in logs.items()}
     falls = {f"{name}_falls": _falling(logs[name], held) for name in ("mass", "difference")}
-    told = {name: number for name, (number, _) in (found | falls).items()}
+    told: dict[str, Any] = {name: number for name, (number, _) in (found | falls).items()}
     told |= {f"{name}_interval": interval for name, (_, interval) in (found | falls).items()}
     heads = int(held.sum())
     return Contest(baseline, treatment, **told, heads=heads, left_out=held.size - heads)

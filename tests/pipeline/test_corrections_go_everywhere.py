@@ -20,10 +20,13 @@ from perturbkv.configs.option import completed
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
+from perturbkv.pipeline import correcting
 from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
+from tests.oracle import theory as oracle
+from tests.oracle.sample import Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
 
 PROMPT = Prompt("s", token_ids(40, seed=4), 0, question_tokens=9)
@@ -121,6 +124,47 @@ def test_rows_take_along_what_stands_in_for_them(world: World) -> None:
     before = world.decoded(layer, world.other)
     layer.only([2, 1])
     assert torch.equal(world.decoded(layer, world.other), before[[2, 1]])
+
+
+def off() -> float:
+    """How far a run's isolated L lies from the naive decoder's, over all heads of the linear correction: relative."""
+    adapter, ids, n = exact_adapter("llama", *HEADS["GQA"]), PROMPT.token_ids, len(PROMPT.token_ids)
+    run = RunConfig("m", "d", (config("corrected(mass=linear)", policy="snapkv"),))
+    found, reference = (
+        trace_sample(adapter, PROMPT, run).arrays["perturbation_isolated"],
+        Reference(adapter.model, ids, run),
+    )
+    worst = 0.0
+    for layer, head in np.ndindex(found.shape[2:]):
+        held, (kept, _) = reference.layer(layer, 0), reference.kept(layer, run.configs[0])[head]
+        own, stays = head // (HEAD // KV), [*kept, n]
+        extra = reference.extras(layer, run.configs[0])[head]
+        assert extra is not None
+        logits = held["key"][own] @ held["query"][head] * reference.decoder.scale
+        weights = oracle.softmax([*logits[stays], extra.logit(held["query"][head])])
+        changed = np.array(weights) @ np.stack([*held["value"][own][stays], extra.value])
+        full = np.array(oracle.softmax(list(logits))) @ held["value"][own]
+        expected = oracle.l1((full - changed) @ oracle.head_slice(held["w_o"], head, reference.decoder.d_head))
+        worst = max(worst, abs(float(found[0, 0, layer, head]) / expected - 1))
+    return worst
+
+
+PLANTED = {
+    "what stays for what went": lambda asked, query, keys, values, gone, scale: (query, keys, values, ~gone, scale),
+    "no scale": lambda asked, query, keys, values, gone, scale: (query, keys, values, gone, 1.0),
+    "no query": lambda asked, query, keys, values, gone, scale: (0 * query, keys, values, gone, scale),
+}
+
+
+def test_a_run_s_corrections_are_those_of_the_naive_decoder() -> None:
+    assert off() < 1e-9
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = PLANTED[mistake]
+    monkeypatch.setattr(correcting, "stand_in", lambda asked, *given: stand_in(asked, *wrong(asked, *given)))
+    assert off() > 1e-3
 
 
 @pytest.fixture(scope="module")
