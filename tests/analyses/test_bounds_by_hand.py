@@ -228,8 +228,8 @@ def test_few_bits_and_corrections_are_left_out_by_name() -> None:
     assert [one.config for one in found.configs] == [whole]
     assert found.checked["L ≤ θ"] == 2
     assert f"not of few bits or corrected outputs: {few.label()}, {corrected.label()}." in found.notes()
-    with pytest.raises(TraceError, match="expected a configuration in full precision, as bounds speak of eviction"):
+    with pytest.raises(TraceError, match="expected an uncorrected configuration in full precision, as bounds speak"):
         summarise(hand_made([few], {name: array[:, :1] for name, array in arrays.items()}))
     arrays["perturbation_isolated"] = arrays["perturbation_isolated"][:, ::-1]
     with pytest.raises(BoundError):
-        summarise(hand_made([whole, few], arrays))
+        summarise(hand_made([whole, few, corrected], arrays))
