@@ -28,11 +28,11 @@ def conclusion(
 ) -> str:
     """What tells heads apart, then each contest, then what corrections win."""
     said = [_spreads(spreads), *(_contest(*sides, found) for sides, found in _contests(contests).items())]
-    told = [
-        sentence(f"{'; '.join(filter(None, said))} ({over(samples)})", *(other for _, other in _contests(contests)))
-    ]
+    told = [sentence(f"{'; '.join(said)} ({over(samples)})")]
     if corrections:
-        told.append(sentence(f"{'; '.join(_corrections(corrections))} (KL of prompts' next token)"))
+        names = [row.name for setting in corrections for row in setting.rows]
+        won = "; ".join(_corrections(corrections))
+        told.append(sentence(f"{won} (KL of the next token: share of prompts)", *names))
     return " ".join(told)
 
 

@@ -129,7 +129,7 @@ def test_what_is_said() -> None:
     result = split(made())
     said = result.conclusion()
     assert "two-stage's L is 0.71 ×" in said and "1 − S 1.00 × and D 0.71 ×" in said
-    assert "Corrected(mass=stored) perturbs 25 % [25, 25] less than no correction (propagated)" in said
+    assert ". corrected(mass=stored) perturbs 25 % [25, 25] less than no correction (propagated)" in said
     assert "corrected-oracle perturbs 75 % [75, 75] less than no correction (propagated), KL falls in 83 %" in said
     assert "Left out: 12 of 48 heads" in " ".join(result.notes().split())
     json.dumps(result.to_dict(), allow_nan=False)
