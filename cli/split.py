@@ -9,7 +9,7 @@ from typer import Option
 
 from perturbkv.cli.choices import parse_compare
 from perturbkv.cli.options import LookOptions, RunOptions
-from perturbkv.cli.spreading import showing, with_options
+from perturbkv.cli.spreading import showing, telling, with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import EvictionConfig
@@ -20,7 +20,8 @@ _CORRECTED = 2
 """How many of the sides are corrected too: the first ones."""
 
 
-@showing(correction="three, of the first two sides")
+@showing(correction="three")
+@telling("correction")
 @with_options
 def split(
     run: RunOptions,
