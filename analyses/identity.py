@@ -41,7 +41,7 @@ class RunIdentity:
         source: what the digest is of: `trace`, `answers`, or the name of what else a run left.
         measured: which layers of how many, such as `5 11 17 of 18`; empty where all were.
         stored: of each configuration, bytes over those of the full cache in 16 bits, mean over samples; empty where
-            none stores few bits, or the trace does not tell.
+            none stores few bits or is corrected, or the trace does not tell.
     """
 
     model: str
@@ -64,7 +64,7 @@ class RunIdentity:
         return layer_types.parsed(self.measured)[0][place] if self.measured else place
 
     def bytes_table(self) -> list[Table]:
-        """What each configuration takes where some store few bits: entries alone compare nothing then."""
+        """What each configuration takes where some store few bits or more than entries: these alone compare nothing."""
         if not self.stored:
             return []
         names = [name or config.label() for name, config in zip(short(self.configs), self.configs, strict=True)]
@@ -128,7 +128,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
     told = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
-    if not told or not trace.ok.any() or not any(config.quantised for config in configs):
+    if not told or not trace.ok.any() or all(config.evicts_alone for config in configs):
         return ()
     shares = byte_shares(trace, "identity")
     return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)

@@ -58,27 +58,30 @@ class Bounded:
 
 
 def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
-    """The part of a trace of which the theorems speak, and the configurations that it so lacks: those in few bits.
+    """The part of a trace of which the theorems speak, and the configurations that it so lacks.
+
+    Those are in few bits, or corrected for what went.
 
     Raises TraceError where nothing is left.
     """
-    others = tuple(config for config in trace.run.configs if config.quantised)
+    others = tuple(config for config in trace.run.configs if not config.evicts_alone)
     if not others:
         return trace, ()
     if len(others) == len(trace.run.configs):
         msg = (
-            "expected a configuration in full precision, as bounds speak of eviction alone, got "
+            "expected an uncorrected configuration in full precision, as bounds speak of eviction alone, got "
             f"{', '.join(config.label() for config in others)}"
         )
         raise TraceError(msg)
-    part = trace.sel(where=lambda config: not config.quantised)
+    part = trace.sel(where=lambda config: config.evicts_alone)
     return replace(part, source=trace.source, digest=trace.digest), others
 
 
 def about_others(others: Sequence[EvictionConfig]) -> str:
     """What a caption says of configurations that were left out; empty where there are none."""
     labels = ", ".join(config.label() for config in others)
-    return f" Left out, as bounds speak of eviction alone and not of few bits: {labels}." if others else ""
+    said = "bounds speak of eviction alone, not of few bits or corrected outputs"
+    return f" Left out, as {said}: {labels}." if others else ""
 
 
 def bounded(trace: Trace, analysis: str, step: int) -> Bounded:

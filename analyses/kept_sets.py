@@ -16,8 +16,11 @@ Same = NDArray[np.bool_]
 
 
 def isolated(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation."""
-    return trace.same_kept(first, second)
+    """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
+
+    Only where both configurations store them alike, in as many bits, and correct alike for what went.
+    """
+    return np.asarray(trace.same_kept(first, second) & _stored_alike(trace, first, second)[:, None, None])
 
 
 def propagated(trace: Trace, first: int, second: int) -> Same:
@@ -39,9 +42,16 @@ def whole(trace: Trace, first: int, second: int) -> Same:
 
 def _alike(trace: Trace, first: int, second: int) -> Same:
     """(sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
-    same, (one, other) = trace.same_kept(first, second), (trace.run.configs[place] for place in (first, second))
+    same, (one, other) = isolated(trace, first, second), (trace.run.configs[place] for place in (first, second))
     moved = trace.arrays["evicted"][trace.ok][:, first] != 0  # what keeps everything has the prompt's positions
     return same if _positions(one) == _positions(other) else np.asarray(same & ~moved[:, None, None])
+
+
+def _stored_alike(trace: Trace, first: int, second: int) -> Same:
+    """(sample,) True where equal kept sets are the same cache: corrections that differ are alike where nothing went."""
+    one, other = (trace.run.configs[place] for place in (first, second))
+    whole = trace.arrays["evicted"][trace.ok][:, first] == 0
+    return np.asarray((one.precision == other.precision) & ((one.correction == other.correction) | whole))
 
 
 def _positions(config: EvictionConfig) -> str:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from perturbkv.configs.choice import Choice
+from perturbkv.configs.correction import CORRECTED, CORRECTION_OPTIONS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import PRECISION_OPTIONS, QUANTISE
 
@@ -84,7 +85,7 @@ def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
         for choice, word in config.words(every=True).items():
             said.setdefault(choice, []).append(word)
     own = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
-    own |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE]}
+    own |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE], *CORRECTION_OPTIONS[CORRECTED]}
     alike = {choice for choice, words in said.items() if len(set(words)) == 1}
     return {choice for choice in alike if choice not in own or len(said[choice]) == len(configs)}
 

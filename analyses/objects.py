@@ -44,7 +44,7 @@ def config_of(document: Mapping[str, Any]) -> EvictionConfig:
 def setting_object(configs: Iterable[EvictionConfig]) -> dict[str, Any]:
     """The choices that all of some configurations share."""
     first, *others = (config.to_document() for config in configs)
-    return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
+    return {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}
 
 
 def run_object(run: RunConfig) -> dict[str, Any]:

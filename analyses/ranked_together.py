@@ -9,7 +9,7 @@ from perturbkv.configs.eviction import EvictionConfig
 
 LEAST_CONFIGS = 3
 """Ranks of fewer configurations are no ranks."""
-APART = ("granularity", "precision", "protect_first", "protect_recent")
+APART = ("granularity", "precision", "correction", "protect_first", "protect_recent")
 """What is ranked apart beside budgets: a budget of query heads holds more of a cache than one of key/value heads, and
 one in few bits less."""
 

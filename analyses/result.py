@@ -32,7 +32,7 @@ class Result(ABC):
         """Its tables, passages of text, and lines between them."""
 
     def stored(self) -> Sequence[Part]:
-        """What caches take in bytes, where some store few bits."""
+        """What caches take in bytes, where some store few bits, or more than entries."""
         return self.identity.bytes_table()
 
     @abstractmethod

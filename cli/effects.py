@@ -108,7 +108,11 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("engine", "workers"), "it searches in this process"),
     },
     "horizon": {"step": "it shows all of them"},
-    "bytes": {"precision": "it measures several, which --bits names"},
+    "bytes": {
+        "precision": "it measures several, which --bits names",
+        "correction": "it compares entries in few bits with those of full precision",
+    },
+    "split": {"precision": "L = (1 − S) ‖μ_gone − μ_kept‖₁ is of eviction alone"},
     "budget": {"step": "means are over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
     "link": {"step": "it looks at the first alone, which is known after one token of the answer"},

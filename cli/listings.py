@@ -61,7 +61,7 @@ def models(as_json: JsonOption = False) -> None:
 def policies(
     name: Annotated[
         str | None,
-        Argument(help="A policy, selection, granularity or precision", autocompletion=completion.policies),
+        Argument(help="A policy, selection, granularity, precision …", autocompletion=completion.policies),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -106,21 +106,23 @@ def _list_policies(as_json: bool) -> None:
 
 
 def _describe(asked: str, as_json: bool) -> None:
-    """The options of a policy, a selection, a granularity or a precision, written alone or with some of its options.
+    """The options of a policy, a selection, … or a correction, written alone or with some of its options.
 
     Raises UnknownNameError for another name, and ConfigError for options that it does not take.
     """
+    from perturbkv.configs.correction import CORRECTION_OPTIONS, CORRECTIONS
     from perturbkv.configs.option import completed
     from perturbkv.configs.plugins import of_file
     from perturbkv.configs.precision import PRECISION_OPTIONS, PRECISIONS
     from perturbkv.configs.selections import ASKED, GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
     from perturbkv.selection.policies import presses, registry
 
-    choice, others = parse(asked), {**SELECTIONS, **GRANULARITIES, **PRECISIONS}
+    choice, others = parse(asked), {**SELECTIONS, **GRANULARITIES, **PRECISIONS, **CORRECTIONS}
     if presses.is_press(choice):
         _describe_press(choice, as_json)
     elif choice.name in others:
-        options = {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS, **PRECISION_OPTIONS}[choice.name]
+        known = {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS, **PRECISION_OPTIONS, **CORRECTION_OPTIONS}
+        options = known[choice.name]
         completed(choice, f"'{choice.name}'", options)
         _show(choice, others[choice.name], "", options, as_json)
     elif choice.name in registry.names() or of_file(choice.name):
@@ -128,8 +130,8 @@ def _describe(asked: str, as_json: bool) -> None:
         registry.build(choice)
         _show(choice, policy.summed_up(), policy.paper, policy.options(), as_json)
     else:
-        known = dict.fromkeys([*registry.names(), *ASKED, *GRANULARITIES, *PRECISIONS])
-        raise UnknownNameError(asked, "policy or selection", known)
+        named = dict.fromkeys([*registry.names(), *ASKED, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
+        raise UnknownNameError(asked, "policy or selection", named)
 
 
 def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:

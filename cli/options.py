@@ -28,8 +28,10 @@ from perturbkv.selection.grid import FIELDS, every, names_policy
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
-HIDDEN = ("chunk_mib", "norm_kernel", "shard_by", "ray_address", "cpus_per_worker", "timeout_per_sample")
-"""Options that the help of `perturbkv trace` alone tells of."""
+HIDDEN = (
+    "correction", "chunk_mib", "norm_kernel", "shard_by", "ray_address", "cpus_per_worker", "timeout_per_sample",
+)  # fmt: skip
+"""Options that the help of `perturbkv trace` tells of, and no other's but one that is about them."""
 _MOST_MIB = 2**20
 _EVICT, _RUN, _MANY = "Eviction", "Running and output", "Many processes"
 
@@ -64,7 +66,7 @@ def _many(*names: str, **more: Any) -> Any:
 
 
 def _hidden(panel: str, **more: Any) -> Any:
-    """An option that one command's help alone shows."""
+    """An option that few commands' help shows."""
     return Option(rich_help_panel=panel, hidden=True, **more)
 
 
@@ -103,6 +105,10 @@ class RunOptions(DataOptions):
     precision: Annotated[
         list[str] | None,
         _evict(metavar="NAME", help="Of what is kept: full, quantise(bits=4)", show_default="full"),
+    ] = None
+    correction: Annotated[
+        list[str] | None,
+        _hidden(_EVICT, metavar="NAME", help="For what went: none, corrected(mass=linear)", show_default="none"),
     ] = None
     protect_first: Annotated[
         str | None, _evict(metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
@@ -221,7 +227,7 @@ class RunOptions(DataOptions):
         budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
         several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
         beside = {"alpha": self.alpha or None, "seed": self.seed}
-        listed = {"granularity": self.granularity or None, "precision": self.precision or None}
+        listed = {name: getattr(self, name) or None for name in ("granularity", "precision", "correction")}
         return {**asked, **several, **beside, **listed}
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:

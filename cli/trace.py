@@ -34,7 +34,7 @@ def trace(
         Option(
             "--config",
             metavar="PATH",
-            help="Sweep file (YAML) of the options below; what is typed replaces its key",
+            help="Sweep file (YAML); what is typed replaces its key",
         ),
     ] = None,
     selection: Annotated[

@@ -1,4 +1,4 @@
-"""Ratios of two configurations' perturbation as points with their intervals: the sum of all heads, the median head."""
+"""Ratios of two configurations as points with their intervals: perturbation of all heads and the median one, drift."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.head_kind import HeadKind
+from perturbkv.analyses.outcomes import Outcome
 from perturbkv.figures import style
 
+_DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
 _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
@@ -24,6 +26,19 @@ def point(axes: Axes, place: int, kind: str, measured: HeadKind, without: str) -
               markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
     axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
                   marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
+
+
+def drift(axes: Axes, place: int, row: Outcome) -> None:
+    """The last layer's drift on the line `place`, beneath the heads; nothing where there is none."""
+    if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
+        return
+    axes.errorbar([row.drift_ratio], [place + _DRIFT], xerr=style.bars(row.drift_ratio, row.drift_ratio_interval),
+                  color=_DRIFT_COLOUR, marker="D", markersize=2.6, linewidth=0.9, gid="drift")  # fmt: skip
+
+
+def drift_mark() -> Line2D:
+    """What `drift` draws, for a legend."""
+    return Line2D([], [], linestyle="", marker="D", markersize=3, color=_DRIFT_COLOUR, label="last layer's drift")
 
 
 def legend() -> list[Line2D]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.naming import short
-from perturbkv.analyses.restrictions import BASELINE, Row, Setting
+from perturbkv.analyses.restrictions import BASELINE, Setting
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
-from perturbkv.figures.ratio_points import legend, point
+from perturbkv.figures.ratio_points import drift, drift_mark, legend, point
 
 _WIDE, _LINE_MM, _AROUND_MM = 2, 6.5, 19
-_DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
 
 
 def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
@@ -33,7 +30,7 @@ def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = st
             _panel(panel, result, name)
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
-        figure.legend(handles=[*legend(), _drift_mark()], loc="outside upper left", ncols=2 if columns < _WIDE else 4)
+        figure.legend(handles=[*legend(), drift_mark()], loc="outside upper left", ncols=2 if columns < _WIDE else 4)
         style.foot(figure, identity, style.about(identity.samples))
     return figure
 
@@ -49,7 +46,7 @@ def _panel(axes: Axes, result: Setting, name: str) -> None:
     for place, row in enumerate(result.rows, start=1):
         for kind in ("isolated", "propagated"):
             point(axes, place, kind, getattr(row.compared, kind), f"{BASELINE} or row is 0")
-        _drift(axes, place, row)
+        drift(axes, place, row)
     held = [result.rows[0].compared.held[0], *(row.compared.held[1] for row in result.rows)]
     names = [f"{BASELINE} (= 1)", *(row.name for row in result.rows)]
     shown = [f"{name}, held {style.number(share)}" for name, share in zip(names, held, strict=True)]
@@ -59,14 +56,3 @@ def _panel(axes: Axes, result: Setting, name: str) -> None:
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")
     axes.set_title(name, loc="left")
-
-
-def _drift(axes: Axes, place: int, row: Row) -> None:
-    if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
-        return
-    axes.errorbar([row.drift_ratio], [place + _DRIFT], xerr=style.bars(row.drift_ratio, row.drift_ratio_interval),
-                  color=_DRIFT_COLOUR, marker="D", markersize=2.6, linewidth=0.9, gid="drift")  # fmt: skip
-
-
-def _drift_mark() -> Line2D:
-    return Line2D([], [], linestyle="", marker="D", markersize=3, color=_DRIFT_COLOUR, label="last layer's drift")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.safe_budget import safe_budget as safe_budget
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.analyses.savings import savings as savings
+    from perturbkv.analyses.split import split as split
     from perturbkv.analyses.tokens import tokens as tokens
     from perturbkv.api.answering import generate as generate
     from perturbkv.api.auditing import audit as audit
@@ -104,6 +105,7 @@ _PUBLIC = {
     "restriction": "perturbkv.analyses.restriction",
     "safe_budget": "perturbkv.analyses.safe_budget",
     "savings": "perturbkv.analyses.savings",
+    "split": "perturbkv.analyses.split",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -35,12 +35,33 @@ def decode_weights(
 
     Keys that are not `present` are no entries.
     """
+    return softmax_with_sinks(decode_logits(query, key, scale, present), sinks)
+
+
+def decode_logits(
+    query: Float[Tensor, "head d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    scale: float,
+    present: Bool[Tensor, "kv_head key"] | None = None,
+) -> Float[Tensor, "head key"]:
+    """What A is the softmax of; −∞ for keys that are not `present`."""
     heads, d_head = query.shape
     grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
     logits = grouped @ key.to(WORK).transpose(1, 2) * scale
     if present is not None:
         logits = logits.masked_fill(~present.unsqueeze(1), -torch.inf)
-    return softmax_with_sinks(logits.flatten(0, 1), sinks)
+    return logits.flatten(0, 1)
+
+
+def log_total(
+    query: Float[Tensor, "head d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    scale: float,
+    sinks: Float[Tensor, " head"] | None = None,
+) -> Float[Tensor, " head"]:
+    """The logarithm of Z: the log-sum-exp of all of a head's logits, its sink's among them."""
+    total = decode_logits(query, key, scale).logsumexp(dim=-1)
+    return total if sinks is None else torch.logaddexp(total, sinks.to(WORK))
 
 
 def attended(
@@ -249,6 +270,20 @@ def isolated_perturbation(
     it; `mixed` Σ N A V and `mass` Σ N A over the kept ones.
     """
     return distances(output, projected(mixed / mass.unsqueeze(-1) - whole, slices))
+
+
+def corrected(
+    mixed: Float[Tensor, "head d_head"],
+    mass: Float[Tensor, " head"],
+    mean: Float[Tensor, "head d_head"],
+    predicted: Float[Tensor, " head"],
+) -> Float[Tensor, "head d_head"]:
+    """ô + (1 − Ŝ)(μ̂_gone − ô) before W_O (METHOD: the split of an evicted output).
+
+    `mixed` is Σ N A V and `mass` S = Σ N A of the kept entries; `mean` is μ̂_gone, and `predicted` the mass of what went
+    as it is predicted, both masses as shares of the full softmax: 1 − Ŝ = predicted / (S + predicted).
+    """
+    return (mixed + predicted.unsqueeze(-1) * mean.to(WORK)) / (mass + predicted).unsqueeze(-1)
 
 
 def propagated_perturbation(

@@ -8,7 +8,8 @@ step copies nothing that was kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,16 +20,20 @@ from transformers.cache_utils import CacheLayerMixin
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.ragged import build
 from perturbkv.cache.sliding import SlidingLayer
+from perturbkv.cache.stand_in import StandIn, joined
 from perturbkv.cache.tail import FIRST, Tail, with_sinks
 from perturbkv.configs.resources import SLACK
 from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 
+_NOTHING: Mapping[int, StandIn] = MappingProxyType({})
+
 
 class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
 
-    Those of a `passing` layer stay where they are, and are copied out block by block in every pass over them.
+    Those of a `passing` layer stay where they are, and are copied out block by block in every pass over them. By row,
+    `stand_ins` are what stands in for the entries that went, where a configuration corrects for them.
 
     Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
     """
@@ -36,13 +41,19 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
 
     def __init__(
-        self, entries: Sequence[KeptEntries], heads: int, seen: int, layout: str = "ragged", passing: bool = False
+        self,
+        entries: Sequence[KeptEntries],
+        heads: int,
+        seen: int,
+        layout: str = "ragged",
+        passing: bool = False,
+        stand_ins: Mapping[int, StandIn] = _NOTHING,
     ) -> None:
         CacheLayerMixin.__init__(self)
         self.heads, self.layout, self.passing = heads, layout, passing
         self._lay_out(entries)
         self.batch, self.seen, self.length = len(entries), seen, 0
-        self.tail_from = [0] * len(entries)
+        self.tail_from, self.stand_ins = [0] * len(entries), stand_ins
         self.attached = False
 
     def fresh(self) -> CompactLayer:
@@ -64,6 +75,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of the newest tokens over blocks and tail: (row, query, head, d_head), in the query's dtype."""
         output, total = with_sinks(*self._attend_tail(query, scale), sinks)
+        output, total = joined(self.stand_ins, output, total, query, scale)
         for block in self.blocks:
             found, weight = block.attend(query, scale)
             found, weight = found.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)
@@ -138,6 +150,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.blocks = [block for block in held if block is not None]
         self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
         self.borrowed = {place: self.borrowed[row] for place, row in enumerate(rows) if row in self.borrowed}
+        self.stand_ins = {place: self.stand_ins[row] for place, row in enumerate(rows) if row in self.stand_ins}
         self.batch, self.tail_from = len(rows), [self.tail_from[row] for row in rows]
         self._only(rows)
 

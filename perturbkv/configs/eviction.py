@@ -10,6 +10,7 @@ from typing import Any, Self
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
+from perturbkv.configs.correction import CORRECTION_OPTIONS, NONE
 from perturbkv.configs.documents import check_fields, check_options, holding, nested, unnested
 from perturbkv.configs.numbers import LARGEST
 from perturbkv.configs.numbers import check as check_number
@@ -18,19 +19,24 @@ from perturbkv.configs.precision import FULL, PRECISION_OPTIONS, bits_of, entrie
 from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, L2, SELECTION_OPTIONS
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
-CHOICES = ("policy", "selection", "granularity", "precision")
+CHOICES = ("policy", "selection", "granularity", "precision", "correction")
 """What is written `name(option=value)`."""
-_KNOWN = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS, "precision": PRECISION_OPTIONS}
+_KNOWN = {
+    "selection": SELECTION_OPTIONS,
+    "granularity": GRANULARITY_OPTIONS,
+    "precision": PRECISION_OPTIONS,
+    "correction": CORRECTION_OPTIONS,
+}
 _PROTECTED = ("protect_first", "protect_recent")
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class EvictionConfig:
-    """One way to evict: what every configuration has. Policy, selection, granularity and precision bring options.
+    """One way to evict: what every configuration has. Its choices, from the policy to the correction, bring options.
 
-    A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. A selection, a
-    granularity and a precision hold all of their options, a policy those that were given, until `registry.resolved`
-    completes it and leaves out what makes no difference.
+    A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. All hold
+    all of their options but a policy, which holds those that were given, until `registry.resolved` completes it and
+    leaves out what makes no difference.
 
     Raises ConfigError or BudgetError for a value outside its range, UnknownNameError for an unknown choice.
 
@@ -44,6 +50,7 @@ class EvictionConfig:
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
         precision: `full`, or `quantise(bits=4)`: what is kept before the window is stored in few bits.
+        correction: `none`, or `corrected(mass=stored)`: an entry per query head stands in for those that went.
         twin: of a trace of format 1 or 2 that measured one configuration twice: what was said otherwise the second
             time, without effect. Labels alone show it.
 
@@ -60,6 +67,7 @@ class EvictionConfig:
     protect_first: int | float
     protect_recent: int | float
     precision: Choice
+    correction: Choice
     twin: str
 
     def __init__(
@@ -72,6 +80,7 @@ class EvictionConfig:
         protect_first: float | str = 0,
         protect_recent: float | str = 0,
         precision: Choice | str = FULL,
+        correction: Choice | str = NONE,
         twin: str = "",
     ) -> None:
         held = {
@@ -82,7 +91,8 @@ class EvictionConfig:
             "granularity": _chosen("granularity", granularity, GRANULARITY_OPTIONS),
             "protect_first": _protected("protect_first", protect_first),
             "protect_recent": _protected("protect_recent", protect_recent),
-            "precision": _told_bits(_chosen("precision", precision, PRECISION_OPTIONS)),
+            "precision": _told(_chosen("precision", precision, PRECISION_OPTIONS), "bits"),
+            "correction": _told(_chosen("correction", correction, CORRECTION_OPTIONS), "mass"),
             "twin": twin,
         }
         for name, value in held.items():
@@ -118,6 +128,16 @@ class EvictionConfig:
     def bits(self) -> int:
         """Bits of a stored number of what is kept before the window."""
         return bits_of(self.precision)
+
+    @property
+    def corrected(self) -> bool:
+        """Whether something stands in for the entries that went."""
+        return self.correction.name != NONE
+
+    @property
+    def evicts_alone(self) -> bool:
+        """Whether nothing but eviction changes its outputs, so that the theorems speak of it."""
+        return not self.quantised and not self.corrected
 
     def protected(self, kept: int) -> tuple[int, int]:
         """First and most recent entries that always stay of `kept` ones; the window counts as recent."""
@@ -183,7 +203,8 @@ class EvictionConfig:
         window = f"w={self.window}" if self.window else ""
         parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", window, str(self.granularity)]
         few = str(self.precision) if self.quantised else ""
-        return " ".join(filter(None, [*parts, few, *protected, self.twin]))
+        correction = str(self.correction) if self.corrected else ""
+        return " ".join(filter(None, [*parts, few, correction, *protected, self.twin]))
 
     def __repr__(self) -> str:
         return f"<EvictionConfig {self.label()}>"
@@ -199,7 +220,8 @@ class EvictionConfig:
         said |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         said["granularity"] = self.granularity.name
         said |= {"precision": self.precision.name} if every else {}
-        for choice in (self.policy, self.selection, self.granularity, self.precision):
+        said |= {"correction": self.correction.name} if every or self.corrected else {}
+        for choice in (self.policy, self.selection, self.granularity, self.precision, self.correction):
             for name, value in (choice.options if every else choice.told).items():
                 said |= {} if name in (*said, "kernel") else {name: f"{name}={value}"}
         protected = {name: getattr(self, name) for name in _PROTECTED}
@@ -219,10 +241,13 @@ class EvictionConfig:
         return found
 
     def to_document(self) -> dict[str, Any]:
-        """As JSON holds it: each choice as it is written, and its options behind it; full precision goes unsaid."""
+        """As JSON holds it: each choice as it is written, and its options behind it.
+
+        Full precision and no correction go unsaid.
+        """
         found: dict[str, Any] = {"twin": self.twin} if self.twin else {}
         for name, value in self._choices():
-            if name == "precision" and not self.quantised:
+            if (name == "precision" and not self.quantised) or (name == "correction" and not self.corrected):
                 continue
             found[name] = str(value) if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
@@ -236,7 +261,13 @@ class EvictionConfig:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """What `to_document` made this of. Raises KeyError or TypeError for another document, and as the class does."""
-        held: dict[str, Any] = {"precision": FULL, "precision_options": {}, **document}
+        unsaid: dict[str, Any] = {
+            "precision": FULL,
+            "precision_options": {},
+            "correction": NONE,
+            "correction_options": {},
+        }
+        held = {**unsaid, **document}
         for name in CHOICES:
             options, told = held.pop(f"{name}_options"), as_choice(held[name])
             options = {option: unnested(value) for option, value in options.items()}
@@ -260,9 +291,9 @@ def _chosen(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
     return completed(choice, f"{what} '{choice.name}'", known[choice.name])
 
 
-def _told_bits(precision: Choice) -> Choice:
-    """The same, its bits always shown: they are the first thing to know of it."""
-    return dataclasses.replace(precision, usual=(precision.usual or frozenset()) - {"bits"})
+def _told(choice: Choice, option: str) -> Choice:
+    """The same, one option always shown: it is the first thing to know of it."""
+    return dataclasses.replace(choice, usual=(choice.usual or frozenset()) - {option})
 
 
 def _protected(name: str, given: float | str) -> int | float:

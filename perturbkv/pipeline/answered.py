@@ -118,7 +118,7 @@ class Generation(Sequence[Answers]):
     def records(self) -> list[dict[str, Any]]:
         """A row per prompt and cache, the full one first: `held_share`, `score` (None: no metric), `text`.
 
-        `bytes_share` beside them, of the full cache's bytes, where a configuration stores few bits.
+        `bytes_share` beside them, of the full cache's bytes, where a configuration stores few bits or is corrected.
         """
         return [
             {"sample": one["sample"], "config": name, "held_share": made["held_share"],

@@ -16,7 +16,9 @@ from perturbkv import kept_code
 from perturbkv.cache.gather import Lengths
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.held import held_bits
 from perturbkv.configs.precision import FULL, stored_bits
+from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.scoring import leading_digits
@@ -40,7 +42,8 @@ class BatchResult:
         cache_bytes, padding_bytes: of the evicted caches.
         generated: tokens of each configuration's answer by its place, and in one of the batches the full cache's under
             None; empty where nothing is generated.
-        isolated: of configurations in few bits by their place (step, name, layer, head), names as `quantised.NAMES`.
+        isolated: of configurations in few bits, or corrected, by their place (step, name, layer, head), names as
+            `quantised.NAMES`; NaN where that changes nothing.
     """
 
     places: tuple[int, ...]
@@ -82,13 +85,14 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
     return arrays
 
 
-def quantised_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
-    """The isolated perturbations of `arrays`, of configurations in few bits as these really perturb."""
+def changed_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
+    """The isolated perturbations of `arrays`, of configurations in few bits or corrected as these really perturb."""
     found = {name: arrays[name].copy() for name in quantised.NAMES}
     for batch in batches:
         for place, moved in batch.isolated.items():
             for name, array in zip(quantised.NAMES, moved.unbind(dim=1), strict=True):
-                found[name][place] = to_numpy(array, VARIABLES[name].dtype)
+                own = to_numpy(array, VARIABLES[name].dtype)
+                found[name][place] = np.where(np.isnan(own), found[name][place], own)
     return found
 
 
@@ -158,12 +162,15 @@ def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) ->
 
 
 def held_bytes(
-    lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], kv_heads: int, d_head: int, prompt_tokens: int
+    lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], shape: Shape, prompt_tokens: int
 ) -> Arrays:
-    """(config,) bytes of the evicted caches' entries as stored, and of the full cache's in 16 bits."""
-    full = stored_bits(Choice(FULL), prompt_tokens, 0, d_head) * kv_heads * len(lengths)
+    """(config,) bytes of the evicted caches' entries and of what stands in for others, and of the full cache's.
+
+    As stored; in 16 bits where nobody says otherwise.
+    """
+    full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * len(lengths)
     held = [
-        sum(stored_bits(config.precision, kept, config.window, d_head) for layer in lengths for kept in layer[place])
+        sum(held_bits(config, layer[place], prompt_tokens, shape.heads, shape.d_head) for layer in lengths)
         for place, config in enumerate(configs)
     ]
     return {"held_bytes": np.array(held, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}

@@ -12,11 +12,12 @@ from perturbkv.cache import positions, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries, borrow
 from perturbkv.cache.gather import keep, lengths
+from perturbkv.cache.stand_in import StandIn
 from perturbkv.cache.whole import beside
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import quantised
+from perturbkv.pipeline import correcting, quantised
 from perturbkv.pipeline.finite import FiniteCheck
 from perturbkv.pipeline.prefill import Prefill, Statistics, prefill
 from perturbkv.pipeline.sources import sources
@@ -107,21 +108,29 @@ class _Rows:
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     def _evict(self, found: Statistics, layer: int, keys: Tensor, values: Tensor) -> None:
-        kept = self._all(keys, values) if self._whole else self._kept(found, layer, keys, values)
+        kept, stand_ins = (self._all(keys, values), {}) if self._whole else self._kept(found, layer, keys, values)
         for row, config in zip(kept, self._configs, strict=True):
             if config.quantised:
                 quantised.look(self.stored, self._adapter.layer_indices[layer], row)
         everything = [borrow(keys, values)] if self._with_full else []
-        self.layers.append(CompactLayer([*everything, *kept], self._adapter.heads, found.tokens, self._layout))
+        by_row = {place + len(everything): one for place, one in stand_ins.items()}
+        rows, heads = [*everything, *kept], self._adapter.heads
+        self.layers.append(CompactLayer(rows, heads, found.tokens, self._layout, stand_ins=by_row))
 
     def _all(self, keys: Tensor, values: Tensor) -> list[KeptEntries]:
         row = borrow(keys, values)
         return [quantisation.quantised(row, one) if one.quantised else row for one in self._configs]
 
-    def _kept(self, found: Statistics, layer: int, keys: Tensor, values: Tensor) -> list[KeptEntries]:
+    def _kept(
+        self, found: Statistics, layer: int, keys: Tensor, values: Tensor
+    ) -> tuple[list[KeptEntries], dict[int, StandIn]]:
+        """What each configuration keeps, and what stands in for what it does not."""
         configs = self._configs
         chosen = found.groups(configs, layer, keys, values)
         (counts,) = lengths([chosen], len(configs), keys.device)
         kept = keep(chosen, range(len(configs)), counts, keys, values)
+        means = found.mean_queries
+        made = correcting.corrections(self._adapter, layer, kept.entries, configs, means, (keys, values), found.tokens)
         kept = quantisation.stored(positions.in_cache(kept, configs, self._adapter.frequencies), configs)
-        return [kept.entries[place] for place in range(len(configs))]
+        stand_ins = {place: one.stand_in for place, one in made.items()}
+        return [kept.entries[place] for place in range(len(configs))], stand_ins

@@ -14,6 +14,7 @@ from perturbkv import room
 from perturbkv.cache.compact import CompactCache
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.held import held_bits
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -127,7 +128,7 @@ class Answers:
         compressions: those that came later.
         divergence: of the evicted caches while they read the full cache's answer, where it was asked for.
         stored: bytes of each configuration's entries over those of the full cache in 16 bits, likewise; empty where no
-            configuration stores few bits.
+            configuration stores few bits or is corrected.
     """
 
     full: list[int]
@@ -188,15 +189,19 @@ def _held(cache: CompactCache) -> list[float]:
 
 
 def _stored(cache: CompactCache, configs: Sequence[EvictionConfig], d_head: int) -> list[float]:
-    """Bytes of each row's entries as stored over those of the first row, in 16 bits; nothing where all have these."""
-    if not any(config.quantised for config in configs):
+    """Bytes that each row stores over those of the first row, in 16 bits; nothing where all are in 16 and uncorrected.
+
+    Entries, and what stands in for others; nothing has been decoded yet.
+    """
+    if all(config.evicts_alone for config in configs):
         return []
-    kinds = [(Choice(FULL), 0), *((config.precision, config.window) for config in configs)]
+    layers, tokens = cache.evicted, cache.get_seq_length()
+    full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))
     sizes = [
-        sum(stored_bits(kind, kept, window, d_head) for layer in cache.evicted for kept in layer.lengths(row))
-        for row, (kind, window) in enumerate(kinds)
+        sum(held_bits(config, layer.lengths(row), tokens, layer.heads, d_head) for layer in layers)
+        for row, config in enumerate(configs, start=1)
     ]
-    return [size / sizes[0] for size in sizes[1:]]
+    return [size / full for size in sizes]
 
 
 def end_tokens(adapter: Adapter) -> set[int]:

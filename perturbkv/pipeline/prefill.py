@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache
 
+from perturbkv.cache import stand_in
 from perturbkv.cache.sliding import Window
 from perturbkv.cache.whole import full_cache, windows
 from perturbkv.configs.eviction import EvictionConfig
@@ -31,6 +32,7 @@ from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.layer_statistics import Ends, LayerStatistics
 from perturbkv.selection.policies import registry
 from perturbkv.selection.ranking import Scores
+from perturbkv.theory import WORK
 
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
@@ -52,6 +54,8 @@ class Statistics:
         head_scores: given scores of all query heads; empty where there are none.
         given: of each configuration whose kept sets come from outside, what they are.
         made: what budgets that look at all layers were made of.
+        mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), where what went is
+            corrected for.
     """
 
     sample: str
@@ -64,6 +68,7 @@ class Statistics:
     given: Mapping[EvictionConfig, Source] = field(default_factory=dict)
     made: dict[Hashable, Any] = field(default_factory=dict)
     euclidean: list[Tensor] = field(default_factory=list)
+    mean_queries: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def groups(
         self,
@@ -164,7 +169,7 @@ LayerRead = Callable[[Statistics, LayerView], None]
 def prefill(
     adapter: Adapter,
     token_ids: Sequence[int],
-    configs: Iterable[EvictionConfig],
+    configs: Collection[EvictionConfig],
     resources: Resources,
     sample: str,
     head_scores: Sequence[Sequence[float]] = (),
@@ -181,6 +186,7 @@ def prefill(
     ranked = [config for config in configs if not config.given]
     wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
     found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
+    found.mean_queries.update((window, []) for window in stand_in.windows(configs))
     euclidean = any(config.euclidean for config in ranked)
     reading = _Reading(adapter, found, resources, taken, whole, euclidean)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
@@ -220,6 +226,8 @@ class _Reading:
         self.found.norms.append(view.norms)
         if self.by_length:
             self._euclidean(view)
+        for window, means in self.found.mean_queries.items():
+            means.append(query[0, :, -window:].to(WORK).mean(dim=1))
         with phase("scores"):
             self._score(view)
         if self.taken is not None:

@@ -15,6 +15,7 @@ from perturbkv.cache import positions, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
 from perturbkv.cache.gather import Kept, Lengths, keep, lengths
+from perturbkv.cache.stand_in import StandIn
 from perturbkv.cache.whole import beside
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
@@ -22,17 +23,17 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import measure, quantised
+from perturbkv.pipeline import correcting, measure, quantised
 from perturbkv.pipeline.assembly import (
     BatchResult,
     answer_arrays,
     attention_array,
+    changed_arrays,
     held_bytes,
     held_share,
     isolated_arrays,
     kept_arrays,
     lost_arrays,
-    quantised_arrays,
     sample_arrays,
     step_arrays,
     with_all_steps,
@@ -143,9 +144,9 @@ def _arrays(
     """Everything that a trace holds of the sample, at the steps that were measured."""
     with phase("assembly"):
         arrays = sample_arrays(prompt, run, tokens, batches, kept) | isolated_arrays(layers, adapter.device)
-        arrays |= quantised_arrays(batches, arrays)
+        arrays |= changed_arrays(batches, arrays)
         arrays |= {"held_share": held_share(kept, adapter.kv_heads, int(arrays["prompt_tokens"]))}
-        arrays |= held_bytes(kept, run.configs, adapter.kv_heads, adapter.d_head, int(arrays["prompt_tokens"]))
+        arrays |= held_bytes(kept, run.configs, adapter.shape, int(arrays["prompt_tokens"]))
         arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)
         if run.generate:
@@ -162,7 +163,7 @@ class _Evicted:
     Attributes:
         entries: the cache.
         order, masks: the configurations and their kept sets, as `gather.Kept` has them.
-        moved: what entries in few bits change in this layer alone, by configuration.
+        moved: what few bits or a correction leave changed in this layer alone, by configuration.
     """
 
     entries: CompactLayer
@@ -212,12 +213,25 @@ class _Decoding:
         held, n = self.adapter.held(self.before.cache, layer), self.before.statistics.tokens
         keys, values = held.keys[0], held.values[0]
         kept = keep(self.layers[layer].groups, set(places), self.kept[layer], keys, values)
+        corrected, left = self._corrected(layer, kept, (keys, values))
         kept, moved = self._stored(layer, kept, (keys, values))
         everything = borrow(keys[:, :n], values[:, :n])
         rows = [everything, *(kept.entries[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))
-        cache = CompactLayer(rows, self.adapter.heads, n, self.run.cache, self.passing)
-        return _Evicted(cache, kept.order, kept.masks, moved)
+        stand_ins = {row: corrected[place] for row, place in enumerate(places, start=1) if place in corrected}
+        cache = CompactLayer(rows, self.adapter.heads, n, self.run.cache, self.passing, stand_ins)
+        return _Evicted(cache, kept.order, kept.masks, moved | left)
+
+    def _corrected(
+        self, layer: int, kept: Kept, whole: tuple[Tensor, Tensor]
+    ) -> tuple[dict[int, StandIn], dict[int, Tensor]]:
+        """What stands in for the entries that corrected configurations lose, and what is left of the loss."""
+        found, configs = self.before.statistics, self.run.configs
+        made = correcting.corrections(
+            self.adapter, layer, kept.entries, configs, found.mean_queries, whole, found.tokens
+        )
+        left = correcting.isolated(self.adapter, layer, self.full, whole, made)
+        return {place: one.stand_in for place, one in made.items()}, left
 
     def _stored(self, layer: int, kept: Kept, whole: tuple[Tensor, Tensor]) -> tuple[Kept, dict[int, Tensor]]:
         """The entries as the cache holds them, and what those in few bits change in this layer alone.

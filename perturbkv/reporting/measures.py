@@ -138,8 +138,8 @@ def _floors(measure: Measure) -> list[str]:
 def _gone(trace: Trace, isolated: Floats) -> Floats:
     """‖μ_gone − μ_kept‖₁ = L / (1 − S) (METHOD: what goes and what stays); NaN where S = 1.
 
-    NaN too where entries are stored in few bits, which adds to L what no entry took away.
+    NaN too where entries are stored in few bits, or outputs are corrected: L is then not of what went alone.
     """
     gone = 1 - values(trace, "retained_mass", ANALYSIS, 0)
-    exact = np.array([not config.quantised for config in trace.run.configs])[:, None, None]
+    exact = np.array([config.evicts_alone for config in trace.run.configs])[:, None, None]
     return np.asarray(ratio(isolated, np.where((gone > _WHOLE) & exact, gone, 0)))

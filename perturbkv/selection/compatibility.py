@@ -53,6 +53,25 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
     _check_sign(config)
+    _check_correction(config)
+
+
+def _check_correction(config: EvictionConfig) -> None:
+    """Raise ConfigError where nothing can stand in for the entries that went."""
+    if not config.corrected:
+        return
+    if config.quantised:
+        msg = (
+            f"correction '{config.correction}' stands in for entries of full precision; leave precision "
+            f"'{config.precision}' or the correction out"
+        )
+        raise ConfigError(msg)
+    if build(config.policy).in_cache:
+        msg = (
+            f"correction '{config.correction}' predicts by queries at the prompt's positions, and positions=in-cache "
+            "moves them; use positions=kept, or leave the correction out"
+        )
+        raise ConfigError(msg)
 
 
 def check_ends(config: EvictionConfig, prompt_tokens: int) -> None:
@@ -103,6 +122,12 @@ def check_compressible(config: EvictionConfig) -> None:
         msg = (
             "positions=in-cache turns keys at each compression, and those in few bits would be rounded again; "
             "--compress-every works with precision full or positions=kept"
+        )
+        raise ConfigError(msg)
+    if config.corrected:
+        msg = (
+            f"correction '{config.correction}' is stored once, for the prompt; --compress-every works with "
+            "correction none"
         )
         raise ConfigError(msg)
     if not _compressible(build(config.policy)):

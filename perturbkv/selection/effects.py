@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from perturbkv.configs.correction import CORRECTION_OPTIONS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import PRECISION_OPTIONS
 from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS, STAGED
@@ -55,6 +56,7 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
         "selection": SELECTION_OPTIONS[config.selection.name],
         "granularity": GRANULARITY_OPTIONS[config.granularity.name],
         "precision": PRECISION_OPTIONS[config.precision.name],
+        "correction": CORRECTION_OPTIONS[config.correction.name],
     }
     return {(owner, name): needs for (owner, name), needs in found.items() if name in known[owner]}
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from perturbkv.configs.choice import Choice, as_choice, halves, parse
+from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.precision import FULL
@@ -23,14 +24,16 @@ from perturbkv.selection.policies import registry
 from perturbkv.selection.spread import Asked
 
 FIELDS = (
-    "preset", "budget", "window", "granularity", "precision", "protect_first", "protect_recent", "policy", "selection"
+    "preset", "budget", "window", "granularity", "precision", "correction", "protect_first", "protect_recent", "policy",
+    "selection",
 )  # fmt: skip
 """What every configuration has; all else is an option of some policy, selection or granularity."""
 ORDER = (
     "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "norm", "pool", "kernel",
     "granularity", "group_score", "reduce", "group_product", "product", "block", "block_score", "sinks", "seed",
     "pyramid_beta", "pyramid_line", "beta", "line", "floor", "safeguard", "head_beta", "recent", "history",
-    "protect_first", "protect_recent", "positions", "precision", "bits", "group", "fill", "policy", "selection",
+    "protect_first", "protect_recent", "positions", "precision", "bits", "group", "fill", "correction", "mass",
+    "policy", "selection",
 )  # fmt: skip
 """The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy, by
 name."""
@@ -134,8 +137,8 @@ def asked(
         selected, chosen["window"] = _given(named, selected, named == as_choice(policy)), 0
     usual = own.own_granularity or PRESETS[preset].get("granularity", "query")
     granularity = as_choice(chosen.pop("granularity", usual))
-    precision = as_choice(chosen.pop("precision", FULL))
-    owners = {"policy": named, "selection": selected, "granularity": granularity, "precision": precision}
+    beyond = {name: as_choice(chosen.pop(name, usual)) for name, usual in (("precision", FULL), ("correction", NONE))}
+    owners = {"policy": named, "selection": selected, "granularity": granularity, **beyond}
     beside = {name: value for name, value in chosen.items() if name not in FIELDS}
     _check_once(owners, beside)
     window = PRESETS[preset].get("window", 32) if own.own_window is None else own.own_window

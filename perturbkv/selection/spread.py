@@ -1,4 +1,4 @@
-"""Options that are given beside a configuration's policy, selection, granularity and precision, and go to their owner.
+"""Options that are given beside a configuration's choices (policy, selection, granularity, …), and go to their owner.
 
 `alpha=(0.25, 0.5)` beside three policies and two selections goes into each selection, `floor=0.1` into AdaKV alone: a
 sweep names an option once. Presets are such options too.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.configs.choice import Choice
+from perturbkv.configs.correction import CORRECTION_OPTIONS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
 from perturbkv.configs.precision import PRECISION_OPTIONS
@@ -28,7 +29,12 @@ _FORMER = {
     "head_beta": ("policy", "beta", "headkv"),
 }
 """Names that sweep files gave to options, before options belonged to anybody: owner, option, and of which policy."""
-_OPTIONS = {"selection": SELECTION_OPTIONS, "granularity": GRANULARITY_OPTIONS, "precision": PRECISION_OPTIONS}
+_OPTIONS = {
+    "selection": SELECTION_OPTIONS,
+    "granularity": GRANULARITY_OPTIONS,
+    "precision": PRECISION_OPTIONS,
+    "correction": CORRECTION_OPTIONS,
+}
 
 
 def known() -> dict[str, Option]:
@@ -67,14 +73,12 @@ def _owners() -> dict[tuple[str, str], Mapping[str, Option]]:
     """Kind of owner and name -> its options."""
     return {
         **{("policy", one.name): one.options() for one in registry.known()},
-        **{("selection", name): options for name, options in SELECTION_OPTIONS.items()},
-        **{("granularity", name): options for name, options in GRANULARITY_OPTIONS.items()},
-        **{("precision", name): options for name, options in PRECISION_OPTIONS.items()},
+        **{(owner, name): options for owner, named in _OPTIONS.items() for name, options in named.items()},
     }
 
 
 def takes(choice: Choice, owner: str, name: str) -> str:
-    """The option of a policy, selection, granularity or precision that a name means; empty if it has none."""
+    """The option of a policy, selection or another owner that a name means; empty if it has none."""
     where, option, only = _FORMER.get(name, (owner, name, ""))
     return option if where == owner and only in ("", choice.name) and option in _options(choice.name, owner) else ""
 

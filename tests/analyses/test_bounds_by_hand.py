@@ -217,18 +217,19 @@ def test_settings_that_differ_in_the_groups_product_alone_are_told_apart() -> No
     ]
 
 
-def test_few_bits_are_left_out_by_name() -> None:
-    """θ bounds what eviction loses: what few bits lose beside it may lie above, and is no violation."""
+def test_few_bits_and_corrections_are_left_out_by_name() -> None:
+    """θ bounds what eviction loses: what few bits lose beside it, or a correction adds, is no violation."""
     whole, few = config("two-stage"), config("two-stage", precision="quantise(bits=2)")
+    corrected = config("two-stage", correction="corrected")
     names = ("theta", "theta_hat", "theta_hat_relax", "sigma_stage1", "retained_mass")
-    arrays = {name: np.full((2, 2, 1, 1), 0.9) for name in names}
-    arrays["perturbation_isolated"] = np.tile(np.array([0.5, 7.0])[:, None, None], (2, 1, 1, 1))
-    found = summarise(hand_made([whole, few], arrays))
+    arrays = {name: np.full((2, 3, 1, 1), 0.9) for name in names}
+    arrays["perturbation_isolated"] = np.tile(np.array([0.5, 7.0, 8.0])[:, None, None], (2, 1, 1, 1))
+    found = summarise(hand_made([whole, few, corrected], arrays))
     assert [one.config for one in found.configs] == [whole]
     assert found.checked["L ≤ θ"] == 2
-    assert f"not of few bits: {few.label()}." in found.notes()
-    with pytest.raises(TraceError, match="expected a configuration in full precision, as bounds speak of eviction"):
+    assert f"not of few bits or corrected outputs: {few.label()}, {corrected.label()}." in found.notes()
+    with pytest.raises(TraceError, match="expected an uncorrected configuration in full precision, as bounds speak"):
         summarise(hand_made([few], {name: array[:, :1] for name, array in arrays.items()}))
     arrays["perturbation_isolated"] = arrays["perturbation_isolated"][:, ::-1]
     with pytest.raises(BoundError):
-        summarise(hand_made([whole, few], arrays))
+        summarise(hand_made([whole, few, corrected], arrays))

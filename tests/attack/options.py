@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from perturbkv.cli.main import app
+from perturbkv.configs.correction import CORRECTION_OPTIONS
 from perturbkv.configs.precision import PRECISION_OPTIONS
 from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.selection.policies import registry
@@ -218,12 +219,13 @@ def _single(whole: Whole, option: str, value: str, seed: int) -> Attack:
 
 
 def _calls(whole: Whole) -> Iterator[Attack]:
-    """Every option of every policy, selection, granularity and precision, with every number."""
+    """Every option of every policy, selection, granularity, precision and correction, with every number."""
     owners: list[tuple[str, str, Mapping[str, Any]]] = [
         *(("--policy", name, registry.info(name).options()) for name in registry.names()),
         *(("--selection", name, options) for name, options in SELECTION_OPTIONS.items() if name != "given"),
         *(("--granularity", name, options) for name, options in GRANULARITY_OPTIONS.items()),
         *(("--precision", name, options) for name, options in PRECISION_OPTIONS.items()),
+        *(("--correction", name, options) for name, options in CORRECTION_OPTIONS.items()),
     ]
     for where, owner, options in owners:
         for option, known in options.items():

@@ -33,8 +33,8 @@ _NUMBERS = (".nan", "nan", ".inf", "1e999", str(10**20), "-1", "0", "1e-320", "'
             "!!python/object/apply:os.system ['touch opened']")  # fmt: skip
 _KEYS = ("budget", "window", "alpha", "samples", "steps", "max-tokens", "chunk-mib", "length", "depth", "kernel",
          "floor", "epsilon", "seed", "block", "max-memory", "protect-first")  # fmt: skip
-_WORDS = ("model", "dataset", "policy", "preset", "granularity", "precision", "device", "dtype", "scenario", "cache",
-          "data-dir", "text", "save", "head-scores", "pool")  # fmt: skip
+_WORDS = ("model", "dataset", "policy", "preset", "granularity", "precision", "correction", "device", "dtype",
+          "scenario", "cache", "data-dir", "text", "save", "head-scores", "pool")  # fmt: skip
 _LAUGHS = "a: &a [x, x]\n" + "".join(
     f"{chr(98 + place)}: &{chr(98 + place)} [{', '.join([f'*{chr(97 + place)}'] * 9)}]\n" for place in range(12)
 )

@@ -31,6 +31,7 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "ablation": lambda trace: pk.ablation(trace),
     "restriction": lambda trace: pk.restriction(trace),
     "measures": lambda trace: pk.measures(trace),
+    "split": lambda trace: pk.split(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "link": lambda trace: pk.link(trace),
@@ -89,7 +90,7 @@ def test_a_result_shows_itself_within_80_columns_and_as_html(results: dict[str, 
     assert " ".join(repr(result).split()).startswith(" ".join(result.conclusion().split()))
     page = result._repr_html_()
     assert page.startswith("<p>")
-    assert page.count("<table>") == sum(not isinstance(part, str) for part in result.tables()) > 0
+    assert page.count("<table>") == sum(not isinstance(part, str) for part in (*result.tables(), *result.stored())) > 0
 
 
 @EVERY
@@ -185,6 +186,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         "ablation",
         "restriction",
         "measures",
+        "split",
         "horizon",
         "needle",
         "link",
@@ -203,8 +205,8 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "names = 'assumption bound_tightness ablation restriction measures horizon needle link quality savings '\n"
-        "names += 'safe_budget equal_bytes'\n"
+        "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings '\n"
+        "names += 'safe_budget equal_bytes measures split'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

@@ -79,9 +79,13 @@ MEASURED = tuple(
     for budget in (64, 0.2)
     for selection in ("attention", "two-stage", "two-stage(norm=l2)", "random")
 )
+PARTED = tuple(
+    configuration(128, selection=selection, correction=correction)
+    for selection in ("attention", "two-stage") for correction in ("none", "corrected", "corrected-oracle")
+)  # fmt: skip
 OWN = {
     "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT,
-    "bytes": STORED, "measures": MEASURED,
+    "bytes": STORED, "split": PARTED, "measures": MEASURED,
 }  # fmt: skip
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -94,6 +98,7 @@ COMMANDS = {
     "ablation --methods": ["all"],
     "restriction": [],
     "measures": [],
+    "split": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "link": [],
@@ -136,7 +141,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
-        if any(config.quantised for config in configs):
+        if not all(config.evicts_alone for config in configs):
             arrays |= {"held_bytes": draw.uniform(100, 600, len(configs)), "full_bytes": np.asarray(1000.0)}
             arrays["evicted"] = np.array([config.budget.value != 1 for config in configs], dtype=np.uint8)
         samples.append(SampleTrace(f"s{place}", arrays))

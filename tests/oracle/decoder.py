@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.oracle.correction import Extra
 from tests.oracle.theory import Array, softmax
 
 Stored = list[dict[int, tuple[Array, Array]]]
@@ -84,12 +85,18 @@ class Decoder:
         return made
 
     def step(
-        self, token: int, kept: list[Array] | None = None, in_cache: bool = False, stored: list[Stored] | None = None
+        self,
+        token: int,
+        kept: list[Array] | None = None,
+        in_cache: bool = False,
+        stored: list[Stored] | None = None,
+        extras: list[list[Extra | None]] | None = None,
     ) -> Step:
         """Decode a token; `kept[layer]` (head, entries so far) masks older entries, the token's own is always seen.
 
         `stored[layer][head]` are keys and values of some positions as that head sees them. With `in_cache` a head's
-        first entry that it sees stands at 0, the next one at 1, …; the query at its own.
+        first entry that it sees stands at 0, the next one at 1, …; the query at its own. `extras[layer][head]` is one
+        entry more that this head sees.
         """
         record, config = Step(), self.config
         hidden = self.weights["model.embed_tokens.weight"][token] * self._embedding_scale()
@@ -99,7 +106,8 @@ class Decoder:
             after = f"model.layers.{layer}.post_feedforward_layernorm.weight" in self.weights
             normed = self._norm(hidden, f"{layer}.input_layernorm")
             held = None if stored is None or mask is None else stored[self.places.index(layer)]
-            made = self._attention(layer, normed, mask, in_cache, record, held)
+            more = None if extras is None or mask is None else extras[self.places.index(layer)]
+            made = self._attention(layer, normed, mask, in_cache, record, held, more)
             hidden = hidden + residual * (self._norm(made, f"{layer}.post_attention_layernorm") if after else made)
             name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
             made = self._mlp(layer, self._norm(hidden, f"{layer}.{name}"))
@@ -129,7 +137,14 @@ class Decoder:
         return out + self.weights.get(f"{name}.bias", 0.0)
 
     def _attention(
-        self, layer: int, hidden: Array, kept: Array | None, in_cache: bool, record: Step, stored: Stored | None
+        self,
+        layer: int,
+        hidden: Array,
+        kept: Array | None,
+        in_cache: bool,
+        record: Step,
+        stored: Stored | None,
+        extras: list[Extra | None] | None,
     ) -> Array:
         prefix, measured = f"model.layers.{layer}.self_attn", layer in self.places
         unrotated, key, value = self._projections(prefix, hidden)
@@ -153,9 +168,13 @@ class Decoder:
             own = {} if stored is None else stored[head]
             keys = [own[i][0] if i in own else key for i, key in zip(seen, keys, strict=True)]
             scores = [float(query[head] @ key) * scale for key in keys]
+            values = [own[i][1] if i in own else self._values[layer][kv_head][i] for i in seen]
+            extra = None if extras is None else extras[head]
+            scores += [] if extra is None else [extra.logit(query[head])]
+            values += [] if extra is None else [extra.value]
             scores += [] if sinks is None else [float(sinks[head])]
-            for weight, i in zip(softmax(scores), seen, strict=False):
-                mixed[head] += weight * (own[i][1] if i in own else self._values[layer][kv_head][i])
+            for weight, value_of in zip(softmax(scores), values, strict=False):
+                mixed[head] += weight * value_of
         if measured:
             record.query.append(query)
             record.head_output.append(mixed)

@@ -12,7 +12,7 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from tests.oracle import policies, quantisation, selection, theory
+from tests.oracle import correction, policies, quantisation, selection, theory
 from tests.oracle.decoder import Decoder, Step
 from tests.support.configs import flat
 
@@ -94,6 +94,19 @@ class Reference:
         return found
 
     @functools.cache  # noqa: B019
+    def extras(self, layer: int, config: EvictionConfig) -> list[correction.Extra | None]:
+        """Per query head what stands in for the prompt's entries that went."""
+        if not config.corrected:
+            return [None for _ in range(self.decoder.heads)]
+        sharing, last = self.decoder.heads // self.decoder.kv_heads, range(self.n - config.window, self.n)
+        found = []
+        for head, (kept, _) in enumerate(self.kept(layer, config)):
+            keys, values = (kind[layer][head // sharing][: self.n] for kind in (self.decoder.keys, self.decoder.values))
+            queries = [self.prompt[place].query[layer][head] for place in last]
+            found.append(correction.extra(flat(config).mass, queries, kept, keys, values, self.decoder.scale))
+        return found
+
+    @functools.cache  # noqa: B019
     def read(self) -> Decoder:
         """What has read what is compressed, and nothing behind it."""
         decoder = Decoder(self.model)
@@ -107,10 +120,11 @@ class Reference:
         decoder = self.read().copy()
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
+        extras = [self.extras(layer, config) for layer in range(decoder.layers)]
         records = []
         for later, token in enumerate((*self.ids[self.n :], *self.tokens[: self.run.steps])):
             masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
             for mask, layer_sets in zip(masks, sets, strict=True):
                 mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
-            records.append(decoder.step(token, masks, inside == "in-cache", stored))
+            records.append(decoder.step(token, masks, inside == "in-cache", stored, extras))
         return records[len(self.ids) - self.n :]

@@ -13,7 +13,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.trace import SampleTrace
-from tests.oracle import quantisation, theory
+from tests.oracle import correction, quantisation, theory
 from tests.oracle.decoder import Step
 from tests.oracle.sample import QUESTION, Reference, attention_of
 from tests.support.configs import flat
@@ -74,12 +74,14 @@ def test_bytes_are_those_of_what_is_stored(case: tuple[SampleTrace, Reference]) 
         sets = [reference.kept(layer, config) for layer in range(layers)]
         stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
         bits = [quantisation.bits_held(flat(config), len(kept), reference.n, d_head) for one in sets for kept, _ in one]
+        gone, sharing = [reference.n - len(kept) for one in sets for kept, _ in one], len(sets[0]) // stored
+        bits = [b + correction.bits(flat(config).mass, g, sharing, d_head) for b, g in zip(bits, gone, strict=True)]
         assert sample.arrays["held_bytes"][index] == sum(bits) * stored / len(sets[0]) / 8
 
 
 def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> None:
     sample, reference = case
-    evicts = [index for index, config in enumerate(reference.run.configs) if not config.quantised]
+    evicts = [index for index, config in enumerate(reference.run.configs) if config.evicts_alone]
     moved, theta, hat, relaxed = (
         sample.arrays[name][evicts] for name in ("perturbation_isolated", "theta", "theta_hat", "theta_hat_relax")
     )
@@ -99,6 +101,21 @@ def quantised_output(
     keys = [few[i][0] if i in few else held["key"][own][i] for i in seen]
     values = [few[i][1] if i in few else held["value"][own][i] for i in seen]
     logits = [float(held["query"][head] @ key) * reference.decoder.scale for key in keys]
+    logits += [] if held["sinks"] is None else [float(held["sinks"][head])]
+    return np.sum([a * v for a, v in zip(theory.softmax(logits), values, strict=False)], axis=0)
+
+
+def corrected_output(
+    reference: Reference, layer: int, head: int, config: EvictionConfig, held: dict[str, Any], kept: list[bool]
+) -> np.ndarray:
+    """Σ A' V of one head, from the softmax over what is kept and what stands in for the rest."""
+    own, query = head // (reference.decoder.heads // reference.decoder.kv_heads), held["query"][head]
+    extra = reference.extras(layer, config)[head]
+    seen = [i for i in range(len(held["key"][own])) if kept[i]]
+    logits = [float(query @ held["key"][own][i]) * reference.decoder.scale for i in seen]
+    values = [held["value"][own][i] for i in seen]
+    if extra is not None:
+        logits, values = [*logits, extra.logit(query)], [*values, extra.value]
     logits += [] if held["sinks"] is None else [float(held["sinks"][head])]
     return np.sum([a * v for a, v in zip(theory.softmax(logits), values, strict=False)], axis=0)
 
@@ -129,6 +146,8 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                     evicted = theory.evicted_output(a, kept, values, projection)
                     if config.quantised:
                         evicted = quantised_output(reference, layer, head, config, held, kept) @ projection
+                    if config.corrected:
+                        evicted = corrected_output(reference, layer, head, config, held, kept) @ projection
                     expected = {
                         "perturbation_isolated": theory.l1(full - evicted),
                         "perturbation_isolated_l2": theory.l2(full - evicted),

@@ -98,6 +98,21 @@ def norm_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made) if granularity == "layer" else (*made, adakv)
 
 
+def correction_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """The three corrections of single entries, of blocks, and of next to nothing, beside none, in one batch."""
+    fields = {"window": WINDOW, "granularity": granularity, "policy": "snapkv(kernel=3)"}
+    masses = ("corrected", "corrected(mass=linear)", "corrected-oracle")
+    made = [configuration(14, correction=one, **fields) for one in masses]
+    made += [
+        configuration(14, **fields),
+        configuration(11, correction="corrected", selection="attention", **fields),
+        configuration(15, correction="corrected(mass=linear)", block=4, **fields),
+        configuration(0.9, correction="corrected-oracle", **fields),
+    ]
+    adakv = configuration(12, correction="corrected(mass=linear)", **{**fields, "policy": "adakv(kernel=3)"})
+    return tuple(made) if granularity == "layer" else (*made, adakv)
+
+
 WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
 """Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
@@ -133,6 +148,13 @@ CASES = [
     ("gpt_oss", "GQA", "kv", "regular", "norms"),
     ("llama", "MHA", "layer", "regular", "norms"),
     ("phi3", "MQA", "query", "context-only", "norms"),
+    ("llama", "GQA", "kv", "regular", "corrections"),
+    ("llama", "MHA", "query", "context-only", "corrections"),
+    ("qwen3", "GQA", "query", "context-only", "corrections"),
+    ("gpt_oss", "GQA", "kv", "regular", "corrections"),
+    ("gemma3_text", "GQA", "kv", "context-only", "corrections"),
+    ("phi3", "MQA", "query", "regular", "corrections"),
+    ("llama", "GQA", "layer", "context-only", "corrections"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -142,4 +164,5 @@ CONFIGS = {
     "blocks": block_configs,
     "precisions": precision_configs,
     "norms": norm_configs,
+    "corrections": correction_configs,
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from perturbkv.configs.choice import Choice
+from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL
 from perturbkv.configs.selections import GIVEN
@@ -29,10 +30,11 @@ class Outside(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for a selection, a granularity, a protection or a precision of ours."""
+        """Raise ConfigError for a selection, a granularity, a protection, a precision or a correction of ours."""
         asked = {"selection": (config.selection.name, GIVEN), "granularity": (str(config.granularity), "kv"),
                  "window": (config.window, 0), "protect_first": (config.protect_first, 0),
-                 "protect_recent": (config.protect_recent, 0), "precision": (str(config.precision), FULL)}  # fmt: skip
+                 "protect_recent": (config.protect_recent, 0), "precision": (str(config.precision), FULL),
+                 "correction": (str(config.correction), NONE)}  # fmt: skip
         for what, (got, wanted) in asked.items():
             if got != wanted:
                 msg = (

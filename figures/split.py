@@ -1,0 +1,147 @@
+"""How much goes against how unlike it is, head by head; and what corrections leave of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from perturbkv.analyses.corrections import Setting
+from perturbkv.analyses.naming import counted, folded, short
+from perturbkv.analyses.reading import Floats
+from perturbkv.analyses.splits import Contest, Parts, Spread
+from perturbkv.figures import style
+from perturbkv.figures.ratio_points import drift, drift_mark, legend, point
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.split import Split
+
+_WIDE, _SCATTER_MM, _ROW_MM, _AROUND_MM = 2, 58, 8, 19
+_LINES = 7
+_LEAST = 0.01
+"""Share of heads that may lie left of the axis, which few with next to nothing to lose would stretch."""
+_CENTRES = "oDsv^Pp*"
+_Clouds = list[tuple[Spread, Parts]]
+
+
+def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
+    """A scatter per budget, then a panel per corrected configuration: left of 1 the correction perturbs less."""
+    with style.use():
+        clouds, corrections = _clouds(result), result.corrections
+        columns = _WIDE if width_mm >= style.WIDE_MM else 1
+        rows = [-(-len(panels) // columns) for panels in (clouds, corrections)]
+        longest = max((len(one.rows) for one in corrections), default=0)
+        heights = [_SCATTER_MM] * rows[0] + [longest * _ROW_MM + _AROUND_MM] * rows[1]
+        figure = style.figure(width_mm, sum(heights) + 22)
+        grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+        for place, (name, cloud) in enumerate(clouds):
+            _scatter(figure.add_subplot(grid[place // columns, place % columns]), name, cloud)
+        first = None
+        for place, (one, name) in enumerate(zip(corrections, _names(corrections), strict=True)):
+            axes = figure.add_subplot(grid[rows[0] + place // columns, place % columns], sharex=first)
+            _corrections(axes, one, name)
+            first = first or axes
+        handles = [*_marks([one for one, _ in clouds[0][1]]), *([*legend(), drift_mark()] if corrections else [])]
+        figure.legend(handles=handles, loc="outside upper left", ncols=2 * columns)
+        style.foot(figure, result.identity, style.about(result.identity.samples))
+    return figure
+
+
+def _clouds(result: Split) -> list[tuple[str, _Clouds]]:
+    """What is drawn together: the baseline of contests with its treatments, or each configuration by itself."""
+    every = {one.config: (one, found) for one, found in zip(result.spreads, result.parts, strict=True)}
+    together: dict[Any, list[Contest]] = {}
+    for one in result.contests:
+        together.setdefault(one.baseline, []).append(one)
+    if not together:
+        return [(one.config.selection.name, [(one, found)]) for one, found in every.values()]
+    names = short(list(together))
+    return [
+        (name, [every[base], *(every[one.treatment] for one in found)])
+        for name, (base, found) in zip(names, together.items(), strict=True)
+    ]
+
+
+def _names(corrections: Sequence[Setting]) -> list[str]:
+    told = short([one.baseline for one in corrections])
+    return [name or one.baseline.selection.name for name, one in zip(told, corrections, strict=True)]
+
+
+def _scatter(axes: Axes, name: str, cloud: _Clouds) -> None:
+    """Heads of the first two configurations, and the geometric mean of each: where the middle of its heads lies."""
+    colours = style.category_colours(len(cloud))
+    for place, (_, found) in enumerate(cloud):
+        mass, distance = (_geometric(logs) for logs in (found.mass, found.difference))
+        if place < _WIDE:
+            axes.plot(mass, distance, linestyle="", marker=".", markersize=2.2, alpha=0.45, color=colours[place],
+                      gid=f"heads {place}", zorder=2)  # fmt: skip
+        centre = [np.exp(np.nanmean(np.log(part))) if np.isfinite(part).any() else np.nan for part in (mass, distance)]
+        axes.plot(*([number] for number in centre), linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=5,
+                  markerfacecolor="none", markeredgecolor=colours[place], markeredgewidth=1.3, gid=f"centre {place}",
+                  zorder=4)  # fmt: skip
+    style.log_axes(axes, x=True, y=True)
+    _without_the_least(axes, [_geometric(found.mass) for _, found in cloud[:_WIDE]])
+    _equal_loss(axes)
+    axes.set(xlabel="1 − S: attention that goes", ylabel="D = ‖μ_gone − μ_kept‖₁")
+    axes.set_title(f"{name}; lines: equal L" if name else "lines: equal L", loc="left")
+
+
+def _geometric(logs: Floats) -> Floats:
+    """(head of a layer,) over samples; NaN where no sample has a number."""
+    flat = logs.reshape(len(logs), -1)
+    held = ~np.isnan(flat)
+    means = np.nansum(flat, axis=0) / np.maximum(held.sum(axis=0), 1)
+    return np.where(held.any(axis=0), np.exp(means), np.nan)
+
+
+def _without_the_least(axes: Axes, masses: Sequence[Floats]) -> None:
+    """Let the axis begin near the cloud, and say how many heads lie left of it."""
+    every = np.concatenate(masses)
+    every = every[np.isfinite(every)]
+    if axes.get_xscale() != "log" or not len(every):
+        return
+    begin = float(np.quantile(every, _LEAST)) / 2
+    if left := int((every < begin).sum()):
+        axes.set_xlim(left=begin)
+        axes.set_title(f"{counted(left, 'head')} further left", loc="right", fontsize=6, color="0.35")
+
+
+def _equal_loss(axes: Axes) -> None:
+    """Lines along which (1 − S) · D is the same, a power of ten apart."""
+    if axes.get_xscale() != "log" or axes.get_yscale() != "log":
+        return
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    least, most = np.floor(np.log10(left * low)), np.ceil(np.log10(right * high))
+    ends = np.array([left, right])
+    for power in np.arange(least, most + 1, max(1, np.ceil((most - least) / _LINES))):
+        axes.plot(ends, 10**power / ends, color="0.75", linewidth=0.5, zorder=1, gid="equal L")
+    axes.set(xlim=(left, right), ylim=(low, high))
+
+
+def _marks(cloud: Sequence[Spread]) -> list[Line2D]:
+    """What the clouds and their middles are."""
+    names = short([one.config for one in cloud])
+    return [
+        Line2D([], [], linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=4, color=colour,
+               label=name or one.config.selection.name)
+        for place, (one, name, colour) in enumerate(
+            zip(cloud, names, style.category_colours(len(cloud)), strict=True)
+        )
+    ]  # fmt: skip
+
+
+def _corrections(axes: Axes, one: Setting, name: str) -> None:
+    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
+    for place, row in enumerate(one.rows):
+        for kind in ("isolated", "propagated"):
+            point(axes, place, kind, getattr(row.compared, kind), "uncorrected or corrected is 0")
+        drift(axes, place, row)
+    axes.set_yticks(range(len(one.rows)), [folded(row.name) for row in one.rows])
+    axes.set(ylim=(len(one.rows) - 0.4, -0.5), xlabel="over uncorrected (log axis)")
+    style.log_axes(axes, x=True)
+    axes.grid(visible=True, axis="x")
+    axes.set_title(name, loc="left")

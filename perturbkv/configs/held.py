@@ -1,0 +1,19 @@
+"""How many bits a configuration stores of one layer: the entries that it keeps, and what stands in for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perturbkv.configs.correction import correction_bits
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import stored_bits
+
+
+def held_bits(config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, d_head: int) -> int:
+    """Of kept sets of `kept` entries each, which all of a layer's query heads share evenly."""
+    sharing = heads // len(kept)
+    return sum(
+        stored_bits(config.precision, count, config.window, d_head)
+        + correction_bits(config.correction, prompt_tokens - count, sharing, d_head)
+        for count in kept
+    )
