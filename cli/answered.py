@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +48,16 @@ class AnswerOptions(FigureOptions):
 
 
 @contextmanager
-def left(name: str, asked: AnswerOptions) -> Iterator[None]:
-    """Hold the place of `name`.json and its figures while the block makes them.
+def left(name: str, folder: Path, formats: Sequence[str], overwrite: bool) -> Iterator[None]:
+    """Hold the place of `name`.json and its figures in a folder while the block makes them.
 
     What an earlier call left there is replaced. Raises OutputError where nothing can be written, ConfigError for a file
     that is none of ours.
     """
-    path = asked.folder / f"{name}.json"
-    free_figures(asked.folder, [name], asked.formats, asked.overwrite)
+    path = folder / f"{name}.json"
+    free_figures(folder, [name], formats, overwrite)
     ours = path.is_file() and _is_ours(path, name)
-    with Lock(free(path, asked.overwrite or ours), advice=WAIT_ALONE):
+    with Lock(free(path, overwrite or ours), advice=WAIT_ALONE):
         yield
 
 

@@ -19,5 +19,5 @@ def divergence(asked: AnswerOptions) -> None:
     from perturbkv.storage.answers_file import read_answers
 
     answers = read_answers(asked.file)
-    with left(ANALYSIS, asked):
+    with left(ANALYSIS, asked.folder, asked.formats, asked.overwrite):
         leave(ANALYSIS, analyse(answers), answers, asked)

@@ -52,7 +52,11 @@ def judge(
     check_judge(made, time_limit)
     answers = read_answers(asked.file)
     path = reachable(asked.folder / FILE)
-    with left(_ANALYSIS, asked), Lock(path), console.progress("judgements") as bar:
+    with (
+        left(_ANALYSIS, asked.folder, asked.formats, asked.overwrite),
+        Lock(path),
+        console.progress("judgements") as bar,
+    ):
         said = ask(answers, made, path=path, overwrite=asked.overwrite, limit=time_limit, progress=bar.at)
         leave(_ANALYSIS, _result(answers, made, said), answers, asked)
 

@@ -42,6 +42,7 @@ from perturbkv.cli.report import report
 from perturbkv.cli.restriction import restriction
 from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
+from perturbkv.cli.swap import swap
 from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
@@ -64,6 +65,7 @@ _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Scores of answers and budgets, of finished traces or of those that they make": SCORES,
     "Running a model, and its trace": (trace, merge, generate, head_scores, info, tokens, report, export),
+    "Experiments on a model": (swap,),
     "Answers that generate wrote": (divergence, judge),
     "An eviction that is not ours": (audit,),
     "What there is to choose from": (models, datasets, policies),
