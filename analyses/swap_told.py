@@ -70,8 +70,8 @@ def notes(result: Swap) -> str:
         numbers.about_intervals(len(result.sample_ids), medians=True),
         f"Changes: {WORDS[result.asked.outcome]}, {unit}; {_good(result)}.",
         "A Shapley value is what a player's kept sets change, averaged over the orders in which players may be "
-        "switched; all of them add up to everybody's. In brackets: over samples, these orders given. ±: 95 % of drawing orders, "
-        "these samples given."
+        "switched; all of them add up to everybody's. In brackets: over samples, these orders given. ±: 95 % of "
+        "drawing orders, these samples given."
         if result.shapley is not None
         else "",
         "Greedy: half of the samples choose, the other half judges, and both change places. Chosen flatters."

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perturbkv.api.planning import planned
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.mixture import Mixture
-from perturbkv.configs.resources import Resources, Shape
-from perturbkv.configs.swap import Coalition, Game, SwapConfig, check_sides, greedy_of, permutations_of
+from perturbkv.configs.resources import Resources
+from perturbkv.configs.swap import Game, SwapConfig, check_sides, greedy_of, permutations_of
 from perturbkv.datasets.encode import Prompt
-from perturbkv.errors import ActivationError, ConfigError, InterruptedRunError
+from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Plan, Settings
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.provenance import provenance
-from perturbkv.pipeline.swapping import SwapSample, rows_of
+from perturbkv.pipeline.swap_run import Measuring, Told, shape_of
+from perturbkv.pipeline.swapping import rows_of
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.places import refusals
 from perturbkv.storage.swap_file import SwapStore
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.swap import Swap
 
 _DEFAULT = Resources()
-Told = Callable[[int, int], None]
 
 
 def swap(
@@ -116,7 +115,7 @@ def swap(
 
 def game_of(ready: Plan, asked: SwapConfig) -> Game:
     """Players and mixtures of a planned run, of which everything is known to be possible. Raises ConfigError."""
-    config, shape = ready.files.config, _shape(ready)
+    config, shape = ready.files.config, shape_of(ready)
     check_sides(*ready.run.configs)
     if asked.outcome == "score" and not ready.run.generate:
         msg = "outcome score (--outcome score) expects answers; ask for them with --answers, in Python generate=None"
@@ -149,7 +148,7 @@ def cost(ready: Plan, asked: SwapConfig, game: Game) -> dict[str, int]:
     count = greedy_of(asked, players, samples)
     of_greedy = sum(players - done for done in range(count)) + count
     named = 2 + len(game.named) - 1
-    rows = min(rows_of(prompt, ready.run, _shape(ready), ready.resources) for prompt in ready.prompts)
+    rows = min(rows_of(prompt, ready.run, shape_of(ready), ready.resources) for prompt in ready.prompts)
     total = named + of_shapley + of_greedy
     return {"named": named, "shapley": of_shapley, "greedy": of_greedy, "mixtures": total, "rows": rows}
 
@@ -165,19 +164,19 @@ def swapped(
     """Measure what a question lacks, and answer it; as `swap`, of a plan. Raises InterruptedRunError on Ctrl-C."""
     game = game_of(ready, asked)
     if path is None:
-        return _answered(_Measuring(ready, game, SwapStore(ready.run, game.kept_heads), told), asked)
+        return _answered(Measuring(ready, game, SwapStore(ready.run, game.kept_heads), told), asked)
     with Lock(path, wait), refusals(path):
         from perturbkv.analyses.objects import provenance_object
 
         about = provenance_object(provenance(ready))
         store = SwapStore(ready.run, game.kept_heads, path, overwrite, about)
         try:
-            return _answered(_Measuring(ready, game, store, told), asked)
+            return _answered(Measuring(ready, game, store, told), asked)
         except KeyboardInterrupt:
             raise InterruptedRunError(len(store.rows), len(ready.prompts), path) from None
 
 
-def _answered(measuring: _Measuring, asked: SwapConfig) -> Swap:
+def _answered(measuring: Measuring, asked: SwapConfig) -> Swap:
     from perturbkv.analyses import shapley
     from perturbkv.analyses.swap import conclude
 
@@ -191,7 +190,7 @@ def _answered(measuring: _Measuring, asked: SwapConfig) -> Swap:
     return conclude(store, game, asked, orders, paths, _digest(store.path))
 
 
-def _greedy(measuring: _Measuring, asked: SwapConfig) -> list[Chosen]:
+def _greedy(measuring: Measuring, asked: SwapConfig) -> list[Chosen]:
     """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
     from perturbkv.analyses.greedy import Path as Chosen
     from perturbkv.analyses.greedy import halves
@@ -212,76 +211,6 @@ def _greedy(measuring: _Measuring, asked: SwapConfig) -> list[Chosen]:
             chosen.choose(all_of(own, candidates, asked.outcome), better(asked.outcome))
             measuring.of(chosen.coalitions()[-1:], [samples[place] for place in chosen.judging])
     return paths
-
-
-class _Measuring:
-    """Measures mixtures that a store lacks, prompt by prompt; prompts stay read as long as memory holds them."""
-
-    def __init__(self, ready: Plan, game: Game, store: SwapStore, told: Told) -> None:
-        self.ready, self.game, self.store, self.told = ready, game, store, told
-        self.named = [game.none, *(mixture for _, mixture in game.named)]
-        self.prompts = {prompt.sample_id: prompt for prompt in ready.prompts}
-        self.model: Adapter | None = None
-        self.read: dict[str, SwapSample] = {}
-        self.most, self.expected = 0, 0
-
-    def expect(self, mixtures: int) -> None:
-        """How many of each prompt are to come, for the progress."""
-        self.expected = mixtures * len(self.prompts)
-
-    def everywhere(self, mixtures: Sequence[Mixture]) -> None:
-        """In every prompt: both sides alone, what was asked for by name, then these."""
-        for sample in self.prompts:
-            self._measure(sample, [[self.game.none, self.game.whole], [*self.named, *mixtures]])
-
-    def of(self, coalitions: Sequence[Coalition], samples: Sequence[str]) -> None:
-        """In some prompts."""
-        for sample in samples:
-            self._measure(sample, [[self.game.mixture(one) for one in coalitions]])
-
-    def _measure(self, sample: str, parts: Sequence[Sequence[Mixture]]) -> None:
-        """The mixtures of each part that are not there yet, a batch at a time."""
-        by_head = frozenset(self.named)
-        try:
-            for part in parts:
-                lacking = self.store.lacks(sample, part, by_head)
-                rows = rows_of(self.prompts[sample], self.ready.run, _shape(self.ready), self.ready.resources)
-                for start in range(0, len(lacking), rows):
-                    ready = self._sample(sample, rows)
-                    same = ready.same.numpy()
-                    self.store.keep(ready.measure(lacking[start : start + rows], by_head), same)
-                    self._tell()
-        except ActivationError as error:
-            self.store.give_up(sample, str(error))
-
-    def _sample(self, sample: str, rows: int) -> SwapSample:
-        """A prompt that is read; the one read first is forgotten where memory holds no more."""
-        if self.model is None:
-            self.model = self.ready.model()
-            self.most = _held_at_once(self.ready)
-        if sample not in self.read:
-            while len(self.read) >= self.most:
-                del self.read[next(iter(self.read))]
-            prompt, run = self.prompts[sample], self.ready.run
-            self.read[sample] = SwapSample(self.model, prompt, run, self.ready.resources, rows)
-        return self.read[sample]
-
-    def _tell(self) -> None:
-        done = sum(map(len, self.store.rows.values()))
-        self.told(min(done, self.expected), self.expected)
-
-
-def _held_at_once(ready: Plan) -> int:
-    """Prompts whose full caches take at most half of what is free."""
-    from perturbkv import room
-
-    tokens = max(len(prompt.token_ids) for prompt in ready.prompts)
-    return max(1, room.free(ready.placement.device) // 2 // max(1, _shape(ready).full_cache_bytes(tokens)))
-
-
-def _shape(ready: Plan) -> Shape:
-    dtype = ready.placement.dtype
-    return Shape.of(ready.files.config, dtype.itemsize, ready.files.weights_bytes(dtype))
 
 
 def _evicts(ready: Plan, prompt: Prompt) -> bool:
