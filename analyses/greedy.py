@@ -18,7 +18,7 @@ from perturbkv.configs.swap import Coalition
 
 def halves(samples: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Two halves of the samples, by their places, drawn and then in their order; the first has the odd one."""
-    drawn = np.random.default_rng(seed).permutation(samples)
+    drawn = np.random.default_rng(seed % 2**64).permutation(samples)
     middle = -(-samples // 2)
     return np.sort(drawn[:middle]), np.sort(drawn[middle:])
 

@@ -29,9 +29,9 @@ def orders(players: int, permutations: int, seed: int) -> Orders:
 
     Example:
         >>> orders(3, 4, seed=0).tolist()
-        [[2, 0, 1], [1, 0, 2], [2, 0, 1], [1, 0, 2]]
+        [[2, 0, 1], [1, 0, 2], [2, 1, 0], [0, 1, 2]]
     """
-    drawn = np.random.default_rng(seed)
+    drawn = np.random.default_rng(seed % 2**64)
     pairs = [drawn.permutation(players) for _ in range(permutations // 2)]
     return np.array([one for order in pairs for one in (order, order[::-1])]).reshape(-1, players)
 
@@ -68,10 +68,8 @@ def exact(values: Values, players: int) -> Floats:
     """
     found = np.zeros((players, len(next(iter(values.values())))))
     for coalition in subsets(players):
-        share = factorial(len(coalition)) * factorial(players - len(coalition) - 1) / factorial(players) if len(
-            coalition
-        ) < players else 0.0  # fmt: skip
         for player in set(range(players)) - coalition:
+            share = factorial(len(coalition)) * factorial(players - len(coalition) - 1) / factorial(players)
             found[player] += share * (values[coalition | {player}] - values[coalition])
     return found
 

@@ -29,7 +29,7 @@ class Shapley:
         sampling: (player,) half a 95 % interval of drawing orders, these samples given; 0 where all subsets were
             measured.
         total: all players together: what the values add up to.
-        total_interval: over samples.
+        total_interval: over samples, of one number.
         permutations: orders drawn, reverses included; 0 where all subsets were measured.
         coalitions: that were measured for it.
         per_sample: (player, sample) in the outcome's own unit.
@@ -76,9 +76,9 @@ def shapley(measured: Measured, outcome: str, orders: Orders | None) -> Shapley:
         each = shapley_of.marginals(values, orders)
         found, sampling = each.mean(axis=0), _sampling(each, scale(baseline, outcome))
     value, interval = change(found, baseline, outcome)
-    total, total_interval = change(values[everybody] - baseline, baseline, outcome)
+    total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
     drawn = 0 if orders is None else len(orders)
-    return Shapley(value, interval, sampling, float(total), total_interval, drawn, len(passed), found)
+    return Shapley(value, interval, sampling, float(total[0]), total_interval, drawn, len(passed), found)
 
 
 def greedy(measured: Measured, outcome: str, paths: Sequence[Path]) -> Greedy:

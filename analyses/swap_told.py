@@ -89,10 +89,9 @@ def signed_percent(value: float, interval: Scalar = None) -> str:
     if np.isnan(value):
         return "–"
     digits = 1 if abs(value) < 1 else 0
-    sign = "+" if value > 0 else ""
-    return f"{sign}{numbers.fixed(100 * value, digits)} %" + numbers.ends(
-        interval, lambda end: numbers.fixed(100 * end, digits), " "
-    )
+    shown = numbers.fixed(100 * value, digits)
+    sign = "+" if value > 0 and float(shown) else ""
+    return f"{sign}{shown} %" + numbers.ends(interval, lambda end: numbers.fixed(100 * end, digits), " ")
 
 
 def _value(found: Shapley, place: int) -> str:

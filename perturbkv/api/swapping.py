@@ -184,7 +184,8 @@ def _answered(measuring: Measuring, asked: SwapConfig) -> Swap:
     drawn = permutations_of(asked, len(game.players))
     orders = None if drawn is None else shapley.orders(len(game.players), drawn, asked.seed)
     passed = shapley.subsets(len(game.players)) if orders is None else shapley.along(orders)
-    measuring.expect(cost(measuring.ready, asked, game)["mixtures"])
+    found = cost(measuring.ready, asked, game)
+    measuring.expect(found["mixtures"], again=found["greedy"] > 0)
     measuring.everywhere([game.mixture(one) for one in passed])
     paths = _greedy(measuring, asked)
     return conclude(store, game, asked, orders, paths, _digest(store.path))
@@ -209,7 +210,8 @@ def _greedy(measuring: Measuring, asked: SwapConfig) -> list[Chosen]:
             measuring.of(candidates, [samples[place] for place in chosen.choosing])
             own = measured.only(chosen.choosing)
             chosen.choose(all_of(own, candidates, asked.outcome), better(asked.outcome))
-            measuring.of(chosen.coalitions()[-1:], [samples[place] for place in chosen.judging])
+    for chosen in paths:
+        measuring.of(chosen.coalitions(), [samples[place] for place in chosen.judging])
     return paths
 
 

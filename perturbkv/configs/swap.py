@@ -22,6 +22,8 @@ OUTCOMES = {
 EXACT, MOST_EXACT = 8, 12
 """Players up to which all subsets are measured unasked, and at most."""
 PERMUTATIONS, GREEDY = 16, 10
+LEAST = 8
+"""Orders, reverses included: the error of drawing fewer is not told rightly."""
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 Coalition = frozenset[int]
 """Players that take the treatment's kept sets, by their places."""
@@ -78,11 +80,9 @@ class SwapConfig:
             if (number or 0) < 0:
                 msg = f"{what} (--{what}) must be at least 0, got {number}"
                 raise ConfigError(msg)
-        if self.permutations and (self.permutations % 2 or self.permutations < 4):
-            msg = (
-                "permutations (--permutations) come in pairs, of which two tell an error: 0, 4, 6, …; got "
-                f"{self.permutations}"
-            )
+        if self.permutations and (self.permutations % 2 or self.permutations < LEAST):
+            told = f"0, {LEAST}, {LEAST + 2}, …; got {self.permutations}"
+            msg = f"permutations (--permutations) come in pairs, 4 or more to tell an error: {told}"
             raise ConfigError(msg)
         if self.exact and self.permutations is not None:
             msg = "exact (--exact) measures all subsets, and permutations (--permutations) draws some; give one of them"

@@ -108,6 +108,8 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "bench report": ["bench", "report", "--only", "report-small", "-o", "report.json"],
         "bench compare": ["bench", "compare", "bench.json", "bench.json"],
         "selfcheck": ["selfcheck", "--device", "cpu", *small],
+        "swap": ["swap", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
+        "swap --dry-run": ["swap", *tiny, "--dry-run"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }
