@@ -11,17 +11,20 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perturbkv.analyses.intervals import Band
-from perturbkv.analyses.naming import sides
+from perturbkv.analyses.naming import folded, sides
 from perturbkv.analyses.reading import Floats
-from perturbkv.analyses.swap_told import WORDS
 from perturbkv.figures import style
 
 if TYPE_CHECKING:
     from perturbkv.analyses.swap import Swap
+    from perturbkv.analyses.swap_parts import Shapley
 
 _PANEL_MM, _LINE_MM, _AROUND_MM = 52, 5.5, 22
 _ORDERS, _SAMPLES = 2.6, 0.7
-_OFFSET = 0.16
+_NARROW, _WIDE = 12, 24
+"""Letters of a mixture's name on one line."""
+_OFFSET, _ROUNDING = 0.16, 1e-6
+_SHORT = {"drift": "change of drift", "kl": "change of KL", "score": "change of score"}
 _ZERO: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "zorder": 1}
 
 
@@ -36,7 +39,7 @@ def draw(result: Swap, width_mm: float = style.WIDE_MM) -> Figure:
         grid = figure.add_gridspec(len(heights) + 1, 1, height_ratios=[*heights, named_mm])
         for kind, axes in zip(kinds, _panels(figure, grid, kinds, narrow), strict=True):
             {"shapley": _values, "greedy": _curves}[kind](axes, result)
-        _named(figure.add_subplot(grid[-1, 0]), result)
+        _named(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 3)
         style.foot(figure, result.identity, style.about(len(result.sample_ids)))
     return figure
@@ -64,7 +67,7 @@ def _values(axes: Axes, result: Swap) -> None:
     axes.plot(places, found.value, "o", color=colour, markersize=2.4, gid="values")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player(result.names, at)))
-    axes.set(xlabel=_players(result), ylabel=f"change of {WORDS[result.asked.outcome]}")
+    axes.set(xlabel=_players(result), ylabel=_SHORT[result.asked.outcome])
     _percent(axes)
     axes.set_title(f"Shapley values, together {_signed(found.total)}", loc="left")
 
@@ -78,9 +81,9 @@ def _curves(axes: Axes, result: Swap) -> None:
     _curve(axes, found.chosen, None, chosen, "--", "chosen")
     _curve(axes, found.judged, found.judged_interval, judged, "-", "judged")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set(xlabel=f"{result.asked.by} switched", ylabel="change" if result.shapley else "")
+    axes.set(xlabel=f"{result.asked.by} switched", ylabel=_SHORT[result.asked.outcome])
     _percent(axes)
-    axes.set_title("Greedy: best first", loc="left")
+    axes.set_title("best first (greedy)", loc="left")
 
 
 def _curve(axes: Axes, values: Floats, band: Band, colour: Any, line: str, name: str) -> None:
@@ -90,7 +93,7 @@ def _curve(axes: Axes, values: Floats, band: Band, colour: Any, line: str, name:
         axes.fill_between(counts, band.low, band.high, color=colour, alpha=0.15, linewidth=0, gid=f"{name} band")
 
 
-def _named(axes: Axes, result: Swap) -> None:
+def _named(axes: Axes, result: Swap, letters: int) -> None:
     """Of each mixture by name the propagated sum and the drift, over the baseline's."""
     axes.axvline(1, **_ZERO)
     for place, one in enumerate(result.named):
@@ -101,7 +104,7 @@ def _named(axes: Axes, result: Swap) -> None:
             colour = style.category_colours(4)[2 if name == "propagated" else 3]
             axes.errorbar([value], [place + offset], xerr=style.bars(value, interval), color=colour, marker=marker,
                           markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
-    axes.set_yticks(range(len(result.named)), [one.name for one in result.named])
+    axes.set_yticks(range(len(result.named)), [folded(one.name, letters) for one in result.named])
     axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {_baseline(result)}'s everywhere (log axis)")
     style.log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")
@@ -113,7 +116,7 @@ def _legend(result: Swap) -> list[Line2D]:
     if result.shapley is not None:
         found += [
             Line2D([], [], color=value, linewidth=_SAMPLES, marker="o", markersize=2.4, label="value, over samples"),
-            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label="error of the orders drawn"),
+            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label=_of_orders(result.shapley)),
         ]
     if result.greedy is not None:
         found += [
@@ -123,9 +126,14 @@ def _legend(result: Swap) -> list[Line2D]:
     mark: dict[str, Any] = {"linestyle": "", "markersize": 3}
     return [
         *found,
-        Line2D([], [], color=colours[2], marker="s", label="propagated, sum of heads", **mark),
+        Line2D([], [], color=colours[2], marker="s", label="propagated, all heads", **mark),
         Line2D([], [], color=colours[3], marker="D", label="last layer's drift", **mark),
     ]
+
+
+def _of_orders(found: Shapley) -> str:
+    """How large the error of drawing orders is: mostly too small to be seen."""
+    return f"orders: ± {100 * found.sampling.max():.1f} % at most" if found.permutations else "all subsets: no error"
 
 
 def _percent(axes: Axes) -> None:
@@ -135,7 +143,8 @@ def _percent(axes: Axes) -> None:
 def _signed(share: float) -> str:
     """'+9 %', with a decimal where whole hundredths say too little."""
     size = abs(100 * share)
-    return f"{100 * share:+.{0 if size >= 10 or size == round(size) else 1}f} %".replace("-", "−")
+    digits = 0 if size >= 10 or abs(size - round(size)) < _ROUNDING else 1
+    return f"{100 * share:+z.{digits}f} %".replace("-", "−").replace("+0 %", "0 %")
 
 
 def _player(names: list[str], at: float) -> str:
