@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perturbkv.analyses import numbers
-from perturbkv.analyses.intervals import Band, Scalar
+from perturbkv.analyses.conclusions import too_few
+from perturbkv.analyses.intervals import LEAST, LEVEL, Band, Scalar
 from perturbkv.analyses.naming import counted, folded, sides
 from perturbkv.analyses.numbers import at
 from perturbkv.analyses.reading import Floats
-from perturbkv.analyses.sentences import capital, decided
+from perturbkv.analyses.sentences import decided
 from perturbkv.analyses.swap_values import better
 from perturbkv.display import Table
 
@@ -30,14 +31,17 @@ _NAMED = ("", "#held /\nfull", "#heads\n+ / = / −", "#share\nbetter", "#Σ pro
 def conclusion(result: Swap) -> str:
     """The players that change the outcome most, and all together."""
     baseline, treatment = sides(result.baseline, result.treatment)
-    where = f"{counted(len(result.sample_ids), 'sample')}, budget {result.baseline.budget}"
+    samples, step = len(result.sample_ids), f", step {result.asked.step}" if result.asked.step else ""
+    where = f"{counted(samples, 'sample')}, budget {result.baseline.budget}{step}"
     if result.same == 1:
-        return f"{capital(treatment, treatment)} and {baseline} keep the same entries in every head ({where})."
+        return f"{treatment} and {baseline} keep the same entries in every head ({where})."
     if result.shapley is None:
         return _of_named(result, baseline, where)
     found, word = result.shapley, WORDS[result.asked.outcome]
     together = signed_percent(found.total, at(found.total_interval, 0))
     whole = f"all {len(found.value)} {result.asked.by} together {together}"
+    if samples < LEAST:
+        return f"{too_few(samples)} which {result.asked.by} change {word}; {whole} ({where})."
     sure = [place for place in range(len(found.value)) if decided(at(found.interval, place), 0.0)]
     if not sure:
         return f"No {result.asked.by[:-1]} is known to change {word} by {treatment}'s kept set; {whole} ({where})."
@@ -74,6 +78,7 @@ def notes(result: Swap) -> str:
         "drawing orders, these samples given."
         if result.shapley is not None
         else "",
+        _by_chance(result),
         "Greedy: half of the samples choose, the other half judges, and both change places. Chosen flatters."
         if result.greedy is not None
         else "",
@@ -82,6 +87,14 @@ def notes(result: Swap) -> str:
         f"{numbers.ABOUT_HELD} {numbers.about_floor(result.named[0].heads.floor_relative_median)}",
     ]
     return "\n".join(filter(None, lines))
+
+
+def _by_chance(result: Swap) -> str:
+    """How many of many intervals leave out 0 where no player does anything."""
+    players = len(result.names)
+    if result.shapley is None or len(result.sample_ids) < LEAST:
+        return ""
+    return f"Of {players} intervals {numbers.decimal((1 - LEVEL) * players, digits=1)} leave out 0 by chance alone."
 
 
 def signed_percent(value: float, interval: Scalar = None) -> str:

@@ -215,6 +215,27 @@ def test_equal_kept_sets_are_ties_and_are_said_to_be_equal() -> None:
     assert found.conclusion() == "two-stage and attention keep the same entries in every head (2 samples, budget 64)."
 
 
+def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None:
+    few = concluded(SwapConfig(), additive).conclusion()
+    assert few == (
+        "2 samples are too few to decide which layers change the last layer's drift; all 4 layers together "
+        "+5.0 % (−5.0 … 15.0) (2 samples, budget 64)."
+    )
+    game = game_of(SwapConfig())
+
+    def clear(coalition: Coalition) -> np.ndarray:
+        return (
+            10 - np.array([3.0, 3.2, 2.8, 3.1, 2.9, 3.0]) * (0 in coalition) + np.array([1, -1] * 3) * (3 in coalition)
+        )
+
+    found = conclude(store_of(clear, game, samples=6), game, SwapConfig(), None, [])
+    assert found.conclusion().startswith(
+        "With two-stage's kept sets instead of attention's the last layer's drift changes most by layer 0 −30.0 % ["
+    )
+    assert "layer 3" not in found.conclusion()
+    assert "Of 4 intervals 0.2 leave out 0 by chance alone." in found.notes()
+
+
 def test_mixtures_are_written_and_read() -> None:
     for text in ("bbt", "(01)tb", "tt"):
         assert str(Mixture.parse(text, 2)) == text
