@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +13,12 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.greedy import Path
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.numbers import at
-from perturbkv.analyses.outcomes import Divergence
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.shapley import Orders
-from perturbkv.analyses.swap_named import Named, divergence, named
-from perturbkv.analyses.swap_parts import Greedy, Shapley, greedy, shapley
+from perturbkv.analyses.swap_found import Found
+from perturbkv.analyses.swap_named import divergence, named
+from perturbkv.analyses.swap_parts import greedy, shapley
 from perturbkv.analyses.swap_values import Measured
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.swap import Game, SwapConfig
 from perturbkv.display import Table
 from perturbkv.schema import MEASURED
@@ -30,43 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, repr=False)
-class Swap(Result):
-    """What switching kept sets from a baseline's to a treatment's does, player by player.
-
-    Attributes:
-        baseline, treatment: the configurations.
-        asked: the question.
-        game: its players, and mixtures that were asked for by name.
-        baseline_kl: of the baseline everywhere.
-        held: entries of the baseline's cache over those of the full one.
-        shapley: None where no order was asked for.
-        greedy: None where it was not asked for, or a single sample could not judge itself.
-        named: the treatment everywhere, then what was asked for.
-        same: share of kept sets that both sides agree in.
-        sample_ids: of the samples behind all numbers.
-        failures: sample -> why it could not be measured.
-        identity: of the run.
-    """
-
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    asked: SwapConfig
-    game: Game
-    baseline_kl: Divergence
-    held: float
-    shapley: Shapley | None
-    greedy: Greedy | None
-    named: tuple[Named, ...]
-    same: float
-    sample_ids: tuple[str, ...]
-    failures: Mapping[str, str]
-    identity: RunIdentity
-
-    @property
-    def names(self) -> list[str]:
-        """Of the players."""
-        return list(map(str, self.game.players))
+class Swap(Result, Found):
+    """What switching kept sets from a baseline's to a treatment's does, player by player; its fields are `Found`'s."""
 
     def conclusion(self) -> str:
         """The players that change the outcome most, and all of them together."""

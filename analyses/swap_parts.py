@@ -12,7 +12,8 @@ from scipy import stats
 from perturbkv.analyses import greedy as curves_of
 from perturbkv.analyses import shapley as shapley_of
 from perturbkv.analyses.greedy import Path
-from perturbkv.analyses.intervals import LEVEL, Band
+from perturbkv.analyses.intervals import LEVEL, Band, Scalar
+from perturbkv.analyses.numbers import at
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.shapley import Orders
 from perturbkv.analyses.swap_values import Measured, all_of, change, scale
@@ -29,7 +30,7 @@ class Shapley:
         sampling: (player,) half a 95 % interval of drawing orders, these samples given; 0 where all subsets were
             measured.
         total: all players together: what the values add up to.
-        total_interval: over samples, of one number.
+        total_interval: over samples.
         permutations: orders drawn, reverses included; 0 where all subsets were measured.
         coalitions: that were measured for it.
         per_sample: (player, sample) in the outcome's own unit.
@@ -39,7 +40,7 @@ class Shapley:
     interval: Band
     sampling: Floats
     total: float
-    total_interval: Band
+    total_interval: Scalar
     permutations: int
     coalitions: int
     per_sample: Floats
@@ -74,11 +75,11 @@ def shapley(measured: Measured, outcome: str, orders: Orders | None) -> Shapley:
         found, sampling = shapley_of.exact(values, players), np.zeros(players)
     else:
         each = shapley_of.marginals(values, orders)
-        found, sampling = each.mean(axis=0), _sampling(each, scale(baseline, outcome))
+        found, sampling = each.mean(axis=0), sampling_error(each, scale(baseline, outcome))
     value, interval = change(found, baseline, outcome)
     total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
     drawn = 0 if orders is None else len(orders)
-    return Shapley(value, interval, sampling, float(total[0]), total_interval, drawn, len(passed), found)
+    return Shapley(value, interval, sampling, float(total[0]), at(total_interval, 0), drawn, len(passed), found)
 
 
 def greedy(measured: Measured, outcome: str, paths: Sequence[Path]) -> Greedy:
@@ -94,8 +95,11 @@ def greedy(measured: Measured, outcome: str, paths: Sequence[Path]) -> Greedy:
     return Greedy(both, first[0], first[1], second[0], second[1])
 
 
-def _sampling(each: Floats, unit: float) -> Floats:
-    """(player,) half a 95 % interval, over drawn pairs of orders, of the mean of (order, player, sample) marginals."""
+def sampling_error(each: Floats, unit: float) -> Floats:
+    """(player,) half a 95 % interval, over drawn pairs of orders, of the mean of (order, player, sample) marginals.
+
+    Student's t of the pairs' means, whose sums over samples are divided by `unit`.
+    """
     pairs = shapley_of.by_pair(each.sum(axis=-1)) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)

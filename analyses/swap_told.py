@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from perturbkv.analyses import numbers
@@ -13,13 +11,11 @@ from perturbkv.analyses.naming import counted, folded, sides
 from perturbkv.analyses.numbers import at
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.sentences import decided
+from perturbkv.analyses.swap_found import Found
+from perturbkv.analyses.swap_named import Named
+from perturbkv.analyses.swap_parts import Greedy, Shapley
 from perturbkv.analyses.swap_values import better
 from perturbkv.display import Table
-
-if TYPE_CHECKING:
-    from perturbkv.analyses.swap import Swap
-    from perturbkv.analyses.swap_named import Named
-    from perturbkv.analyses.swap_parts import Greedy, Shapley
 
 MOST = 36
 """Players of a table at most: of more the largest."""
@@ -28,7 +24,7 @@ _NAMED = ("", "#held /\nfull", "#heads\n+ / = / −", "#share\nbetter", "#Σ pro
           "#KL (nat)")  # fmt: skip
 
 
-def conclusion(result: Swap) -> str:
+def conclusion(result: Found) -> str:
     """The players that change the outcome most, and all together."""
     baseline, treatment = sides(result.baseline, result.treatment)
     samples, step = len(result.sample_ids), f", step {result.asked.step}" if result.asked.step else ""
@@ -38,7 +34,7 @@ def conclusion(result: Swap) -> str:
     if result.shapley is None:
         return _of_named(result, baseline, where)
     found, word = result.shapley, WORDS[result.asked.outcome]
-    together = signed_percent(found.total, at(found.total_interval, 0))
+    together = signed_percent(found.total, found.total_interval)
     whole = f"all {len(found.value)} {result.asked.by} together {together}"
     if samples < LEAST:
         return f"{too_few(samples)} which {result.asked.by} change {word}; {whole} ({where})."
@@ -50,7 +46,7 @@ def conclusion(result: Swap) -> str:
     return f"With {treatment}'s kept sets instead of {baseline}'s {word} changes most by {listed}; {whole} ({where})."
 
 
-def tables(result: Swap) -> list[Table | str]:
+def tables(result: Found) -> list[Table | str]:
     """Mixtures by name, then Shapley values, then the greedy path, as far as they were asked for."""
     baseline, treatment = sides(result.baseline, result.treatment)
     found: list[Table | str] = [f"baseline {result.baseline.label()}\ntreatment {result.treatment.label()}"]
@@ -62,7 +58,7 @@ def tables(result: Swap) -> list[Table | str]:
     return found
 
 
-def notes(result: Swap) -> str:
+def notes(result: Found) -> str:
     """What the numbers are, and which error is which."""
     baseline, _ = sides(result.baseline, result.treatment)
     unit = (
@@ -89,7 +85,7 @@ def notes(result: Swap) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _by_chance(result: Swap) -> str:
+def _by_chance(result: Found) -> str:
     """How many of many intervals leave out 0 where no player does anything."""
     players = len(result.names)
     if result.shapley is None or len(result.sample_ids) < LEAST:
@@ -111,15 +107,15 @@ def _value(found: Shapley, place: int) -> str:
     return signed_percent(float(found.value[place]), at(found.interval, place))
 
 
-def _good(result: Swap) -> str:
+def _good(result: Found) -> str:
     return "above 0 the treatment is better" if better(result.asked.outcome) > 0 else "below 0 the treatment is better"
 
 
-def _player(result: Swap, place: int) -> str:
+def _player(result: Found, place: int) -> str:
     return f"{result.asked.by[:-1]} {result.names[place]}"
 
 
-def _of_named(result: Swap, baseline: str, where: str) -> str:
+def _of_named(result: Found, baseline: str, where: str) -> str:
     """Of mixtures by name alone: what each does to the sum of all heads."""
     listed = "; ".join(
         f"{one.name} {numbers.decimal(one.heads.sum_ratio, one.heads.sum_ratio_interval)}" for one in result.named
@@ -127,7 +123,7 @@ def _of_named(result: Swap, baseline: str, where: str) -> str:
     return f"The propagated sum over {baseline}'s: {listed} ({where})."
 
 
-def _named(result: Swap) -> list[list[str]]:
+def _named(result: Found) -> list[list[str]]:
     baseline, _ = sides(result.baseline, result.treatment)
     kl = numbers.significant(result.baseline_kl.median, result.baseline_kl.interval)
     first = [folded(f"{baseline} everywhere", 18), numbers.held(result.held), "", "", "1", "1", kl]
@@ -147,7 +143,7 @@ def _named_row(one: Named) -> list[str]:
     ]
 
 
-def _values(result: Swap, found: Shapley) -> list[Table | str]:
+def _values(result: Found, found: Shapley) -> list[Table | str]:
     """A row per player, in their order; of very many the largest."""
     largest = np.argsort(-np.abs(found.value), kind="stable")[:MOST]
     rows = [[result.names[place], _value(found, place), _error(found, place)] for place in sorted(largest.tolist())]
@@ -165,14 +161,14 @@ def _error(found: Shapley, place: int) -> str:
 
 def _efficiency(found: Shapley) -> str:
     how = f"{found.permutations} orders" if found.permutations else "all subsets"
-    whole = signed_percent(found.total, at(found.total_interval, 0))
+    whole = signed_percent(found.total, found.total_interval)
     return (
         f"values add up to {signed_percent(float(found.value.sum()))}, all players switched: {whole} "
         f"({how}, {found.coalitions:,} coalitions)"
     )
 
 
-def _path(result: Swap, found: Greedy) -> Table:
+def _path(result: Found, found: Greedy) -> Table:
     rows = [
         [
             str(count),

@@ -13,7 +13,7 @@ from perturbkv.cli import console, dry_run, effects
 from perturbkv.cli.answered import left
 from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
 from perturbkv.cli.figure_options import LOOK, FigureOptions
-from perturbkv.cli.options import CompareOption, RunOptions
+from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import reachable, save_figure
 from perturbkv.cli.spreading import hiding, with_options
@@ -38,7 +38,7 @@ _OF_A_GAME = ("by", "layers", "outcome", "exact")
 def swap(
     run: RunOptions,
     look: FigureOptions,
-    compare: CompareOption = DEFAULT_COMPARE,
+    compare: Annotated[str, Option(metavar="NAMES", help="Baseline and treatment")] = DEFAULT_COMPARE,
     by: Annotated[str, Option(metavar="NAME", help=f"Who is switched: {' or '.join(BY)}")] = BY[0],
     layers: Annotated[
         str | None, Option(metavar="LIST", help="Layers that are switched: 0,18-23", show_default="all")
@@ -66,9 +66,9 @@ def swap(
 ) -> None:
     """Tell which layers and heads decide what comes out.
 
-    The treatment's kept sets in some layers or heads, the baseline's elsewhere, really evicted: what each does to the
-    last layer's drift, KL or the answer's score (Shapley values), and which to switch first, chosen and judged on
-    different samples. swap.jsonl keeps what is measured; the same command, or another question, goes on from there.
+    The treatment's kept sets in some layers or heads, the baseline's elsewhere, really evicted: what each does to
+    drift, KL or the score (Shapley values), and which to switch first, chosen and judged on different samples.
+    swap.jsonl keeps what is measured: the same command, or another question, goes on from there.
     """
     _check_effects(run, permutations, greedy, answers)
     asked = SwapConfig(

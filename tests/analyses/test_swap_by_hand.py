@@ -13,6 +13,7 @@ import pytest
 from perturbkv.analyses import greedy, intervals, shapley, swap_values
 from perturbkv.analyses.greedy import Path
 from perturbkv.analyses.swap import Swap, conclude
+from perturbkv.analyses.swap_parts import sampling_error
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.mixture import Mixture
 from perturbkv.configs.run import RunConfig
@@ -132,6 +133,25 @@ def test_drawn_values_lie_within_their_own_error_and_add_up() -> None:
     assert wide is not None and narrow is not None
     np.testing.assert_allclose(narrow.value, right, atol=0.01)
     assert narrow.sampling.max() < wide.sampling.max()
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_the_error_of_drawing_orders_covers_as_often_as_it_says(count: int) -> None:
+    """A drawn game of eight players with pairs and triples that matter; 100 draws of so many orders."""
+    drawn, players = np.random.default_rng(0), 8
+    pairs, triples = drawn.normal(0, 1, (players, players)), drawn.normal(0, 1, (players, players, players))
+
+    def value(coalition: Coalition) -> np.ndarray:
+        held = sorted(coalition)
+        return np.array([20 + pairs[np.ix_(held, held)].sum() + triples[np.ix_(held, held, held)].sum()])
+
+    every = {one: value(one) for one in shapley.subsets(players)}
+    right = shapley.exact(every, players)[:, 0]
+    held = []
+    for seed in range(100):
+        each = shapley.marginals(every, shapley.orders(players, count, seed))
+        held.append(np.abs(each.mean(axis=0)[:, 0] - right) <= sampling_error(each, 1.0))
+    assert 0.88 <= np.mean(held) <= 0.99
 
 
 def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
