@@ -19,6 +19,8 @@ from perturbkv.display import Table
 
 MOST = 36
 """Players of a table at most: of more the largest."""
+_NONE = 1e-9
+"""A change that is rounding."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
 _NAMED = ("", "#held /\nfull", "#heads\n+ / = / −", "#share\nbetter", "#Σ propa-\ngated", "#last layer's\ndrift",
           "#KL (nat)")  # fmt: skip
@@ -38,12 +40,15 @@ def conclusion(result: Found) -> str:
     whole = f"all {len(found.value)} {result.asked.by} together {together}"
     if samples < LEAST:
         return f"{too_few(samples)} which {result.asked.by} change {word}; {whole} ({where})."
-    sure = [place for place in range(len(found.value)) if decided(at(found.interval, place), 0.0)]
-    if not sure:
-        return f"No {result.asked.by[:-1]} is known to change {word} by {treatment}'s kept set; {whole} ({where})."
-    strongest = sorted(sure, key=lambda place: -abs(found.value[place]))[:3]
-    listed = ", ".join(f"{_player(result, place)} {_value(found, place)}" for place in strongest)
-    return f"With {treatment}'s kept sets instead of {baseline}'s {word} changes most by {listed}; {whole} ({where})."
+    sure = sum(bool(decided(at(found.interval, place), 0.0)) for place in range(len(found.value)))
+    largest = [
+        place for place in np.argsort(-np.abs(found.value), kind="stable")[:3] if abs(found.value[place]) > _NONE
+    ]
+    listed = ", ".join(f"{_player(result, place)} {_value(found, place)}" for place in largest)
+    chance = numbers.decimal((1 - LEVEL) * len(found.value), digits=1)
+    known = f"of {len(found.value)} intervals {sure} leave out 0, by chance alone {chance} would"
+    opening = f"With {treatment}'s kept sets instead of {baseline}'s {word} changes most by {listed}"
+    return f"{opening}; {known}; {whole} ({where})."
 
 
 def tables(result: Found) -> list[Table | str]:
@@ -74,7 +79,6 @@ def notes(result: Found) -> str:
         "drawing orders, these samples given."
         if result.shapley is not None
         else "",
-        _by_chance(result),
         "Greedy: half of the samples choose, the other half judges, and both change places. Chosen flatters."
         if result.greedy is not None
         else "",
@@ -83,14 +87,6 @@ def notes(result: Found) -> str:
         f"{numbers.ABOUT_HELD} {numbers.about_floor(result.named[0].heads.floor_relative_median)}",
     ]
     return "\n".join(filter(None, lines))
-
-
-def _by_chance(result: Found) -> str:
-    """How many of many intervals leave out 0 where no player does anything."""
-    players = len(result.names)
-    if result.shapley is None or len(result.sample_ids) < LEAST:
-        return ""
-    return f"Of {players} intervals {numbers.decimal((1 - LEVEL) * players, digits=1)} leave out 0 by chance alone."
 
 
 def signed_percent(value: float, interval: Scalar = None) -> str:
