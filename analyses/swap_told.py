@@ -19,8 +19,8 @@ from perturbkv.display import Table
 
 MOST = 36
 """Players of a table at most: of more the largest."""
-_NONE = 1e-9
-"""A change that is rounding."""
+_NONE, _LETTERS = 1e-9, 12
+"""A change that is rounding; of a mixture's name on a line."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
 _NAMED = ("", "#held /\nfull", "#heads\n+ / = / −", "#share\nbetter", "#Σ propa-\ngated", "#last layer's\ndrift",
           "#KL (nat)")  # fmt: skip
@@ -122,14 +122,14 @@ def _of_named(result: Found, baseline: str, where: str) -> str:
 def _named(result: Found) -> list[list[str]]:
     baseline, _ = sides(result.baseline, result.treatment)
     kl = numbers.significant(result.baseline_kl.median, result.baseline_kl.interval)
-    first = [folded(f"{baseline} everywhere", 18), numbers.held(result.held), "", "", "1", "1", kl]
+    first = [folded(f"{baseline} everywhere", _LETTERS), numbers.held(result.held), "", "", "1", "1", kl]
     return [first, *map(_named_row, result.named)]
 
 
 def _named_row(one: Named) -> list[str]:
     score = "" if np.isnan(one.score) else f"\nscore {numbers.percent(one.score)}"
     return [
-        folded(one.name, 18) + score,
+        folded(one.name, _LETTERS) + score,
         numbers.held(one.held),
         numbers.verdicts(one.heads.verdict),
         numbers.percent(one.heads.better_share, one.heads.better_share_interval, "\n"),
