@@ -19,7 +19,7 @@ from perturbkv.display import Table
 
 MOST = 36
 """Players of a table at most: of more the largest."""
-_NONE, _LETTERS = 1e-9, 12
+_NONE, _LETTERS = 1e-9, 13
 """A change that is rounding; of a mixture's name on a line."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
 _NAMED = ("", "#held /\nfull", "#heads\n+ / = / −", "#share\nbetter", "#Σ propa-\ngated", "#last layer's\ndrift",

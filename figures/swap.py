@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PANEL_MM, _LINE_MM, _AROUND_MM = 52, 5.5, 22
 _ORDERS, _SAMPLES = 2.6, 0.7
-_NARROW, _WIDE = 12, 24
+_NARROW, _WIDE = 13, 24
 """Letters of a mixture's name on one line."""
 _OFFSET, _ROUNDING = 0.16, 1e-6
 _SHORT = {"drift": "change of drift", "kl": "change of KL", "score": "change of score"}
