@@ -88,6 +88,32 @@ def test_both_ends_are_the_traces_bit_for_bit(case: Case) -> None:
     assert rows[0].values["drift"] != rows[1].values["drift"]
 
 
+@pytest.mark.parametrize(
+    "configs",
+    [
+        pk.grid(14, selection=("attention", "two-stage"), window=5, granularity="kv", precision="quantise(bits=8)"),
+        tuple(
+            pk.grid(14, policy=f"streaming-llm(sinks={sinks}, positions=in-cache)", selection="position", window=5)[0]
+            for sinks in (2, 4)
+        ),
+    ],
+    ids=["few bits", "positions in the cache"],
+)
+def test_sides_that_store_or_place_their_entries_otherwise_are_the_traces_too(
+    configs: tuple[EvictionConfig, ...],
+) -> None:
+    adapter = exact_adapter("llama", 4, 2, layers=LAYERS, d_head=32)
+    run = RunConfig("m", "d", configs, samples=1)
+    arrays = trace_sample(adapter, PROMPTS[0], run).arrays
+    sample = SwapSample(adapter, PROMPTS[0], run, Resources(), ROWS)
+    ends = [Mixture.of_layers(LAYERS, sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
+    rows = sample.measure(ends).rows
+    for side, row in enumerate(rows):
+        assert row.values["drift"] == tuple(arrays["hidden_drift_l1"][side, :, -1].tolist())
+        assert row.values["kl"] == tuple(arrays["logit_kl"][side].tolist())
+    assert rows[0].values["kl"] != rows[1].values["kl"]
+
+
 def mixed(case: Case) -> list[Mixture]:
     """Layers and single heads of both sides, drawn."""
     drawn = np.random.default_rng(5)
