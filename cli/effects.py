@@ -105,7 +105,19 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("save", "text", "kept"), "it leaves no trace"),
         **dict.fromkeys(("shard", "shard_by"), "it leaves no trace, which alone has shards"),
         **dict.fromkeys(("cache", "max_memory"), "it evicts nothing: it asks what would be lost"),
-        **dict.fromkeys(("engine", "workers"), "it searches in this process"),
+        **dict.fromkeys(
+            ("engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample"), "it searches in this process"
+        ),
+    },
+    "swap": {
+        "save": "it measures no outputs; perturbkv trace does",
+        "text": "it leaves no trace, and no text in its file",
+        "kept": "it leaves no trace, and no positions in its file",
+        **dict.fromkeys(("shard", "shard_by"), "it leaves no trace, which alone has shards"),
+        **dict.fromkeys(
+            ("engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample"),
+            "each choice waits for all samples; it measures in this process",
+        ),
     },
     "horizon": {"step": "it shows all of them"},
     "bytes": {
@@ -133,8 +145,8 @@ _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
 """Command -> what it asks of a trace that it makes, and not of a finished one."""
 
 
-_CALLED_ALIKE: Mapping[str, frozenset[str]] = {"savings": frozenset({"by"})}
-"""Command -> its own options that are called as one of a policy's, and always have an effect."""
+_CALLED_ALIKE: Mapping[str, frozenset[str]] = {"savings": frozenset({"by"}), "swap": frozenset({"by", "seed"})}
+"""Command -> its own options that are called as one of a policy's or of all commands', and always have an effect."""
 
 
 def idle(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:

@@ -45,6 +45,7 @@ from perturbkv.cli.restriction import restriction
 from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.split import split
+from perturbkv.cli.swap import swap
 from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
@@ -62,7 +63,7 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
-OPEN = (measures, split, regret)
+OPEN = (measures, split, swap, regret)
 SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,

@@ -14,13 +14,14 @@ from perturbkv.cli.leaving import Leaving
 from perturbkv.cli.options import CompareOption, RunOptions
 from perturbkv.cli.planning import plan
 from perturbkv.cli.saving import reachable
-from perturbkv.cli.spreading import with_options
+from perturbkv.cli.spreading import hiding, with_options
 from perturbkv.cli.tracing import run_folder
 
 _NAME = "regret"
 _METHODS = "attention,attention-unpooled,two-stage,random"
 
 
+@hiding(*effects.UNUSED[_NAME])
 @with_options
 def regret(
     run: RunOptions,

@@ -51,6 +51,11 @@ def telling(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     return _changing({name: {"hidden": False} for name in names})
 
 
+def hiding(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Keep out of a command's help the options that it shares with others and has no use for."""
+    return _changing({name: {"hidden": True} for name in names})
+
+
 def _changing(
     changes: Mapping[str, Mapping[str, Any]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from perturbkv.api.loading import load_prompts as load_prompts
     from perturbkv.api.measuring import measure as measure
     from perturbkv.api.searching import regret as regret
+    from perturbkv.api.swapping import swap as swap
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.budget import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
@@ -106,6 +107,7 @@ _PUBLIC = {
     "safe_budget": "perturbkv.analyses.safe_budget",
     "savings": "perturbkv.analyses.savings",
     "split": "perturbkv.analyses.split",
+    "swap": "perturbkv.api.swapping",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

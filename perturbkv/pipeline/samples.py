@@ -99,7 +99,7 @@ def trace_sample(
     planned = batches_of(prompt, run, adapter.shape, resources)
     known = sources(adapter, context, run.configs, given)
     before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores, given=known)
-    full, tokens = _reference(adapter, before, question, run.steps, planned.rows)
+    full, tokens = reference(adapter, before, question, run.steps, planned.rows)
     layers, kept = _selected(adapter, before, full, run, resources)
     before.finite.raise_if_not(prompt.sample_id)
     decode = _Decoding(adapter, run, before, full, tokens, question, layers, kept, planned.rows)
@@ -109,7 +109,7 @@ def trace_sample(
     return SampleTrace(prompt.sample_id, with_all_steps(arrays, run.steps))
 
 
-def _reference(
+def reference(
     adapter: Adapter, before: Prefill, question: Sequence[int], steps: int, rows: int
 ) -> tuple[list[StepRecord], Tensor]:
     """The full run's steps as far as its text goes, and their tokens."""

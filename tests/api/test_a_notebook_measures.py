@@ -325,7 +325,9 @@ def test_answers_take_head_scores_as_they_were_checked(model: Adapter) -> None:
     assert plain == spread_out == array
 
 
-@pytest.mark.parametrize("module", ["perturbkv.api.loading", "perturbkv.api.auditing", "perturbkv.datasets.encode"])
+@pytest.mark.parametrize(
+    "module", ["perturbkv.api.loading", "perturbkv.api.auditing", "perturbkv.api.swapping", "perturbkv.datasets.encode"]
+)
 def test_the_examples_in_docstrings_run(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(module))
     assert ran.attempted > 0

@@ -73,5 +73,7 @@ RANGES: Mapping[str, Range] = {
     "--min-top1": Range(0, 1, whole=False, open=True),
     "--for-length": Range(1),
     "--for-batch": Range(1),
+    "--permutations": Range(0, 100_000),
+    "--greedy": Range(0, 100_000),
 }
 """Option -> its range. A number in it may still be refused, for it has to fit the others."""

@@ -109,6 +109,8 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "bench compare": ["bench", "compare", "bench.json", "bench.json"],
         "selfcheck": ["selfcheck", "--device", "cpu", *small],
         "regret": ["regret", *tiny, "--heads", 2, "--proven", 1, "-o", "regret", "--format", "png"],
+        "swap": ["swap", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
+        "swap --dry-run": ["swap", *tiny, "--dry-run"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }

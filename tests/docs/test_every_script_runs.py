@@ -125,16 +125,6 @@ def test_readings_shows_every_part_and_reads_the_prompts_again(folder: Path, lon
     assert "coefficient of variation of window attention: " in said
 
 
-def test_first_layer_measures_both_ways(model: Path, longbench: Path) -> None:
-    said = script("first_layer", longbench, "--model", model, "--samples", 1, "--length", 300, "--news", 2)
-    assert [line.partition(":")[0] for line in said.splitlines()] == [
-        f"{data}, {selection} {where}, n = {count}"
-        for data, count in (("needle", 1), ("multi_news", 2))
-        for where in ("in every layer", "but for attention in the first layer")
-        for selection in ("two-stage", "two-stage-uniform")
-    ]
-
-
 def test_needle_reads_the_four_runs(model: Path, tmp_path: Path) -> None:
     for part, more in {".": [], "context": ["--scenario", "context-only"], "pooled": [], "kernel": []}.items():
         perturbkv("needle", "--model", model, *GRID, *SMALL, *SIDES, *more, "-o", tmp_path / part)

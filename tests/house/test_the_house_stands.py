@@ -43,6 +43,7 @@ HANDED_OVER: dict[str, set[str]] = {
     "perturbkv.api.auditing": {"analyses"},
     "perturbkv.api.judging": {"analyses"},
     "perturbkv.api.searching": {"analyses"},
+    "perturbkv.api.swapping": {"analyses"},
     "perturbkv": set(),
 }
 """What a module imports late, against the arrows: a trace is written or shown otherwise, an audit is concluded, public
