@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ANALYSIS = "regret"
+_NOT_TOLD = ("rows", "configs", "regrets", "first", "others")
+_WHERE = ("", "#geometric\nmean", "#= query\nunknown", "#× the\ncriterion")
 _SAME = 1e-9
 """Two values of L this near are one."""
 _COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#geometric\nmean", "#= query\nunknown", "#× the\ncriterion")
@@ -43,6 +45,7 @@ class Part:
         at_optimum: in how many of the proven ones swaps alone had found it.
         gap: the largest share of L that is left between bound and best set where no proof was reached; 0 of none.
         regrets: per method, of a prefix over the proven heads alone.
+        first, others: the same of the heads of the first measured layer, and of all others, apart.
     """
 
     part: str
@@ -56,6 +59,8 @@ class Part:
     at_optimum: int
     gap: float
     regrets: tuple[Regret, ...]
+    first: tuple[Regret, ...]
+    others: tuple[Regret, ...]
 
     @property
     def setting(self) -> str:
@@ -65,8 +70,9 @@ class Part:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""
-        told = {name: value for name, value in vars(self).items() if name not in ("rows", "configs", "regrets")}
-        return {**told, "methods": [one.to_dict() for one in self.regrets]}
+        told = {name: value for name, value in vars(self).items() if name not in _NOT_TOLD}
+        apart = {"methods": self.regrets, "first_layer": self.first, "other_layers": self.others}
+        return {**told, **{name: [one.to_dict() for one in found] for name, found in apart.items()}}
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,7 +112,20 @@ class RegretResult(Result):
 
     def tables(self) -> list[Table | str]:
         """Of each part every method's ratios, and what was proven."""
-        return [one for part in self.parts for one in (_table(part), _searched(part))]
+        return [one for part in self.parts for one in (_table(part), *self._apart(part), _searched(part))]
+
+    def _apart(self, part: Part) -> list[Table]:
+        """Of prompts the first layer's heads beside all others, of methods that a hindsight ranks like."""
+        if part.part != PROMPT or not (part.first and part.others):
+            return []
+        first = f"layer {self.identity.layer(0)}"
+        rows = [
+            [f"{folded(name, 20)}, {where}", *_factors(found[place])]
+            for place, name in enumerate(short(part.configs))
+            for where, found in ((first, part.first), ("others", part.others))
+            if part.configs[place].selection.name in KNOWING
+        ]
+        return [Table(f"{part.setting}: {first} and the others", _WHERE, rows)]
 
     def notes(self) -> str:
         """What columns mean."""
@@ -180,7 +199,8 @@ def _part(found: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> P
     tried = [row for row in every if row["lower"] is not None]
     closed = [row for row in tried if row["closed"]]
     counts = [[row for row in sample if part == PROMPT or row["closed"]] for sample in rows]
-    heads = [Heads.of(sample, len(configs)) for sample in counts]
+    count = len(configs)
+    heads = [Heads.of(sample, count) for sample in counts]
     return Part(
         part=part,
         configs=configs,
@@ -193,6 +213,8 @@ def _part(found: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> P
         at_optimum=sum(row["improved"] <= row["best"] * (1 + _SAME) for row in closed),
         gap=max((1 - row["lower"] / row["best"] for row in tried if not row["closed"]), default=0.0),
         regrets=regrets(configs, heads),
+        first=regrets(configs, [Heads.of([row for row in sample if not row["layer"]], count) for sample in counts]),
+        others=regrets(configs, [Heads.of([row for row in sample if row["layer"]], count) for sample in counts]),
     )
 
 
@@ -203,14 +225,16 @@ def _table(part: Part) -> Table:
             folded(name, 20),
             numbers.decimal(one.sum_ratio, one.sum_ratio_interval, apart="\n"),
             numbers.decimal(one.median_ratio, one.median_ratio_interval, apart="\n"),
-            *(
-                numbers.decimal(each.value, each.interval, apart="\n")
-                for each in (one.factor, one.query, one.criterion)
-            ),
+            *_factors(one),
         ]
         for name, one in zip(names, part.regrets, strict=True)
     ]
     return Table(f"{part.setting}: isolated L1 over that of the best known set", _COLUMNS, rows)
+
+
+def _factors(one: Regret) -> list[str]:
+    """L over the best's, and its two parts."""
+    return [numbers.decimal(each.value, each.interval, apart="\n") for each in (one.factor, one.query, one.criterion)]
 
 
 def _searched(part: Part) -> str:

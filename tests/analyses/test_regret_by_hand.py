@@ -62,6 +62,19 @@ def test_ratios_and_factors_are_those_worked_out_by_hand() -> None:
     assert [one.sum_ratio for one in prefix.regrets] == pytest.approx([3, 2, 4, 1.5, 1])
 
 
+def test_the_first_layer_is_told_apart() -> None:
+    asked = found()
+    rows = [
+        {**row, "heads": [*row["heads"], head("prompt", 1.0, [9.0, 6.0, 8.0, 3.0, 2.0], layer=4)]} for row in asked.rows
+    ]
+    prompt, prefix = regret_of(replace(asked, rows=rows)).parts
+    assert [one.sum_ratio for one in prompt.first] == [one.sum_ratio for one in regret().parts[0].regrets]
+    assert (prompt.others[1].query.value, prompt.others[1].criterion.value) == pytest.approx((3.0, 2.0))
+    assert prefix.others == ()
+    text = " ".join(repr(regret_of(replace(asked, rows=rows))).split())
+    assert "layer 0 and the others" in text and max(map(len, repr(regret_of(asked)).splitlines())) <= 80
+
+
 def test_heads_are_counted_and_unproven_ones_never_called_optimal() -> None:
     prompt, prefix = regret().parts
     assert (prompt.heads, prompt.left_out, prompt.settled, prompt.tried) == (18, 6, 12, 0)
