@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -121,6 +121,19 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         ended=int(trace.ok.sum()) - held,
         measured=trace.attrs.get(MEASURED, ""),
         stored=_stored(trace, configs),
+    )
+
+
+def together(each: Sequence[RunIdentity]) -> RunIdentity:
+    """Of several traces: the first one's, with the models, data sets, digests and samples of all."""
+    return replace(
+        each[0],
+        model=", ".join(dict.fromkeys(one.model for one in each)),
+        dataset=", ".join(dict.fromkeys(one.dataset for one in each)),
+        trace=", ".join(one.trace for one in each),
+        samples=sum(one.samples for one in each),
+        failed=sum(one.failed for one in each),
+        ended=sum(one.ended for one in each),
     )
 
 

@@ -19,6 +19,7 @@ from perturbkv.cli.audit import audit
 from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
 from perturbkv.cli.budget import budget
+from perturbkv.cli.cliff import cliff
 from perturbkv.cli.datasets import datasets
 from perturbkv.cli.divergence import divergence
 from perturbkv.cli.doctor import doctor
@@ -42,6 +43,7 @@ from perturbkv.cli.report import report
 from perturbkv.cli.restriction import restriction
 from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
+from perturbkv.cli.stability import stability
 from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
@@ -58,8 +60,8 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 """What Click says where it finds more arguments than a command has."""
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
-ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
-SCORES = (quality, link, savings, budget, bytes)
+ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon, stability)
+SCORES = (quality, link, savings, budget, cliff, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,
     "Scores of answers and budgets, of finished traces or of those that they make": SCORES,
