@@ -224,7 +224,9 @@ def _of_trace(found: _Ranks) -> OfTrace:
 
 def _over_steps(early: Floats, late: Floats) -> Estimate:
     """Mean over samples of ρ between the heads of (sample, layer, head) arrays."""
-    each = np.array([float(spearman(one.reshape(-1), other.reshape(-1))) for one, other in zip(early, late, strict=True)])
+    each = np.array(
+        [float(spearman(one.reshape(-1), other.reshape(-1))) for one, other in zip(early, late, strict=True)]
+    )
     return Estimate(float(each.mean()), intervals.of_mean(each, CORRELATION), len(each))
 
 

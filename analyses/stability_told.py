@@ -54,9 +54,7 @@ def _said(found: Ranked) -> tuple[float, str]:
     return found.value, numbers.decimal(found.value, found.interval)
 
 
-def tables(
-    traces: Sequence[OfTrace], pairs: Sequence[Between], baseline: EvictionConfig | None
-) -> list[Table | str]:
+def tables(traces: Sequence[OfTrace], pairs: Sequence[Between], baseline: EvictionConfig | None) -> list[Table | str]:
     """Traces, then every two of one model, then steps and depth; what is not there is left out."""
     matched = [one for one in pairs if one.suffering]
     found: list[Table | str] = [_listed(traces), _within(traces, "suffers", lambda one: one.suffering)]
@@ -142,7 +140,9 @@ def notes(traces: Sequence[OfTrace], pairs: Sequence[Between]) -> str:
     lines = [numbers.about_intervals(few) if len({one.samples for one in traces}) == 1 else _mixed(traces), _HOW[0]]
     known = [one.suffering["propagated"] for one in pairs if one.suffering]
     if known:
-        lines.append(_HOW[1].format(chance=numbers.percent(known[0].chance), most=numbers.percent(known[0].chance_most)))
+        lines.append(
+            _HOW[1].format(chance=numbers.percent(known[0].chance), most=numbers.percent(known[0].chance_most))
+        )
     lines += [_HOW[2]] if any(one.paired for one in known) else []
     lines += [_HOW[3]] if traces[0].gain else []
     lines += [_HOW[4]] if any(one.over_steps for one in traces) else []
@@ -155,4 +155,3 @@ def _mixed(traces: Sequence[OfTrace]) -> str:
         f"n = {counts} samples; in brackets: 95 % intervals over samples; in parentheses, where a trace has fewer than "
         "five: ranges of single splits, pairs or samples."
     )
-

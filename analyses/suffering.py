@@ -122,14 +122,14 @@ def suffering(trace: Trace, config: EvictionConfig, baseline: EvictionConfig | N
 def _relative(trace: Trace, config: EvictionConfig) -> dict[str, Floats]:
     """Kind → (sample, layer, head) at step 0; a head without output loses nothing."""
     place, norm = trace.run.configs.index(config), values(trace, "output_norm", ANALYSIS, 0)
-    return {kind: np.nan_to_num(ratio(values(trace, name, ANALYSIS, 0)[:, place], norm)) for kind, name in KINDS.items()}
+    return {
+        kind: np.nan_to_num(ratio(values(trace, name, ANALYSIS, 0)[:, place], norm)) for kind, name in KINDS.items()
+    }
 
 
 def _over_steps(trace: Trace, config: EvictionConfig, steps: Steps) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Step 0, and the mean over each sample's last third of steps, of the samples of three steps or more."""
     place, norm = trace.run.configs.index(config), taken(trace, "output_norm", steps)
-    each = {
-        kind: np.nan_to_num(ratio(taken(trace, name, steps, place), norm)) for kind, name in KINDS.items()
-    }
+    each = {kind: np.nan_to_num(ratio(taken(trace, name, steps, place), norm)) for kind, name in KINDS.items()}
     late = {kind: steps.thirds(one)[1][0] for kind, one in each.items()}
     return {kind: one[steps.long][:, 0] for kind, one in each.items()}, late
