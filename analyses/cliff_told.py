@@ -34,7 +34,7 @@ def conclusion(members: Sequence[Cliff], thresholds: Sequence[float], samples: i
 
 def _concluded(members: Sequence[Cliff], place: int, threshold: float, samples: int) -> str:
     where = ", ".join(f"{_at(one, one.crossings[place])} with {one.name}" for one in members)
-    said = f"median KL stays below {threshold:g} nat from a budget of {where} on"
+    said = f"the budget from which on median KL stays below {threshold:g} nat is {where}"
     known = [(one.name, one.contests[place]) for one in members[1:] if not isnan(one.contests[place].ratio)]
     needs = ", ".join(f"{name} {_ratio(found)}" for name, found in known)
     of = f"; of {members[0].name}'s budget the median prompt needs with {needs}" if known else ""

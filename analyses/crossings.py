@@ -7,6 +7,7 @@ has passed where it first is at the threshold or above: a curve that dips below 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,13 @@ class Crossing:
     def to_dict(self, smallest: float, largest: float) -> dict[str, Any]:
         """Everything a reader needs, not yet plain; ends that were not measured become `below` or `above`."""
         where = {0.0: f"below {smallest:g}", np.inf: f"above {largest:g}"}
-        return {**vars(self), "beyond": where.get(self.value, ""), "mean_beyond": where.get(self.mean, "")}
+        told = {name: getattr(self, name) for name in ("value", "mean")}
+        return {
+            **vars(self),
+            **{name: float("nan") if budget in where else budget for name, budget in told.items()},
+            "beyond": where.get(self.value, ""),
+            "mean_beyond": where.get(self.mean, ""),
+        }
 
 
 def crossing(budgets: Floats, each: Floats, threshold: float) -> Crossing:
@@ -111,7 +118,8 @@ class Contest:
     @property
     def ratio(self) -> float:
         """The median; NaN where it is not known."""
-        return self.limits[0] if 0 < self.limits[0] == self.limits[1] < np.inf else float("nan")
+        least, most = self.limits
+        return most if 0 < most < np.inf and isclose(least, most) else float("nan")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""

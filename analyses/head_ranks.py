@@ -1,10 +1,10 @@
 """Are the heads ranked alike? Rank correlations of heads between samples, halves of samples, and traces.
 
-A trace's profile is the mean over samples of each sample's ranks of its heads, so that no prompt counts for more because
-all its heads suffer more. How far a profile can be trusted is its reliability: Spearman's ρ between the profiles of two
-halves of the samples, mean over splits, brought to all of the samples by Spearman and Brown's 2r / (1 + r). Two profiles
-measured with noise correlate less than what they measure; divided by the root of both reliabilities (Spearman's
-correction for attenuation, 1904) that is undone.
+A trace's profile is the mean over samples of each sample's ranks of its heads, so that no prompt counts for more
+because all its heads suffer more. How far a profile can be trusted is its reliability: Spearman's ρ between the
+profiles of two halves of the samples, mean over splits, brought to all of the samples by Spearman and Brown's
+2r / (1 + r). Two profiles measured with noise correlate less than what they measure; divided by the root of both
+reliabilities (Spearman's correction for attenuation, 1904) that is undone.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.stability import Between, OfTrace
+    from perturbkv.analyses.stable_traces import Between, OfTrace
 
 _ORDER = ("isolated", "propagated")
 _HOW = (

@@ -86,8 +86,9 @@ def _one(fitting: Sequence[EvictionConfig], held: Sequence[EvictionConfig], side
         msg = f"expected the same budget of '{side}' in every trace, got one of {got}; choose one that all hold"
         raise TraceError(msg)
     if len(fitting) > 1:
-        msg = f"expected one configuration of '{side}', got {', '.join(one.label() for one in fitting[:3])}; say which"
-        raise ConfigError(f"{msg}: policy:selection(option=value)")
+        got = ", ".join(one.label() for one in fitting[:3])
+        msg = f"expected one configuration of '{side}', got {got}; say which: policy:selection(option=value)"
+        raise ConfigError(msg)
     return fitting[0]
 
 

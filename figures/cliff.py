@@ -37,8 +37,8 @@ def draw(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         beside = legends.columns([one.name for one in result], width_mm, 2 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=beside)
-        style.foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes, with interval · "
-                                            f"{style.about(result.identity.samples, medians=True)}")  # fmt: skip
+        said = style.about(result.identity.samples, medians=True)
+        style.foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {said}")
     return figure
 
 

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from perturbkv.analyses.depths import GRID
 from perturbkv.analyses.naming import counted
 from perturbkv.analyses.reading import Floats
-from perturbkv.analyses.stability import OfTrace, Stability
+from perturbkv.analyses.stability import Stability
+from perturbkv.analyses.stable_traces import OfTrace
 from perturbkv.figures import legends, style
 
 _KINDS = ("isolated", "propagated")
