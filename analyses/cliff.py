@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.analyses import cliff_told, intervals, naming
 from perturbkv.analyses.arithmetic import plain
@@ -22,6 +23,7 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.several import Sequenced
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check
+from perturbkv.configs.selections import STAGED
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
@@ -47,6 +49,7 @@ class Cliff:
         held_bytes: (budget,) mean bytes of the evicted caches, stored in 16 bits or fewer; NaN likewise.
         median: (budget,) of KL(full ‖ evicted) of the next token over samples, nat; `median_interval` of it.
         mean: (budget,) over samples, most of which single prompts can make.
+        unstaged: (budget,) prompts in which stage 1 takes no entry in any head, where the method has a stage 1.
         crossings: one per threshold.
         contests: against the first method, one per threshold; empty of the first.
     """
@@ -59,6 +62,7 @@ class Cliff:
     median: Floats
     median_interval: Band
     mean: Floats
+    unstaged: NDArray[np.int64]
     crossings: tuple[Crossing, ...]
     contests: tuple[Contest, ...]
 
@@ -211,6 +215,7 @@ def _cliff(trace: Trace, name: str, own: Axis, baseline: Axis, each: Floats, thr
         median=np.median(curves, axis=0),
         median_interval=intervals.of_medians(curves),
         mean=curves.mean(axis=0),
+        unstaged=_unstaged(trace, own),
         crossings=tuple(crossing(own.at, curves, threshold) for threshold in thresholds),
         contests=tuple(contests),
     )
@@ -221,3 +226,10 @@ def _bytes(trace: Trace) -> Floats:
     if "held_bytes" not in trace.arrays:
         return np.full(len(trace.run.configs), np.nan)
     return np.asarray(values(trace, "held_bytes", ANALYSIS).mean(axis=0))
+
+
+def _unstaged(trace: Trace, own: Axis) -> NDArray[np.int64]:
+    """(budget,) prompts of which a method that has two stages takes nothing in its first."""
+    taken = values(trace, "stage1_count", ANALYSIS)[:, list(own.places)].max(axis=(2, 3))
+    staged = np.array([config.selection.name in STAGED for config in own.configs])
+    return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _MB = 1e6
 _HOW = (
     "Passes: the budget from which on the median over samples of KL(full ‖ evicted) stays below the threshold; lines "
-    "join the budgets measured, on both logarithms, and beyond them nothing is told but <, > and …. Its interval: the "
+    "join the budgets measured, on both logarithms, and beyond them nothing is told but < and >. Its interval: the "
     "budgets at which the median's own cannot tell the side.",
     "By the mean: the same of the mean over samples, which one prompt can make: it has no interval worth reading.",
     "Over {baseline}'s: each prompt's own budget over its own with {baseline}, the median over prompts; below 1 it "
-    "needs less. A prompt that passes beyond the budgets counts with all that its ratio can be, so that the median may "
-    "be known to lie between two ends only.",
+    "needs less. A prompt that passes beyond the budgets counts with all that its ratio can be, so that of the median "
+    "one end may be all that is known; … is an end that the budgets do not show.",
 )
 
 
@@ -42,7 +42,7 @@ def _concluded(members: Sequence[Cliff], place: int, threshold: float, samples: 
 
 
 def _at(one: Cliff, passed: Crossing, apart: str = " ") -> str:
-    """'0.12 [0.06, 0.2]'; '> 0.4 [0.2, …]' where the largest budget measured does not do."""
+    """'0.12 [0.06, 0.2]'; '> 0.4 [0.2, >0.4]' where the largest budget measured does not do."""
     beyond = {inf: one.budgets[-1], 0.0: one.budgets[0]}
     sign = {inf: "> ", 0.0: "< "}.get(passed.value, "")
     value = sign + _budget(one, beyond.get(passed.value, passed.value))
@@ -54,7 +54,9 @@ def _budget(one: Cliff, value: float) -> str:
 
 
 def _end(one: Cliff, end: float) -> str:
-    return _budget(one, end) if 0 < end < inf else "…"
+    """A budget; beyond those measured '<0.005' or '>0.4'."""
+    beyond = {inf: f">{_budget(one, one.budgets[-1])}", 0.0: f"<{_budget(one, one.budgets[0])}"}
+    return beyond.get(end) or _budget(one, end)
 
 
 def _ratio(found: Contest, apart: str = " ") -> str:
@@ -118,7 +120,17 @@ def notes(members: Sequence[Cliff], samples: int, steps: int, floor: float) -> s
         *([_HOW[2].format(baseline=members[0].name)] if len(members) > 1 else []),
         *(["* The curve passes more than once: the largest budget counts."] if again else []),
         *([f"KL is each sample's mean over its steps, at most {steps}."] if steps > 1 else []),
+        *_unstaged(members, samples),
         f"With everything kept KL is {floor:.0e} nat (median).",
         numbers.about_held(share for one in members for share in one.held),
     ]
     return "\n".join(lines)
+
+
+def _unstaged(members: Sequence[Cliff], samples: int) -> Iterator[str]:
+    """Where the share α of so few entries is none, so that two stages are the second alone."""
+    for one in members:
+        empty = [(config.budget, int(count)) for config, count in zip(one.configs, one.unstaged, strict=True) if count]
+        if empty:
+            where = ", ".join(f"{budget} ({count} of {samples} prompts)" for budget, count in empty)
+            yield f"Stage 1 of {one.name} takes no entry, as α of so few is none, at b = {where}: stage 2 alone."

@@ -100,9 +100,9 @@ def stability(
     Raises TraceError for no trace, one that is given twice, one without a complete sample, and configurations that are
     not alike; ConfigError where several budgets, or configurations of one, are there to choose from.
 
-    Example, of a `trace` of 5 samples at one budget:
+    Example, of a `trace` of 5 samples:
         >>> import perturbkv as pk
-        >>> found = pk.stability(trace)
+        >>> found = pk.stability(trace, budget=0.2)
         >>> found.traces[0].suffering["propagated"].splits
         10
     """

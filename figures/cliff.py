@@ -15,8 +15,8 @@ from perturbkv.analyses.cliff import Cliff, Cliffs
 from perturbkv.figures import legends, style
 
 _WIDE_MM, _NARROW_MM = 84, 92
-_APART = 1.035
-"""By how much the marks of neighbouring methods lie apart on a threshold, which they would hide each other on."""
+_APART = 0.022
+"""Of the panel's height, by which the marks of neighbouring methods lie apart: on the threshold they would hide."""
 
 
 def draw(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
@@ -54,20 +54,22 @@ def _curve(axes: Axes, one: Cliff, colour: Any, marker: str) -> Line2D:
 def _thresholds(axes: Axes, result: Cliffs) -> None:
     """Lines and crossings; what lies beyond the budgets measured ends at the panel's edge, without a mark."""
     colours, limits = style.category_colours(len(result)), axes.get_xlim()
+    low, high = axes.get_ylim()
+    step = (high / low) ** _APART if axes.get_yscale() == "log" else 1.0
     for place, threshold in enumerate(result.thresholds):
         axes.axhline(threshold, color="0.55", linewidth=0.7, linestyle="--", zorder=1, gid="threshold")
         for shift, (one, colour) in enumerate(zip(result, colours, strict=True)):
-            height = threshold * _APART ** (shift - (len(result) - 1) / 2)
+            height = threshold * step ** ((len(result) - 1) / 2 - shift)
             _crossing(axes, one, place, (height, colour), limits)
-    axes.set_xlim(limits)
+    axes.set(xlim=limits, ylim=(min(low, min(result.thresholds) / 2), max(high, max(result.thresholds) * 2)))
 
 
 def _crossing(axes: Axes, one: Cliff, place: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
     passed, (height, colour) = one.crossings[place], look
     if passed.interval is not None:
         ends = np.clip([passed.interval.low, passed.interval.high], *limits)
-        axes.plot(ends, [height] * 2, color=colour, linewidth=2.2, alpha=0.45, solid_capstyle="butt",
+        axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
                   gid=f"interval {one.name}")  # fmt: skip
     if passed.told:
-        axes.plot([passed.value], [height], color=colour, marker="d", markersize=4.5, linestyle="", zorder=4,
+        axes.plot([passed.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
                   gid=f"crossing {one.name}")  # fmt: skip

@@ -167,6 +167,15 @@ def test_kl_of_several_steps_is_each_samples_mean() -> None:
     np.testing.assert_allclose(found[0].median, np.array([4.0, 2.0, 1.0, 0.5, 0.25]) * 5 / 3)
 
 
+def test_budgets_of_which_stage_1_takes_nothing_are_told() -> None:
+    trace = made()
+    trace.arrays["stage1_count"][:] = 3
+    trace.arrays["stage1_count"][:4, [0, 5]] = 0  # the smallest budget of both, in four prompts
+    found = pk.cliff(trace)
+    assert [one.unstaged.tolist() for one in found] == [[0] * 5, [4, 0, 0, 0, 0]]
+    assert "Stage 1 of two-stage takes no entry, as α of so few is none, at b = 0.1 (4 of 6 prompts)" in found.notes()
+
+
 @pytest.mark.parametrize("samples", [1, 3, 6])
 def test_tables_fit_80_columns(samples: int) -> None:
     assert max(map(len, repr(pk.cliff(made(samples))).splitlines())) <= 80

@@ -166,8 +166,8 @@ def test_of_traces_by_hand() -> None:
     assert max(map(len, lines)) <= 80
     json.dumps(found.to_dict(), allow_nan=False)
     assert found.conclusion() == (
-        "Samples of a trace rank the heads by propagated L1 with a reliability of 1.00 [−0.04, 1.00]; mean ranks of two "
-        "traces of one model correlate with ρ = 0.94 [−0.49, 0.99] (2 traces, n = 5 samples)."
+        "Samples of a trace rank the heads by propagated L1 with a reliability of 1.00 [−0.04, 1.00]; mean ranks of "
+        "two traces of one model correlate with ρ = 0.94 [−0.49, 0.99] (2 traces, n = 5 samples)."
     )
 
 

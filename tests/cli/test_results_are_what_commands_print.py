@@ -36,8 +36,10 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "savings": lambda trace: pk.savings(trace),
     "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
     "bytes": lambda trace: pk.equal_bytes(trace),
+    "cliff": lambda trace: pk.cliff(trace),
+    "stability": lambda trace: pk.stability(trace, budget=0.2),
 }
-OPTIONS = {"budget": ["--max-kl", "200"]}
+OPTIONS = {"budget": ["--max-kl", "200"], "stability": ["--budget", "0.2"]}
 OF_COMMAND = {"equal_bytes": "bytes"}
 """Module -> its command, where they are not called alike."""
 EVERY = pytest.mark.parametrize("command", ANALYSES)
@@ -178,8 +180,9 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
 
 @pytest.mark.parametrize(
     "module",
-    ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle", "link", "quality", "equal_bytes"],
-)
+    ["assumption", "bound_tightness", "ablation", "restriction", "horizon", "needle", "link", "quality", "equal_bytes",
+     "cliff", "stability"],
+)  # fmt: skip
 def test_the_examples_in_docstrings_run(module: str) -> None:
     where = importlib.import_module(f"perturbkv.analyses.{module}")
     ran = doctest.testmod(where, extraglobs={"trace": asked_of(OF_COMMAND.get(module, module))})
@@ -192,7 +195,7 @@ def test_analyses_are_public_without_torch() -> None:
     source = (
         "import sys, perturbkv as pk\n"
         "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings safe_budget '\n"
-        "names += 'equal_bytes'\n"
+        "names += 'equal_bytes cliff stability'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
