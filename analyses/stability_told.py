@@ -25,8 +25,7 @@ _HOW = (
     "the root of both reliabilities, what it were without noise; by chance it exceeds 1. Worst: of the tenth of the "
     "heads that suffers most in one trace, the share that does so in the other; two random orders share {chance} in "
     "the mean and {most} at most (97.5 %).",
-    "* One data set and seed, or the same prompts: prompts are left out of both traces at once, and what is alike may "
-    "be the prompts.",
+    "* One data set and seed: prompts are left out of both traces at once, and what is alike may be the prompts.",
     "Gain: the baseline's relative L1 less the selection's, head by head; its ranks are as reliable as they are large.",
     "Steps: mean over samples of ρ between their heads at step 0 and in the last third of their steps.",
     "Depth: shares of the sum over all heads. First tenth: of the layers, rounded up; half: the share of the heads "
@@ -153,5 +152,5 @@ def _mixed(traces: Sequence[OfTrace]) -> str:
     counts = ", ".join(str(one.samples) for one in traces)
     return (
         f"n = {counts} samples; in brackets: 95 % intervals over samples; in parentheses, where a trace has fewer than "
-        "five: ranges of single splits, pairs or samples."
+        "five: ranges of single splits, pairs or samples, which are noisier than the mean of all."
     )

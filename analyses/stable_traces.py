@@ -132,6 +132,6 @@ def _same_heads(first: Trace, second: Trace) -> bool:
 
 
 def _paired(first: Trace, second: Trace) -> bool:
-    """Whether the traces' samples may be the same prompts, or grow from the same draws."""
-    same = first.run.seed == second.run.seed or first.sample_ids == second.sample_ids
-    return same and first.run.dataset == second.run.dataset and np.array_equal(first.ok, second.ok)
+    """Whether the traces' samples may be the same prompts, or grow from the same draws: of one data set and seed."""
+    here, there = ((one.run.dataset, one.run.seed) for one in (first, second))
+    return here == there and np.array_equal(first.ok, second.ok)

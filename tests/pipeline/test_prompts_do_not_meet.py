@@ -47,7 +47,7 @@ def test_batches_of_caches_change_nothing_beyond_the_noise_floor() -> None:
         for variable in ("perturbation_isolated", "perturbation_propagated"):
             floor = 4 * one.arrays["noise_floor"].max() + 1e-6
             np.testing.assert_allclose(one.arrays[variable], whole[name].arrays[variable], atol=floor)
-        np.testing.assert_array_equal(one.arrays["kept_digest"], whole[name].arrays["kept_digest"])
+        np.testing.assert_array_equal(one.arrays["kept_code"], whole[name].arrays["kept_code"])
 
 
 def test_other_prompts_have_other_numbers() -> None:
