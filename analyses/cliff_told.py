@@ -13,7 +13,7 @@ from perturbkv.analyses.sentences import over, sentence
 from perturbkv.display import Table
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.cliff import Cliff
+    from perturbkv.analyses.method_cliff import Cliff
 
 _MB = 1e6
 _HOW = (

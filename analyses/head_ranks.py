@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,13 +157,13 @@ def agreement(first: Heads, second: Heads, paired: bool) -> Agreement:
     """Of the same heads in two traces; `paired` needs as many samples of both."""
     heads, profiles = first.ranks.shape[1], [one.ranks.mean(axis=0) for one in (first, second)]
     worst = ceil(WORST * heads)
-    both = np.intersect1d(*(np.argsort(-one, kind="stable")[:worst] for one in profiles))
+    here, there = (np.argsort(-one, kind="stable")[:worst] for one in profiles)
     chance = stats.hypergeom(heads, worst, worst)
     measured = rho(first.ranks, second.ranks)
     return Agreement(
         rho=of_both(first.ranks, second.ranks, paired),
         corrected=_corrected(measured, first, second, paired),
-        shared=len(both) / worst,
+        shared=len(np.intersect1d(here, there)) / worst,
         chance=float(chance.mean()) / worst,
         chance_most=float(chance.ppf(0.975)) / worst,
         paired=paired,
@@ -199,8 +200,8 @@ def _corrected(measured: float, first: Heads, second: Heads, paired: bool) -> Ra
     if min(len(first.ranks), len(second.ranks)) < LEAST:
         return Ranked(float(value), None)
     left = _left(first.ranks, second.ranks, paired)
-    parts = ([(first.without, second.without)] if paired
-             else [(first.without, second.split_half), (first.split_half, second.without)])  # fmt: skip
+    alone = [(first.without, second.split_half), (first.split_half, second.without)]
+    parts: list[tuple[Any, Any]] = [(first.without, second.without)] if paired else [*alone]
     each = [np.asarray(_undone(one, *part)) for one, part in zip(left, parts, strict=True)]
     return Ranked(float(value), _joined(float(value), each, _CORRECTED))
 

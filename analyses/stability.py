@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, repeat
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import stability_told
@@ -111,7 +111,7 @@ def stability(
     wanted = None if budget is None else str(budget)
     configs = chosen(held, selection, wanted)
     baselines = _baselines(held, configs, baseline)
-    sides = zip(held, configs, baselines or [None] * len(held), strict=True)
+    sides = zip(held, configs, baselines or repeat(None, len(held)), strict=True)
     found = [TraceRanks.numbered(place, suffering(*one)) for place, one in enumerate(sides, 1)]
     return Stability(
         traces=tuple(map(of_trace, found)),

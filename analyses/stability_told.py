@@ -29,8 +29,9 @@ _HOW = (
     "Gain: the baseline's relative L1 less the selection's, head by head; its ranks are as reliable as they are large.",
     "Steps: mean over samples of ρ between their heads at step 0 and in the last third of their steps.",
     "Depth: shares of the sum over all heads. First tenth: of the layers, rounded up; half: the share of the heads "
-    "that carries half of the sum. Heads of two models cannot be matched: of these the mean over samples of the "
-    "layers' profile is compared at 20 points of relative depth, layer / (layers − 1), which is a coarse likeness.",
+    "that carries half of the sum; all of the layers measured. Heads of two models cannot be matched: the mean over "
+    "samples of the layers' profile is compared at those of 20 points of relative depth, layer / (layers − 1), "
+    "that both have measured, a coarse likeness.",
 )
 
 

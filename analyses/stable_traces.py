@@ -28,7 +28,7 @@ class OfTrace:
         model, dataset, seed, source: of its run.
         tokens: mean entries of its prompts.
         samples: complete ones.
-        layers, heads: of its model.
+        layers, heads: of its model, as far as they are measured.
         config: what was evicted.
         suffering: kind → how alike its samples rank the heads by relative L1.
         gain: the same by what the treatment gains; empty without a baseline.
@@ -98,7 +98,7 @@ def of_trace(found: TraceRanks) -> OfTrace:
         suffering={kind: reliability(heads) for kind, heads in found.suffering.items()},
         gain={kind: reliability(heads) for kind, heads in found.gain.items()},
         over_steps={kind: _over_steps(one.early[kind], late) for kind, late in one.late.items()},
-        depth={kind: depth(each) for kind, each in one.relative.items()},
+        depth={kind: depth(each, one.places) for kind, each in one.relative.items()},
     )
 
 
@@ -114,7 +114,10 @@ def between(first: TraceRanks, second: TraceRanks) -> Between:
     """What is told of two traces: of the same heads where they are of one model, else of depth alone."""
     here, there = first.of, second.of
     if not _same_heads(here.trace, there.trace):
-        shared = {kind: alike(profiles(each), profiles(there.relative[kind])) for kind, each in here.relative.items()}
+        over_depth = [
+            {kind: profiles(each, one.places) for kind, each in one.relative.items()} for one in (here, there)
+        ]
+        shared = {kind: alike(each, over_depth[1][kind]) for kind, each in over_depth[0].items()}
         return Between(first.place, second.place, {}, {}, shared)
     paired = _paired(here.trace, there.trace)
     suffered, gained = (

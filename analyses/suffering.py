@@ -12,9 +12,11 @@ from perturbkv.analyses.growth import KINDS
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import Floats, at_step, measured_steps, values
 from perturbkv.analyses.thirds import LEAST_STEPS, Steps, taken
+from perturbkv.configs import layer_types
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
+from perturbkv.schema import MEASURED
 from perturbkv.trace import Trace
 
 ANALYSIS = "stability"
@@ -27,6 +29,7 @@ class Suffering:
     Attributes:
         trace: whose.
         config: what was evicted; `baseline` what its gain is over, None where the trace has none.
+        places: (layer,) relative depth of the layers measured, layer / (layers − 1).
         relative: kind → (sample, layer, head) L / ‖o_h‖₁ at step 0, propagated and isolated.
         gain: kind → (sample, layer, head) the baseline's less the treatment's; empty without a baseline.
         late: kind → (long sample, layer, head) mean over each sample's last third of steps; `early` at step 0 of
@@ -36,6 +39,7 @@ class Suffering:
     trace: Trace
     config: EvictionConfig
     baseline: EvictionConfig | None
+    places: Floats
     relative: dict[str, Floats]
     gain: dict[str, Floats]
     early: dict[str, Floats]
@@ -117,7 +121,15 @@ def suffering(trace: Trace, config: EvictionConfig, baseline: EvictionConfig | N
     counts = measured_steps(held)
     steps = Steps(np.arange(counts.max()) < counts[:, None])
     early, late = _over_steps(held, config, steps) if counts.max() >= LEAST_STEPS else ({}, {})
-    return Suffering(held, config, baseline, relative, gain, early, late)
+    return Suffering(held, config, baseline, _places(held), relative, gain, early, late)
+
+
+def _places(trace: Trace) -> Floats:
+    """(layer,) where in depth the measured layers lie; a model of one layer is at 0."""
+    count = trace.arrays["output_norm"].shape[2]
+    told = trace.attrs.get(MEASURED, "")
+    layers, whole = layer_types.parsed(told) if told else (tuple(range(count)), count)
+    return np.asarray(layers, dtype=np.float64) / max(1, whole - 1)
 
 
 def _relative(trace: Trace, config: EvictionConfig) -> dict[str, Floats]:

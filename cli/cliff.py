@@ -62,7 +62,8 @@ def cliff(
 def _configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
     """Every method at every budget. Raises ConfigError for budgets that have no order, and for fewer than three."""
     from perturbkv.analyses.budget_axis import check_kind
-    from perturbkv.analyses.cliff import ANALYSIS, LEAST_BUDGETS
+    from perturbkv.analyses.cliff import LEAST_BUDGETS
+    from perturbkv.analyses.method_cliff import ANALYSIS
 
     configs = run.configs(methods)
     check_kind(configs, ANALYSIS)

@@ -184,13 +184,30 @@ def test_the_same_seed_and_data_set_leave_prompts_out_together() -> None:
 def test_depth_by_hand() -> None:
     """Layers of 3, 1, 0 and 0 a head: three quarters in the first, half of the sum in one head of eight."""
     suffered = np.tile(np.array([[4.0, 2.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), (5, 1, 1))
-    found = depth(suffered)
+    places = np.linspace(0, 1, 4)
+    found = depth(suffered, places)
     assert found.first_layer.value == pytest.approx(0.75)
     assert found.first_tenth.value == pytest.approx(0.75)  # of four layers a tenth is one
     assert found.half.value == pytest.approx(1 / 8)
-    (each,) = profiles(suffered[:1])
+    (each,) = profiles(suffered[:1], places)
     assert (each[0], each[-1]) == pytest.approx((3.0, 0.0))
     assert each[1] == pytest.approx(3 - 2 * 3 / 19)  # on the line from the first layer to the second, a third below
+
+
+def test_layers_that_are_not_measured_have_no_depth() -> None:
+    """Layers 5, 11 and 17 of 18: nothing is known before 5/17, and lines join what lies between."""
+    source = np.random.default_rng(12)
+    suffered = np.tile(np.array([3.0, 2.0, 1.0])[None, :, None], (5, 1, 2)) * source.uniform(0.99, 1.01, (5, 3, 2))
+    some = made(suffered, model="n")
+    some = dataclasses.replace(some, attrs={**some.attrs, "measured_layers": "5 11 17 of 18"})
+    found = pk.stability([made(np.tile(np.linspace(5, 1, 9)[None, :, None], (5, 1, 3))), some])
+    profile = found.traces[1].depth["isolated"].profile
+    assert np.isnan(profile[: math.ceil(19 * 5 / 17)]).all()
+    assert profile[math.ceil(19 * 5 / 17) :] == pytest.approx(
+        1.5 - (np.arange(6, 20) / 19 - 5 / 17) * 17 / 12, abs=0.02
+    )
+    assert found.pairs[0].depth["isolated"].value == pytest.approx(1.0)
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_models_are_compared_over_depth_alone() -> None:
