@@ -18,8 +18,8 @@ from perturbkv.figures import legends, style
 
 _KINDS = ("isolated", "propagated")
 _ROW_MM, _DEPTH_MM, _AROUND_MM, _CELL_MM = 58, 46, 20, 5.5
-_MOST_WRITTEN = 11
-"""Traces up to which numbers stand in the cells."""
+_MOST_WRITTEN, _FEW = 10, 7
+"""Traces up to which numbers stand in the cells, in a column of a journal fewer, and up to which they are large."""
 _LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 
@@ -36,7 +36,7 @@ def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
         axes = (figure.subplots(4, 1, height_ratios=ratios * 2).reshape(2, 2) if narrow
                 else figure.subplots(2, 2, height_ratios=ratios).T)  # fmt: skip
         for (above, below), kind in zip(axes, _KINDS, strict=True):
-            _matrix(above, result, kind)
+            _matrix(above, result, kind, not narrow)
             lines = _profiles(below, result.traces, kind)
         figure.legend(handles=lines, loc="outside upper left", ncols=columns)
         samples = sorted({one.samples for one in result.traces})
@@ -55,12 +55,13 @@ def _name(one: OfTrace, of_models: bool) -> str:
     return f"{one.place}: {model}{one.dataset}, {one.tokens:,.0f} tokens, seed {one.seed}, n = {one.samples}"
 
 
-def _matrix(axes: Axes, result: Stability, kind: str) -> None:
+def _matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
     """ρ of every two traces of one model, blank between models."""
     values, places = correlations(result, kind), [one.place for one in result.traces]
-    written = len(places) <= _MOST_WRITTEN
+    few = len(places) <= _FEW
+    written = few or (wide and len(places) <= _MOST_WRITTEN)
     sns.heatmap(values, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), annot=written, fmt=".2f", square=True,
-                annot_kws={"size": 5.5}, xticklabels=places, yticklabels=places,
+                annot_kws={"size": 5.5 if few else 4.3}, xticklabels=places, yticklabels=places,
                 cbar_kws={"label": "Spearman's ρ", "shrink": 0.9})  # fmt: skip
     axes.collections[0].set_gid(f"matrix {kind}")
     axes.tick_params(length=0, rotation=0)
