@@ -11,7 +11,7 @@ from perturbkv.analyses.head_ranks import Agreement, Heads, agreement, between_s
 from perturbkv.analyses.intervals import Interval, Scalar
 from tests.analyses.test_stability_by_hand import noisy
 
-DRAWS, SAMPLES, HEADS = 150, 8, 40
+DRAWS, SAMPLES, HEADS = 80, 8, 40
 LEAST = 0.92 - 2 * math.sqrt(0.92 * 0.08 / DRAWS)
 """What 92 % shows in so many draws, but for one simulation in forty."""
 NOISES = pytest.mark.parametrize("noise", [0.5, 2.0])
