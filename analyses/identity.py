@@ -126,6 +126,19 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
     )
 
 
+def together(each: Sequence[RunIdentity]) -> RunIdentity:
+    """Of several traces: the first one's, with the models, data sets, digests and samples of all."""
+    return replace(
+        each[0],
+        model=", ".join(dict.fromkeys(one.model for one in each)),
+        dataset=", ".join(dict.fromkeys(one.dataset for one in each)),
+        trace=", ".join(one.trace for one in each),
+        samples=sum(one.samples for one in each),
+        failed=sum(one.failed for one in each),
+        ended=sum(one.ended for one in each),
+    )
+
+
 def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
     told = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
     if not told or not trace.ok.any() or all(config.evicts_alone for config in configs):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import link_more, link_tables, link_told
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.calibration import BINS, check_bins
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity, together
 from perturbkv.analyses.link_budgets import across_budgets
 from perturbkv.analyses.link_data import ANALYSIS, Pooled, pooled
 from perturbkv.analyses.link_found import Linked, Overall
@@ -176,12 +176,4 @@ def _of_prompts(found: Pooled, settings: Sequence[Setting], dataset: str, rows: 
 def _identity(traces: Sequence[Trace], settings: Sequence[Setting]) -> RunIdentity:
     """The first trace's, with the data sets, digests and samples of all."""
     configs = [config for one in settings for config in one.configs]
-    each = [identity(trace, configs) for trace in traces]
-    return dataclasses.replace(
-        each[0],
-        dataset=", ".join(dict.fromkeys(one.dataset for one in each)),
-        trace=", ".join(one.trace for one in each),
-        samples=sum(one.samples for one in each),
-        failed=sum(one.failed for one in each),
-        ended=sum(one.ended for one in each),
-    )
+    return together([identity(trace, configs) for trace in traces])

@@ -126,6 +126,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
     },
     "split": {"precision": "L = (1 − S) ‖μ_gone − μ_kept‖₁ is of eviction alone"},
     "budget": {"step": "means are over all of them"},
+    "cliff": {"step": "KL is the mean over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
     "link": {"step": "it looks at the first alone, which is known after one token of the answer"},
 }
@@ -134,7 +135,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost", "by",
-    "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything",
+    "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "kl",
 })  # fmt: skip
 """What can be asked of a finished trace; everything else says how one is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {

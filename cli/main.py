@@ -19,6 +19,7 @@ from perturbkv.cli.audit import audit
 from perturbkv.cli.bench import bench
 from perturbkv.cli.bound_tightness import bound_tightness
 from perturbkv.cli.budget import budget
+from perturbkv.cli.cliff import cliff
 from perturbkv.cli.datasets import datasets
 from perturbkv.cli.divergence import divergence
 from perturbkv.cli.doctor import doctor
@@ -46,6 +47,7 @@ from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.split import split
 from perturbkv.cli.swap import swap
+from perturbkv.cli.stability import stability
 from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
@@ -63,7 +65,7 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
-OPEN = (measures, split, swap, regret)
+OPEN = (measures, split, swap, regret, cliff, stability)
 SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,

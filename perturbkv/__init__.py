@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.assumption import assumption as assumption
     from perturbkv.analyses.bound_tightness import bound_tightness as bound_tightness
     from perturbkv.analyses.budgets import budget_curves as budget_curves
+    from perturbkv.analyses.cliff import cliff as cliff
     from perturbkv.analyses.divergence import divergence as divergence
     from perturbkv.analyses.equal_bytes import equal_bytes as equal_bytes
     from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.sample_drifts import last_layer as last_layer
     from perturbkv.analyses.savings import savings as savings
     from perturbkv.analyses.split import split as split
+    from perturbkv.analyses.stability import stability as stability
     from perturbkv.analyses.tokens import tokens as tokens
     from perturbkv.api.answering import generate as generate
     from perturbkv.api.auditing import audit as audit
@@ -80,6 +82,7 @@ _PUBLIC = {
     "assumption": "perturbkv.analyses.assumption",
     "bound_tightness": "perturbkv.analyses.bound_tightness",
     "audit": "perturbkv.api.auditing",
+    "cliff": "perturbkv.analyses.cliff",
     "divergence": "perturbkv.analyses.divergence",
     "equal_bytes": "perturbkv.analyses.equal_bytes",
     "generate": "perturbkv.api.answering",
@@ -108,6 +111,7 @@ _PUBLIC = {
     "savings": "perturbkv.analyses.savings",
     "split": "perturbkv.analyses.split",
     "swap": "perturbkv.api.swapping",
+    "stability": "perturbkv.analyses.stability",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

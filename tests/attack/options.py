@@ -122,6 +122,8 @@ class Whole:
             "divergence": {"": (self.answers,), **run_},
             "judge": {"": (self.answers,), **run_, "--command": ("--command", planted_judge("length"))},
             "savings": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
+            "cliff": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
+            "stability": {"": (self.trace,), **run_},
         }  # fmt: skip
         return own.get(command, {**model, **one, **needle, **small, **cpu, **run_})
 

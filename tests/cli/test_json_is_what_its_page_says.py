@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
 from perturbkv.selfcheck import kernel
 from perturbkv.storage import trace_file
+from perturbkv.trace import Trace
 from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import OWN, asked_of, made
@@ -153,6 +155,14 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 
 
+def stable() -> dict[str, Trace]:
+    """Two traces of one model, and one of another."""
+    one = asked_of("stability")
+    other = dataclasses.replace(one.run, model="another")
+    return {"a.h5": one, "b.h5": dataclasses.replace(one, digest="b"),
+            "c.h5": dataclasses.replace(one, digest="c", run=other)}  # fmt: skip
+
+
 @pytest.fixture
 def documents(
     perturbkv: Run, tiny: list[object], model: Path, data: Path, little: None, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +178,11 @@ def documents(
         with undrawn():
             told = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json")
         found[name] = told.json()
+    several = stable()
+    monkeypatch.setattr(trace_file, "read_trace", lambda path: several[path.name])
+    with undrawn():
+        told = perturbkv("stability", *several, *ANALYSES["stability"], "-o", "several", "--format", "png", "--json")
+    found["stability"] = told.json()
     found["summary.json"] = json.loads(Path("analyses/bytes/summary.json").read_text())
     return found
 

@@ -38,8 +38,10 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "savings": lambda trace: pk.savings(trace),
     "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
     "bytes": lambda trace: pk.equal_bytes(trace),
+    "cliff": lambda trace: pk.cliff(trace),
+    "stability": lambda trace: pk.stability(trace, budget=0.2),
 }
-OPTIONS = {"budget": ["--max-kl", "200"]}
+OPTIONS = {"budget": ["--max-kl", "200"], "stability": ["--budget", "0.2"]}
 OF_COMMAND = {"equal_bytes": "bytes"}
 """Module -> its command, where they are not called alike."""
 EVERY = pytest.mark.parametrize("command", ANALYSES)
@@ -192,6 +194,8 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         "link",
         "quality",
         "equal_bytes",
+        "cliff",
+        "stability",
     ],  # fmt: skip
 )
 def test_the_examples_in_docstrings_run(module: str) -> None:
@@ -206,7 +210,7 @@ def test_analyses_are_public_without_torch() -> None:
     source = (
         "import sys, perturbkv as pk\n"
         "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings '\n"
-        "names += 'safe_budget equal_bytes measures split'\n"
+        "names += 'safe_budget equal_bytes measures split cliff stability'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

@@ -85,7 +85,7 @@ PARTED = tuple(
 )  # fmt: skip
 OWN = {
     "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT,
-    "bytes": STORED, "split": PARTED, "measures": MEASURED,
+    "bytes": STORED, "split": PARTED, "measures": MEASURED, "cliff": SWEPT, "stability": SWEPT,
 }  # fmt: skip
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -104,6 +104,8 @@ COMMANDS = {
     "link": [],
     "quality": ["--trace"],
     "savings": [],
+    "cliff": [],
+    "stability": ["--budget", "0.2"],
     "bytes": [],
     "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }

@@ -1,0 +1,65 @@
+"""How often intervals of reliability and of correlations between traces hold what very many samples would show."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from perturbkv.analyses.head_ranks import Agreement, Heads, agreement, between_samples, reliability
+from perturbkv.analyses.intervals import Interval, Scalar
+from tests.analyses.test_stability_by_hand import noisy
+
+DRAWS, SAMPLES, HEADS = 80, 8, 40
+LEAST = 0.92 - 2 * math.sqrt(0.92 * 0.08 / DRAWS)
+"""What 92 % shows in so many draws, but for one simulation in forty."""
+NOISES = pytest.mark.parametrize("noise", [0.5, 2.0])
+
+
+def profiles() -> tuple[np.ndarray, np.ndarray]:
+    source = np.random.default_rng(0)
+    first = source.normal(size=HEADS)
+    return first, 0.8 * first + 0.6 * source.normal(size=HEADS)
+
+
+def holds(interval: Scalar, truth: float) -> bool:
+    assert interval is not None
+    return bool(interval.low <= truth <= interval.high)
+
+
+def ends_of(interval: Scalar) -> tuple[float, float]:
+    assert interval is not None
+    return interval.low, interval.high
+
+
+@NOISES
+def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
+    source, (profile, _) = np.random.default_rng(1), profiles()
+    found = [reliability(Heads.of(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)]
+    many = between_samples(Heads.of(noisy(source, profile, 60, noise)).ranks)
+    pairs = float(many[np.triu_indices(60, 1)].mean())
+    whole = float(np.mean([one.split_half.value for one in found]))  # of so many samples, over many traces
+    assert np.mean([holds(one.pairwise.interval, pairs) for one in found]) >= LEAST
+    assert np.mean([holds(one.split_half.interval, whole) for one in found]) >= LEAST
+
+
+@NOISES
+@pytest.mark.parametrize("paired", [True, False])
+def test_correlations_between_traces_are_covered(noise: float, paired: bool) -> None:
+    source, sides = np.random.default_rng(2), profiles()
+    found: list[Agreement] = []
+    for _ in range(DRAWS):
+        first, second = (Heads.of(noisy(source, one, SAMPLES, noise)) for one in sides)
+        found.append(agreement(first, second, paired))
+    measured = float(np.mean([one.rho.value for one in found]))
+    ranks = [np.argsort(np.argsort(one)) for one in sides]
+    truth = float(np.corrcoef(*ranks)[0, 1])
+    assert np.mean([holds(one.rho.interval, measured) for one in found]) >= LEAST
+    told = [one.corrected.interval for one in found if one.corrected.interval is not None]
+    assert len(told) > 0.75 * DRAWS  # none where a reliability without some sample is not positive
+    assert np.mean([holds(one, truth) for one in told]) >= LEAST
+    narrow = [
+        Interval(*(one.rho.value + (end - one.rho.value) / 4 for end in ends_of(one.rho.interval))) for one in found
+    ]
+    assert np.mean([holds(one, measured) for one in narrow]) < LEAST  # the simulation tells a quarter of the width

@@ -1,0 +1,126 @@
+"""`perturbkv cliff` and `perturbkv stability`: what they make, choose, refuse and say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perturbkv.cli.widest_window import widest_window
+from perturbkv.configs.budget import Budget
+from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import BudgetError
+from perturbkv.storage.trace_file import read_run
+from tests.support.models import token_ids
+
+Run = Callable[..., Any]
+SHARES = ("0.05", "0.1", "0.2", "0.4")
+
+
+@pytest.fixture
+def plain(model: Path, data: Path) -> list[object]:
+    """Two prompts of 182 tokens; neither budget nor window."""
+    return ["--model", model, "--dataset", data, "--samples", 2]
+
+
+def budgets(*shares: object) -> list[object]:
+    return [word for share in shares for word in ("--budget", share)]
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    return [Prompt(f"p{place}", token_ids(length), 0) for place, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shares", "window"),
+    [
+        ((1000,), (0.064, 0.2), 32),  # 64 entries: as many free
+        ((1000,), (0.063, 0.2), 16),
+        ((1000, 400), (0.005, 0.1), 1),  # 2 entries of the shorter
+        ((1000,), (0.005, 0.1), 2),
+        ((1000, 400), (9, 90), 4),
+    ],
+)
+def test_the_window_leaves_as_many_free_entries_as_itself(
+    lengths: tuple[int, ...], shares: tuple[float, ...], window: int
+) -> None:
+    found, said = widest_window([Budget(one) for one in shares], prompts(*lengths))
+    assert found == window
+    assert f"window {window} for all budgets" in said
+    assert f"of the {min(lengths):,} of the shortest prompt" in said
+
+
+def test_prompts_for_which_nothing_fits_are_named_with_what_to_do() -> None:
+    with pytest.raises(BudgetError, match=r"in p1 \(182 tokens\); give --budget from 0\.011 on, or longer prompts"):
+        widest_window([Budget(0.005), Budget(0.1)], prompts(1000, 182))
+    assert widest_window([Budget(0.011)], prompts(1000, 182))[0] == 1
+    with pytest.raises(BudgetError, match="give --budget from 2 on"):
+        widest_window([Budget(1)], prompts(1000))
+
+
+def test_a_cliff_makes_its_trace_with_one_window(perturbkv: Run, plain: list[object]) -> None:
+    ran = perturbkv("cliff", *plain, *budgets(*SHARES), "-o", "out", "--json", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert "window 4 for all budgets" in ran.err  # 9 of 182 entries
+    told = ran.json()
+    assert [one["name"] for one in told["methods"]] == ["attention", "two-stage", "attention-unpooled", "random"]
+    assert [one["budgets"] for one in told["methods"]] == [[0.05, 0.1, 0.2, 0.4]] * 4
+    assert told["thresholds"] == [0.1, 1]
+    assert {config.window for config in read_run(Path("out/trace.h5")).configs} == {4}
+    assert Path("out/cliff.png").exists()
+    again = perturbkv("cliff", "out/trace.h5", "--compare", "random,two-stage", "--kl", "0.01", "-o", "again")
+    assert again.code == 0, again.err
+    assert "over\nrandom's" in again.out or "random's" in again.out
+
+
+def test_a_window_that_is_given_is_taken(perturbkv: Run, plain: list[object]) -> None:
+    ran = perturbkv("cliff", *plain, *budgets(*SHARES), "--window", 8, "--dry-run")
+    assert (ran.code, "window 4" in ran.err) == (0, False), ran.err
+    refused = perturbkv("cliff", *plain, *budgets(*SHARES), "--window", 32, "--dry-run")
+    assert refused.code == 2
+    assert "keeps 9 entries" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--kl", "0"], "--kl takes different numbers above 0"),
+        (["--kl", "a"], "--kl takes numbers"),
+        (["--kl", "1,1"], "expected different values for --kl, got 1 twice"),
+        (["--compare", ","], "--compare takes methods"),
+        (["--compare", "nothing"], "nothing"),
+        (budgets(0.1, 0.2), "at least 3 budgets, got --budget 0.1 0.2"),
+        (budgets(0.1, 16, 0.4), "cliff needs budgets of one kind"),
+        (["--steps", "2", "--step", "1", *budgets(*SHARES)], "--step has no effect on cliff"),
+        (budgets(0.005, 0.1, 0.2), "give --budget from"),
+    ],
+)
+def test_bad_questions_get_one_line(perturbkv: Run, plain: list[object], more: list[object], words: str) -> None:
+    ran = perturbkv("cliff", *plain, *more, "-o", "out")
+    assert ran.code == 2
+    assert words in ran.err
+    assert len(ran.err.splitlines()) <= 2
+    assert not Path("out").exists()
+
+
+def test_the_seed_of_two_traces_is_answered_by_stability(perturbkv: Run, tiny: list[object]) -> None:
+    own = [*tiny[:2], "--dataset", "needle", "--length", 300, "--samples", 2, "--budget", 24, "--window", 8]
+    for seed in (0, 1):
+        assert perturbkv("trace", *own, "--seed", seed, "-o", f"s{seed}").code == 0
+    ran = perturbkv("stability", "s0/trace.h5", "s1/trace.h5", "-o", "out", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert "Between traces of one model" in ran.out
+    assert {"stability.png", "summary.json"} == {path.name for path in Path("out").iterdir()}
+    twice = perturbkv("stability", "s0/trace.h5", "s0/trace.h5")
+    assert (twice.code, "twice; leave one out" in twice.err) == (2, True)
+    other = perturbkv("stability", "s0/trace.h5", "--budget", 99)
+    assert (other.code, "expected the same budget" in other.err) == (2, True)
+
+
+def test_without_a_trace_stability_names_what_makes_one(perturbkv: Run) -> None:
+    ran = perturbkv("stability")
+    assert ran.code == 2
+    assert "perturbkv trace --dataset needle --budget 128 -o a" in ran.err
+    assert len(ran.err.splitlines()) == 1
