@@ -46,8 +46,8 @@ from perturbkv.cli.restriction import restriction
 from perturbkv.cli.savings import savings
 from perturbkv.cli.selfcheck import selfcheck
 from perturbkv.cli.split import split
-from perturbkv.cli.swap import swap
 from perturbkv.cli.stability import stability
+from perturbkv.cli.swap import swap
 from perturbkv.cli.tokens import tokens
 from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
