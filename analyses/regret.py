@@ -112,7 +112,10 @@ class RegretResult(Result):
 
     def tables(self) -> list[Table | str]:
         """Of each part every method's ratios, and what was proven."""
-        return [one for part in self.parts for one in (_table(part), *self._apart(part), _searched(part))]
+        found: list[Table | str] = []
+        for part in self.parts:
+            found += [_table(part), *self._apart(part), _searched(part)]
+        return found
 
     def _apart(self, part: Part) -> list[Table]:
         """Of prompts the first layer's heads beside all others, of methods that a hindsight ranks like."""
