@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -12,9 +11,9 @@ from typing import Any
 
 from perturbkv.errors import ConfigError, PluginError
 from perturbkv.judging.questions import SIDES, Question
-from perturbkv.reading import FileKind, parse_json
-from perturbkv.storage.files import clear_leftovers, write_whole
-from perturbkv.visible import in_json, line
+from perturbkv.reading import FileKind
+from perturbkv.storage import json_lines
+from perturbkv.visible import line
 
 TIE = "tie"
 _HINT = "give --overwrite or another --output"
@@ -119,39 +118,19 @@ class Kept:
     def __init__(self, path: Path, judge: Judge, questions: Sequence[Question], overwrite: bool) -> None:
         self.path = path
         asked = {(one.sample, one.label): one.content for one in questions}
-        header, *others = _documents(path) if path.exists() and not overwrite else [judge.record()]
+        there = json_lines.read(path, _KIND) if path.exists() and not overwrite else [judge.record()]
+        header, *others = there or [{}]
         if header != judge.record():
             raise _KIND.refusal(path, "one of another judge, or of another way to ask it")
         self.found = {(one.sample, one.label): one for one in (_read(path, document) for document in others)}
         if any(asked.get(key) != one.content for key, one in self.found.items()):
             raise _KIND.refusal(path, "one of other answers")
-        lines = [header, *(asdict(one) for one in self.found.values())]
-        text = "".join(map(_line, lines))
-        clear_leftovers(path)
-        write_whole(path, lambda stream: stream.write(text.encode()))
+        json_lines.write(path, [header, *(asdict(one) for one in self.found.values())])
 
     def keep(self, judgement: Judgement) -> None:
         """Write one down."""
         self.found[judgement.sample, judgement.label] = judgement
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(_line(asdict(judgement)))
-            stream.flush()
-            os.fsync(stream.fileno())
-
-
-def _documents(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole; a last one that is not is passed over."""
-    lines = [text for text in _KIND.read_text(path).split("\n") if text.strip()]
-    found: list[dict[str, Any]] = []
-    for place, text in enumerate(lines, start=1):
-        try:
-            document = parse_json(text)
-        except ValueError:
-            document = None
-        if not isinstance(document, dict) and (place < len(lines) or place == 1):
-            raise _KIND.refusal(path, f"a line {place} that is no JSON object")
-        found += [document] if isinstance(document, dict) else []
-    return found or [{}]
+        json_lines.append(self.path, asdict(judgement))
 
 
 def _read(path: Path, document: Mapping[str, Any]) -> Judgement:
@@ -165,7 +144,3 @@ def _read(path: Path, document: Mapping[str, Any]) -> Judgement:
     if not (score and texts and found.outcome in (None, "win", TIE, "loss") and found.full_is in ("", *SIDES)):
         raise strange
     return found
-
-
-def _line(document: Mapping[str, Any]) -> str:
-    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind, parse_json
-from perturbkv.storage.files import clear_leftovers, write_whole
+from perturbkv.reading import FileKind
+from perturbkv.storage import json_lines
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.places import refusals
-from perturbkv.visible import in_json
 
 _KIND = FileKind("results sample by sample", ConfigError, 2 * 2**30, "give --overwrite or another --output")
 SAMPLE = "sample"
@@ -34,7 +33,6 @@ class SampleLines:
     """
 
     rows: list[dict[str, Any]]
-    _stream: IO[str] | None = field(default=None, repr=False)
     _lock: Lock | None = field(default=None, repr=False)
 
     @property
@@ -44,11 +42,9 @@ class SampleLines:
 
     def add(self, row: dict[str, Any]) -> None:
         """One more sample, on the disk when this returns where there is a file."""
-        if self._stream is not None and self._lock is not None:
+        if self._lock is not None:
             self._lock.check()
-            self._stream.write(_line(row))
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+            json_lines.append(self._lock.path, row)
         self.rows.append(row)
 
     def of(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -71,35 +67,17 @@ def sample_lines(
         return
     with Lock(path, wait) as lock, refusals(path):
         rows = [] if overwrite else _held(path, question)
-        clear_leftovers(path)
-        text = "".join(map(_line, [dict(question), *rows]))
-        write_whole(path, lambda stream: stream.write(text.encode()))
-        with path.open("a", encoding="utf-8") as stream:
-            yield SampleLines(rows, stream, lock)
+        json_lines.write(path, [question, *rows])
+        yield SampleLines(rows, lock)
 
 
 def _held(path: Path, question: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The finished samples of a file that is there. Raises ConfigError where it is of another question."""
     if not os.path.lexists(path):
         return []
-    lines = [_parsed(line) for line in _KIND.read_text(path).split("\n") if line.strip()]
-    first, others = (lines[0], lines[1:]) if lines else (None, [])
+    first, *rows = json_lines.read(path, _KIND) or [{}]
     if first != json.loads(json.dumps(question)):
-        msg = f"{path} is of another question, or of another run; give --overwrite or another --output"
-        raise ConfigError(msg)
-    whole = others[:-1] if others and others[-1] is None else others
-    if strange := [row for row in whole if row is None or not isinstance(row.get(SAMPLE), str)]:
+        raise _KIND.refusal(path, "one of another question, or of another run")
+    if strange := [row for row in rows if not isinstance(row.get(SAMPLE), str)]:
         raise _KIND.refusal(path, f"a line that is no sample's, {str(strange[0])[:40]}")
-    return [row for row in whole if row is not None]
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        document = parse_json(line)
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None
-
-
-def _line(document: Mapping[str, Any]) -> str:
-    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
+    return rows

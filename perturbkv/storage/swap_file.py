@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from perturbkv.configs.mixture import Mixture
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind, parse_json
-from perturbkv.storage.files import clear_leftovers, write_whole
+from perturbkv.reading import FileKind
+from perturbkv.storage import json_lines
 from perturbkv.storage.swap_rows import Heads, SwapBatch, SwapRow
-from perturbkv.visible import in_json
 
 FILE = "swap.jsonl"
 _HINT = "give --overwrite or another --output"
@@ -78,15 +77,14 @@ class SwapStore:
         return {"swap": {"run": json.loads(self.run.to_json()), "kept_heads": self.kept_heads}}
 
     def _open(self, path: Path, overwrite: bool) -> None:
-        first, *others = _documents(path) if os.path.lexists(path) and not overwrite else [self._header()]
+        there = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
+        first, *others = there or [{}]
         if {"swap": first.get("swap")} != self._header():
             raise _KIND.refusal(path, "one of another run")
         for document in others:
             self._read(path, document)
         self.made_with = first.get("made_with", self.made_with)
-        text = "".join(map(_line, [{**self._header(), "made_with": self.made_with}, *others]))
-        clear_leftovers(path)
-        write_whole(path, lambda stream: stream.write(text.encode()))
+        json_lines.write(path, [{**self._header(), "made_with": self.made_with}, *others])
 
     def _read(self, path: Path, document: Mapping[str, Any]) -> None:
         try:
@@ -104,28 +102,5 @@ class SwapStore:
         held |= {row.mixture: row for row in batch.rows if row.heads is not None or row.mixture not in held}
 
     def _append(self, document: Mapping[str, Any]) -> None:
-        if self.path is None:
-            return
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(_line(document))
-            stream.flush()
-            os.fsync(stream.fileno())
-
-
-def _documents(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole; a last one that a killed process left unfinished is passed over."""
-    lines = [text for text in _KIND.read_text(path).split("\n") if text.strip()]
-    found: list[dict[str, Any]] = []
-    for place, text in enumerate(lines, start=1):
-        try:
-            document = parse_json(text)
-        except ValueError:
-            document = None
-        if not isinstance(document, dict) and (place < len(lines) or place == 1):
-            raise _KIND.refusal(path, f"a line {place} that is no JSON object")
-        found += [document] if isinstance(document, dict) else []
-    return found or [{}]
-
-
-def _line(document: Mapping[str, Any]) -> str:
-    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
+        if self.path is not None:
+            json_lines.append(self.path, document)
