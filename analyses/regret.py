@@ -11,23 +11,25 @@ from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, of_run
 from perturbkv.analyses.naming import counted, folded, setting, short
 from perturbkv.analyses.objects import columns_of
-from perturbkv.analyses.regret_rows import KNOWING, Heads, Regret, regrets
+from perturbkv.analyses.regret_rows import Heads, Regret, regrets
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import factor, over, sentence
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
+from perturbkv.optimum.chain import KNOWING
 from perturbkv.optimum.found import PREFIX, PROMPT, FoundSets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ANALYSIS = "regret"
+_FACTORS = ("#= pooling,\nstages", "#× query\nunknown", "#× the\ncriterion")
 _NOT_TOLD = ("rows", "configs", "regrets", "first", "others")
-_WHERE = ("", "#geometric\nmean", "#= query\nunknown", "#× the\ncriterion")
+_WHERE = ("", "#geometric\nmean", *_FACTORS)
 _SAME = 1e-9
 """Two values of L this near are one."""
-_COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#geometric\nmean", "#= query\nunknown", "#× the\ncriterion")
+_COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#geometric\nmean", *_FACTORS)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Part:
         tried, closed: in how many a proof was tried, and the best set proven.
         at_optimum: in how many of the proven ones swaps alone had found it.
         gap: the largest share of L that is left between bound and best set where no proof was reached; 0 of none.
-        regrets: per method, of a prefix over the proven heads alone.
+        regrets: per method, over the best known sets, those that are proven among them.
         first, others: the same of the heads of the first measured layer, and of all others, apart.
     """
 
@@ -93,7 +95,7 @@ class RegretResult(Result):
 
     def conclusion(self) -> str:
         """By which factor each method misses the best known set, and what of it is the query's."""
-        told = [one for one in (self.parts[0].regrets if self.parts else ()) if one.config.selection.name in KNOWING]
+        told = [one for one in (self.parts[0].regrets if self.parts else ()) if _asked(one)]
         if not told:
             return "No head loses more than rounding under every kept set of its size."
         names = short([one.config for one in told]) if len(told) > 1 else [str(told[0].config.selection)]
@@ -105,7 +107,8 @@ class RegretResult(Result):
         last = told[-1]
         said = (
             f"{missed} what the best known set of the same size does; of {names[-1]}'s, "
-            f"{factor(last.query.value, last.query.interval)} is not knowing the query and "
+            f"{factor(last.form.value, last.form.interval)} is pooling and stages, "
+            f"{factor(last.query.value, last.query.interval)} not knowing the query and "
             f"{factor(last.criterion.value, last.criterion.interval)} the criterion"
         )
         return sentence(f"{said} (isolated, geometric means; {over(self.identity.samples)})", *names)
@@ -126,7 +129,7 @@ class RegretResult(Result):
             [f"{folded(name, 20)}, {where}", *_factors(found[place])]
             for place, name in enumerate(short(part.configs))
             for where, found in ((first, part.first), ("others", part.others))
-            if part.configs[place].selection.name in KNOWING
+            if found and _asked(found[place])
         ]
         return [Table(f"{part.setting}: {first} and the others", _WHERE, rows)]
 
@@ -134,11 +137,12 @@ class RegretResult(Result):
         """What columns mean."""
         return (
             f"{numbers.about_intervals(self.identity.samples, medians=True)} Isolated L1 of a method's set over "
-            "that of the best set known of the same head and size, which knows the query; the window stays. Query "
-            "unknown: over hindsight's set, which ranks the realised A (of two-stage: A ν); the criterion: hindsight's "
-            "over the best. Swaps exchange entries of the best set given until none helps; integer programs (HiGHS in "
-            "Dinkelbach's iteration) prove a bound. Heads are drawn anew for each prompt. A prefix: the prompt's first "
-            f"token and {self.asked['prefix'] - 1} of its middle."
+            "that of the best set known of the same head and size, which knows the query; the window stays, and what "
+            "all protect. Pooling, stages: over Top-k of the window's unpooled mean A, of two-stage A ν; query "
+            "unknown: that over Top-k of the realised one; the criterion: that over the best. Swaps exchange entries "
+            "of the best set given until none helps; integer programs (HiGHS in Dinkelbach's iteration) prove a bound. "
+            "Heads are drawn anew for each prompt. A prefix: the prompt's first token and "
+            f"{self.asked['prefix'] - 1} of its middle."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,23 +205,22 @@ def _part(found: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> P
     every = [row for sample in rows for row in sample]
     tried = [row for row in every if row["lower"] is not None]
     closed = [row for row in tried if row["closed"]]
-    counts = [[row for row in sample if part == PROMPT or row["closed"]] for sample in rows]
     count = len(configs)
-    heads = [Heads.of(sample, count) for sample in counts]
+    heads = [Heads.of(sample, count) for sample in rows]
     return Part(
         part=part,
         configs=configs,
         rows=rows,
         heads=len(every),
-        left_out=sum(map(len, counts)) - sum(one.best.size for one in heads),
+        left_out=len(every) - sum(one.best.size for one in heads),
         settled=sum(bool(row["settled"]) for row in every),
         tried=len(tried),
         closed=len(closed),
         at_optimum=sum(row["improved"] <= row["best"] * (1 + _SAME) for row in closed),
         gap=max((1 - row["lower"] / row["best"] for row in tried if not row["closed"]), default=0.0),
         regrets=regrets(configs, heads),
-        first=regrets(configs, [Heads.of([row for row in sample if not row["layer"]], count) for sample in counts]),
-        others=regrets(configs, [Heads.of([row for row in sample if row["layer"]], count) for sample in counts]),
+        first=regrets(configs, [Heads.of([row for row in sample if not row["layer"]], count) for sample in rows]),
+        others=regrets(configs, [Heads.of([row for row in sample if row["layer"]], count) for sample in rows]),
     )
 
 
@@ -235,9 +238,15 @@ def _table(part: Part) -> Table:
     return Table(f"{part.setting}: isolated L1 over that of the best known set", _COLUMNS, rows)
 
 
+def _asked(one: Regret) -> bool:
+    """Whether it is a method whose parts are known: none that knows the query."""
+    return one.query.value == one.query.value and one.config.selection.name not in KNOWING
+
+
 def _factors(one: Regret) -> list[str]:
-    """L over the best's, and its two parts."""
-    return [numbers.decimal(each.value, each.interval, apart="\n") for each in (one.factor, one.query, one.criterion)]
+    """L over the best's, and its three parts."""
+    parts = (one.factor, one.form, one.query, one.criterion)
+    return [numbers.decimal(each.value, each.interval, apart="\n") for each in parts]
 
 
 def _searched(part: Part) -> str:
@@ -248,7 +257,7 @@ def _searched(part: Part) -> str:
         said.append(f"the best set is proven in {part.closed} of {part.tried}, where swaps alone had found it in "
                     f"{part.at_optimum}")  # fmt: skip
         if open_heads:
-            said.append(f"{open_heads} unproven, left out above, by at most {numbers.percent(part.gap)} of L")
+            said.append(f"of {open_heads} not proven the bound is up to {numbers.percent(part.gap)} lower")
     if part.left_out:
         said.append(f"{counted(part.left_out, 'head')} left out, whose best set loses nothing but rounding")
     return "; ".join(said) + "."

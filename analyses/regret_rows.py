@@ -1,14 +1,15 @@
 """How far a method's kept sets are from the best known ones, and how much of that is not knowing the query.
 
-Both parts are factors: L(method) / L(best) = L(method) / L(hindsight) · L(hindsight) / L(best), where hindsight takes
-the entries with the largest realised values of what the method ranks by. Of geometric means over the same heads the
-product holds exactly.
+Three factors, as `optimum.chain` has it: L(method) / L(best) = L(method) / L(plain) · L(plain) / L(knowing) ·
+L(knowing) / L(best). *Plain* ranks by the window's estimate without pooling and stages, *knowing* by the realised
+values of the same thing. Of geometric means over the same heads the product holds exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,8 @@ from perturbkv.analyses.intervals import RATIO, Kind, Scalar
 from perturbkv.analyses.numbers import at
 from perturbkv.analyses.reading import Floats
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.optimum import chain
 
-KNOWING: Mapping[str, str] = {
-    "attention": "hindsight-attention",
-    "attention-unpooled": "hindsight-attention",
-    "two-stage-uniform": "hindsight-attention",
-    "two-stage": "hindsight",
-}
-"""Selection -> the one that ranks by the same with the query known; none for what ranks by neither A nor A ν."""
 _NEVER_BELOW = replace(RATIO, limits=(1, np.inf))
 """L over that of the best known set."""
 _ROUNDING = 1e-9
@@ -53,8 +48,9 @@ class Regret:
         median_ratio_interval: over samples.
         half: the smallest share of the heads that carries half of Σ L.
         factor: L over the best's.
-        query: of it what not knowing the query costs; NaN where no hindsight ranks as this method does.
-        criterion: and what the criterion costs with the query known; both multiply to `factor`.
+        form: of it what pooling and stages cost; NaN, like the others, where the method estimates neither A nor A ν.
+        query: what not knowing the query costs.
+        criterion: what the criterion costs with the query known; the three multiply to `factor`.
     """
 
     config: EvictionConfig
@@ -64,6 +60,7 @@ class Regret:
     median_ratio_interval: Scalar
     half: float
     factor: Factor
+    form: Factor
     query: Factor
     criterion: Factor
 
@@ -98,7 +95,8 @@ def regrets(configs: Sequence[EvictionConfig], samples: Sequence[Heads]) -> tupl
 def _regret(configs: Sequence[EvictionConfig], place: int, samples: Sequence[Heads]) -> Regret:
     sums = np.array([(one.methods[place].sum(), one.best.sum()) for one in samples])
     medians = np.array([np.median(one.methods[place] / one.best) for one in samples])
-    knowing = _knowing(configs, place)
+    along = _along(configs, place)
+    parts = [_steps(one, along) for one in samples]
     return Regret(
         config=configs[place],
         sum_ratio=float(ratio(*sums.sum(axis=0))),
@@ -107,19 +105,24 @@ def _regret(configs: Sequence[EvictionConfig], place: int, samples: Sequence[Hea
         median_ratio_interval=at(intervals.of_medians(medians[:, None]), 0),
         half=half_share(np.concatenate([one.methods[place] for one in samples])),
         factor=_factor([_logs(one.methods[place], one.best) for one in samples], _NEVER_BELOW),
-        query=_factor([] if knowing is None else [_logs(one.methods[place], one.methods[knowing]) for one in samples]),
-        criterion=_factor(
-            [] if knowing is None else [_logs(one.methods[knowing], one.best) for one in samples], _NEVER_BELOW
-        ),
+        form=_factor([part[0] for part in parts]),
+        query=_factor([part[1] for part in parts]),
+        criterion=_factor([part[2] for part in parts], _NEVER_BELOW),
     )
 
 
-def _knowing(configs: Sequence[EvictionConfig], place: int) -> int | None:
-    """Where the method stands that ranks by the same with the query known; itself of a hindsight one."""
-    name = configs[place].selection.name
-    wanted = name if name in KNOWING.values() else KNOWING.get(name)
-    names = [config.selection.name for config in configs]
-    return names.index(wanted) if wanted in names else None
+def _along(configs: Sequence[EvictionConfig], place: int) -> list[int] | None:
+    """Where the method, its plain form and the one that knows the query stand; None for a method without them."""
+    found = [configs[place], chain.plain(configs[place]), chain.knowing(configs[place])]
+    return [configs.index(one) for one in found if one is not None] if set(found) <= set(configs) else None
+
+
+def _steps(one: Heads, places: Sequence[int] | None) -> list[float]:
+    """Mean log of each factor over a sample's heads; NaN without a chain."""
+    if places is None:
+        return [float("nan")] * 3
+    along = [*(one.methods[place] for place in places), one.best]
+    return [_logs(above, below) for above, below in pairwise(along)]
 
 
 def _logs(above: Floats, below: Floats) -> float:
@@ -128,8 +131,8 @@ def _logs(above: Floats, below: Floats) -> float:
 
 
 def _factor(logs: Sequence[float], kind: Kind = RATIO) -> Factor:
-    if not logs:
-        return Factor(float("nan"), None)
     held = np.array(logs)
+    if np.isnan(held).any():
+        return Factor(float("nan"), None)
     interval = intervals.scalar(lambda weights: np.exp(weights @ held), len(held), kind)
     return Factor(float(np.exp(held.mean())), interval)

@@ -35,13 +35,14 @@ def regret(
 
     Per head, isolated: against the best set known of its size on the prompt, and the proven best of a short prefix.
     """
-    from perturbkv.api.searching import searched, with_hindsight
+    from perturbkv.api.searching import searched
+    from perturbkv.optimum.chain import with_references
     from perturbkv.pipeline import searching
 
     asked = searching.Searches(heads, proven, seconds, seed=run.seed)
-    configs = with_hindsight(run.configs(parse_methods(compare)))
+    configs = with_references(run.configs(parse_methods(compare)))
     effects.check(_NAME, run, configs)
-    searching.check(configs)
+    searching.check(configs, asked)
     folder = run_folder(run, run.output)
     place, path = Leaving(_NAME, folder, look, run.overwrite, run.as_json), folder / f"{_NAME}.jsonl"
     if not run.dry_run:

@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 
 from perturbkv.analyses.naming import counted, short
 from perturbkv.analyses.regret import Part, RegretResult
-from perturbkv.analyses.regret_rows import KNOWING, Heads
+from perturbkv.analyses.regret_rows import Heads
 from perturbkv.figures import style
+from perturbkv.optimum.chain import KNOWING
 from perturbkv.optimum.found import PREFIX
 
 _PANEL_MM, _AROUND_MM, _LEGEND_MM = 48, 22, 3.6
@@ -50,14 +51,14 @@ def _looks(part: Part) -> list[dict[str, Any]]:
     knowing = cycle((2.4, 1.0))
     return [
         {"color": colour, "linestyle": "--", "linewidth": next(knowing)}
-        if config.selection.name in KNOWING.values()
+        if config.selection.name in KNOWING
         else {"color": colour, "linestyle": "-", "linewidth": 1.1}
         for colour, config in zip(colours, part.configs, strict=True)
     ]
 
 
 def _panel(axes: Axes, part: Part, looks: list[dict[str, Any]]) -> None:
-    rows = [row for sample in part.rows for row in sample if part.part != PREFIX or row["closed"]]
+    rows = [row for sample in part.rows for row in sample]
     heads = Heads.of(rows, len(part.configs))
     for config, values, look in zip(part.configs, heads.methods, looks, strict=True):
         factors = np.sort(np.minimum(values / heads.best, _FARTHEST))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perturbkv.api.planning import CONFIGS, all_of, planned
-from perturbkv.configs.choice import as_choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models import given
 from perturbkv.models.adapter import Adapter
+from perturbkv.optimum.chain import with_references
 from perturbkv.optimum.found import FoundSets
 from perturbkv.pipeline import searching
 from perturbkv.pipeline.plan import Plan, Settings
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.regret import RegretResult
 
 _DEFAULT, _SEARCHES = Resources(), Searches()
-_KNOWING = ("hindsight-attention", "hindsight")
 
 
 def regret(
@@ -53,7 +52,8 @@ def regret(
     Args:
         model: from `load_model`.
         prompts: from `load_prompts`.
-        configs: from `grid`: one window, a kept set per query head, uniform budgets. Hindsight is added.
+        configs: from `grid`: one window, a kept set per query head, uniform budgets. What each would keep
+            without pooling and stages, and with the query known, is added.
         heads: searched of each prompt, at most; drawn anew for each.
         proven: heads of each prompt's prefix, likewise.
         seconds: at most for each head and method of search.
@@ -71,11 +71,11 @@ def regret(
     >>> prompt = pk.Prompt.from_text("Paris is in France. " * 20, model)
     >>> found = pk.regret(model, prompt, pk.grid(40), heads=2, proven=0, progress=False)
     >>> [one.config.selection.name for one in found.parts[0].regrets]
-    ['two-stage', 'hindsight-attention', 'hindsight']
+    ['two-stage', 'two-stage', 'hindsight']
     """
     asked = Searches(heads, proven, seconds, seed=seed)
-    chosen = with_hindsight(all_of(EvictionConfig, configs, CONFIGS))
-    searching.check(chosen)
+    chosen = with_references(all_of(EvictionConfig, configs, CONFIGS))
+    searching.check(chosen, asked)
     ready = planned(model, prompts, chosen, Settings(scenario=scenario), resources, kept=path is not None)
     with bar("samples", shown=progress) as drawn, given.evaluating(model):
         return searched(ready, asked, None if path is None else Path(path), drawn.at, overwrite=overwrite)
@@ -98,11 +98,3 @@ def searched(
     with sample_lines(path, told, overwrite, wait) as lines:
         rows = searching.search_samples(ready, asked, lines, finished)
     return regret_of(FoundSets(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))
-
-
-def with_hindsight(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """The same, and of each budget both selections that know the query."""
-    found: list[EvictionConfig] = []
-    for group in searching.by_budget(configs):
-        found += [*group, *(replace(group[0], selection=as_choice(name)) for name in _KNOWING)]
-    return tuple(dict.fromkeys(found))

@@ -7,8 +7,11 @@ next λ. Where the time ends first, the program's bound F < 0 still proves N / D
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +116,23 @@ def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> _So
 def _with_highs(program: Mapping[str, Any], seconds: float) -> Any:
     """The solver's answer; without its presolve where what that leaves cannot be taken back ("Solve error")."""
     options = {"time_limit": seconds, "mip_rel_gap": 0.0}
-    found = milp(**program, options=options)
-    return found if found.mip_dual_bound is not None else milp(**program, options={**options, "presolve": False})
+    with _unheard():
+        found = milp(**program, options=options)
+        return found if found.mip_dual_bound is not None else milp(**program, options={**options, "presolve": False})
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What the solver writes to the process's stdout, past Python's, is no result of ours."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _set(entries: HeadEntries, solution: Floats | None) -> Kept | None:

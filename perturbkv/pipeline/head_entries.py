@@ -16,6 +16,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.entries import HeadEntries, Kept
 from perturbkv.pipeline.decoding import StepRecord, decode_full
 from perturbkv.pipeline.prefill import Prefill, prefill
+from perturbkv.selection.budgets import blocks_at_ends
 
 Place = tuple[int, int]
 """A measured layer's place and a query head."""
@@ -27,7 +28,7 @@ class HeadView:
 
     Attributes:
         layer, head: its place.
-        entries: what its query attends to; the window and the decoding token always stay.
+        entries: what its query attends to; what stays in every configuration, the window with it, always stays.
         kept: of each configuration the set, (entry,) True where an entry stays.
     """
 
@@ -71,11 +72,20 @@ def _of_layer(
     weights, sinks = theory.decode_weights(full.query[layer][0], keys, adapter.scale(layer), adapter.sinks(layer))
     masks = _masks(before, configs, layer, keys[:, :n], values[:, :n], weights)
     slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
-    always = np.arange(full.entries) >= n - min(configs[0].window, n)
+    always = _always(configs, n, full.entries)
     for head in heads:
         projected = values[head * len(values) // adapter.heads].to(theory.WORK) @ slices[head]
         entries = HeadEntries(weights[head].cpu().numpy(), projected.cpu().numpy(), always, float(sinks[head]))
         yield HeadView(layer, head, entries, tuple(_with_decoded(mask[head], full.entries) for mask in masks))
+
+
+def _always(configs: Sequence[EvictionConfig], prompt_tokens: int, entries: int) -> Kept:
+    """What stays in every configuration whatever its scores: the window, what all protect, and what was decoded."""
+    ends = [blocks_at_ends(config, prompt_tokens) for config in configs]
+    first, recent = (min(side) for side in zip(*ends, strict=True))
+    begin = prompt_tokens - min(configs[0].window, prompt_tokens) - recent
+    place = np.arange(entries)
+    return np.asarray((place < first) | (place >= begin))
 
 
 def _masks(

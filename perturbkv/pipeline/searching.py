@@ -58,23 +58,43 @@ class Searches:
             raise BudgetError(msg)
 
 
-def check(configs: Sequence[EvictionConfig]) -> None:
-    """Raise ConfigError for configurations whose sets of one head are not all of one size, or are shared by heads."""
+def check(configs: Sequence[EvictionConfig], asked: Searches) -> None:
+    """Raise ConfigError for configurations whose sets of one head are not all of one size, or are not all there is.
+
+    BudgetError where what always stays leaves nothing to choose in a prefix that is searched.
+    """
     for config in configs:
-        kind = registry.info(config.policy.name)
-        wrong = (
-            "policies that keep what they keep" if config.given
-            else f"granularity {config.granularity}" if config.granularity.name != "query" or config.block > 1
-            else f"policy {config.policy.name}, whose budgets are {kind.budgets}" if kind.budgets != "uniform"
-            else f"precision {config.precision}" if config.quantised
-            else ""
-        )  # fmt: skip
-        if wrong:
+        if wrong := _other(config):
             msg = f"the best set of a head is searched among sets of one size, a set per query head; got {wrong}"
             raise ConfigError(msg)
     if len({config.window for config in configs}) > 1:
         msg = f"expected one window for all configurations, got {sorted({config.window for config in configs})}"
         raise ConfigError(msg)
+    if asked.proven:
+        of_prefix(configs, asked)
+
+
+def _other(config: EvictionConfig) -> str:
+    """What of a configuration makes its sets others than those that are searched; empty where nothing does."""
+    kind = registry.info(config.policy.name)
+    reasons = {
+        "policies that keep what they keep": config.given,
+        f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
+        f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
+        f"precision {config.precision}": config.quantised,
+        f"correction {config.correction}, which changes the output of a set": config.corrected,
+    }
+    return next((words for words, met in reasons.items() if met), "")
+
+
+def of_prefix(configs: Sequence[EvictionConfig], asked: Searches) -> list[EvictionConfig]:
+    """The first budget's configurations on a prefix. Raises BudgetError where too few entries are left to choose."""
+    first, *_ = by_budget(configs)
+    try:
+        return [replace(one, budget=Budget(asked.budget), window=asked.window) for one in first]
+    except BudgetError as error:
+        msg = f"the prefix of {asked.prefix} tokens cannot be searched: {error}; --proven 0 (proven=0) leaves it out"
+        raise BudgetError(msg) from None
 
 
 def search_samples(
@@ -94,14 +114,14 @@ def _searched(planned: Plan, adapter: Adapter, prompt: Prompt, asked: Searches) 
     """An object per head, budget and part."""
     context, question = prompt.parts(planned.run.scenario)
     draw = np.random.default_rng([asked.seed, zlib.crc32(prompt.sample_id.encode())])
-    of_prompt, of_prefix = (_drawn(draw, adapter, count) for count in (asked.heads, asked.proven))
+    heads, prefix_heads = (_drawn(draw, adapter, count) for count in (asked.heads, asked.proven))
     for configs in by_budget(planned.run.configs):
-        for view in _views(planned, adapter, prompt, (context, question), configs, of_prompt):
+        for view in _views(planned, adapter, prompt, (context, question), configs, heads):
             yield _told(PROMPT, configs[0], view, search(view.entries, view.kept, asked.seconds))
-    short = [
-        replace(one, budget=Budget(asked.budget), window=asked.window) for one in by_budget(planned.run.configs)[0]
-    ]
-    for view in _views(planned, adapter, prompt, (prefix(context, asked.prefix), ()), short, of_prefix):
+    if not prefix_heads:
+        return
+    short = of_prefix(planned.run.configs, asked)
+    for view in _views(planned, adapter, prompt, (prefix(context, asked.prefix), ()), short, prefix_heads):
         found = prove(view.entries, view.kept, asked.seconds, asked.seed)
         yield _told(PREFIX, short[0], view, found)
 

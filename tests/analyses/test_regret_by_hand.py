@@ -12,7 +12,9 @@ from perturbkv.optimum.found import FoundSets
 from tests.support.measured import config
 from tests.support.traces import run_config
 
-METHODS = ("attention", "two-stage", "random", "hindsight-attention", "hindsight")
+METHODS = (
+    "attention", "two-stage", "random", "attention-unpooled", "two-stage(alpha=0)", "hindsight-attention", "hindsight",
+)  # fmt: skip
 CONFIGS = [config(name, 128) for name in METHODS]
 ASKED = {"heads": 2, "proven": 1, "seconds": 1.0, "prefix": 64, "budget": 16, "window": 4, "seed": 0}
 
@@ -30,11 +32,11 @@ def found(samples: int = 6, configs: list[EvictionConfig] = CONFIGS) -> FoundSet
         {
             "sample": f"s{place}",
             "heads": [
-                head("prompt", 1.0, [8.0, 4.0, 20.0, 2.0, 1.0]),
-                head("prompt", 10.0, [20.0, 10.0, 80.0, 10.0, 10.0], settled=False),
-                head("prompt", 0.0, [1.0, 1.0, 1.0, 1.0, 0.0]),
-                head("prefix", 2.0, [6.0, 4.0, 8.0, 3.0, 2.0], lower=2.0, closed=True, improved=2.5),
-                head("prefix", 2.0, [100.0] * 5, lower=1.5),
+                head("prompt", 1.0, [8.0, 4.0, 20.0, 4.0, 3.0, 2.0, 1.0]),
+                head("prompt", 10.0, [20.0, 10.0, 80.0, 20.0, 12.0, 10.0, 10.0], settled=False),
+                head("prompt", 0.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
+                head("prefix", 2.0, [6.0, 4.0, 8.0, 5.0, 3.0, 3.0, 2.0], lower=2.0, closed=True, improved=2.5),
+                head("prefix", 2.0, [4.0] * 7, lower=1.5),
             ],
         }
         for place in range(samples)
@@ -48,24 +50,28 @@ def regret(samples: int = 6) -> RegretResult:
 
 def test_ratios_and_factors_are_those_worked_out_by_hand() -> None:
     prompt, prefix = regret().parts
-    attention, staged, random, _, hindsight = prompt.regrets
+    attention, staged, random, *_, hindsight = prompt.regrets
     assert attention.sum_ratio == pytest.approx(28 / 11)
     assert attention.median_ratio == pytest.approx((8 + 2) / 2)
     assert attention.factor.value == pytest.approx((8 * 2) ** 0.5)
-    assert attention.query.value == pytest.approx((4 * 2) ** 0.5)
+    assert attention.form.value == pytest.approx((2 * 1) ** 0.5)
+    assert attention.query.value == pytest.approx((2 * 2) ** 0.5)
     assert attention.criterion.value == pytest.approx((2 * 1) ** 0.5)
-    assert attention.factor.value == pytest.approx(attention.query.value * attention.criterion.value)
-    assert (staged.query.value, staged.criterion.value) == pytest.approx((2.0, 1.0))
+    parts = [getattr(attention, name).value for name in ("form", "query", "criterion")]
+    assert attention.factor.value == pytest.approx(parts[0] * parts[1] * parts[2])
+    assert staged.form.value == pytest.approx((4 / 3 * 10 / 12) ** 0.5)
+    assert (staged.query.value, staged.criterion.value) == pytest.approx(((3 * 1.2) ** 0.5, 1.0))
     assert random.query.value != random.query.value
-    assert (hindsight.query.value, hindsight.factor.value) == pytest.approx((1.0, 1.0))
+    assert (hindsight.form.value, hindsight.query.value, hindsight.factor.value) == pytest.approx((1.0, 1.0, 1.0))
     assert attention.half == pytest.approx(5 / 12)
-    assert [one.sum_ratio for one in prefix.regrets] == pytest.approx([3, 2, 4, 1.5, 1])
+    assert [one.sum_ratio for one in prefix.regrets] == pytest.approx([10 / 4, 2, 3, 9 / 4, 7 / 4, 7 / 4, 6 / 4])
 
 
 def test_the_first_layer_is_told_apart() -> None:
     asked = found()
     rows = [
-        {**row, "heads": [*row["heads"], head("prompt", 1.0, [9.0, 6.0, 8.0, 3.0, 2.0], layer=4)]} for row in asked.rows
+        {**row, "heads": [*row["heads"], head("prompt", 1.0, [9.0, 6.0, 8.0, 3.0, 6.0, 3.0, 2.0], layer=4)]}
+        for row in asked.rows
     ]
     prompt, prefix = regret_of(replace(asked, rows=rows)).parts
     assert [one.sum_ratio for one in prompt.first] == [one.sum_ratio for one in regret().parts[0].regrets]
@@ -82,7 +88,7 @@ def test_heads_are_counted_and_unproven_ones_never_called_optimal() -> None:
     assert prefix.gap == pytest.approx(0.25)
     text = " ".join(repr(regret()).split())
     assert "the best set is proven in 6 of 12, where swaps alone had found it in 0" in text
-    assert "6 unproven, left out above, by at most 25 % of L" in text
+    assert "of 6 not proven the bound is up to 25 % lower" in text
 
 
 def test_a_result_shows_itself_in_80_columns() -> None:
@@ -91,7 +97,7 @@ def test_a_result_shows_itself_in_80_columns() -> None:
         assert max(map(len, text.splitlines())) <= 80
         json.dumps(regret(samples).to_dict(), allow_nan=False)
     rows = regret(2).records()
-    assert len(rows) == 2 * 5 * 5
+    assert len(rows) == 2 * 5 * 7
     assert {row["part"] for row in rows} == {"prompt", "prefix"}
 
 
@@ -99,7 +105,7 @@ def test_budgets_are_told_apart() -> None:
     configs = [*CONFIGS, *(replace(one, budget=config("attention", 64).budget) for one in CONFIGS)]
     asked = found(configs=configs)
     rows = [
-        {**row, "heads": [*row["heads"], head("prompt", 1.0, [3.0, 3.0, 3.0, 1.0, 1.0], budget="64")]}
+        {**row, "heads": [*row["heads"], head("prompt", 1.0, [3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0], budget="64")]}
         for row in asked.rows
     ]
     parts = regret_of(replace(asked, rows=rows)).parts
@@ -109,7 +115,7 @@ def test_budgets_are_told_apart() -> None:
 
 def test_nothing_to_tell_is_told() -> None:
     asked = found()
-    rows = [{"sample": "s", "heads": [head("prompt", 0.0, [0.0] * 5)]}]
+    rows = [{"sample": "s", "heads": [head("prompt", 0.0, [0.0] * 7)]}]
     result = regret_of(replace(asked, rows=rows))
     assert "No head loses more than rounding" in result.conclusion()
     assert result.plot() is not None

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.api.searching import with_hindsight
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.optimum.chain import knowing, plain, with_references
 from perturbkv.pipeline import searching
 from perturbkv.pipeline.head_entries import head_views
 from perturbkv.pipeline.samples import trace_sample
@@ -69,10 +69,45 @@ def test_a_prefix_is_the_first_token_and_the_prompts_own_middle() -> None:
     assert list(searching.prefix(range(3), 64)) == [0, 1, 2]
 
 
-def test_hindsight_is_added_to_every_budget() -> None:
-    found = with_hindsight(pk.grid([32, 64], selection="two-stage", window=4))
-    told = [(config.budget.value, config.selection.name) for config in found]
-    assert told == [(budget, name) for budget in (32, 64) for name in ("two-stage", "hindsight-attention", "hindsight")]
+@pytest.mark.parametrize(
+    ("asked", "plainly", "known"),
+    [
+        ("attention", "attention-unpooled", "hindsight-attention"),
+        ("two-stage-uniform", "attention-unpooled", "hindsight-attention"),
+        ("two-stage", "two-stage(alpha=0)", "hindsight"),
+        ("two-stage(alpha=0.5, norm=l2)", "two-stage(alpha=0, norm=l2)", "hindsight(norm=l2)"),
+        ("hindsight", "hindsight", "hindsight"),
+        ("random", None, None),
+        ("value", None, None),
+    ],
+)
+def test_a_chain_changes_one_thing_at_a_time(asked: str, plainly: str | None, known: str | None) -> None:
+    (config,) = pk.grid(32, selection=asked, window=4, protect_first=3)
+    for found, told in ((plain(config), plainly), (knowing(config), known)):
+        assert found == (None if told is None else pk.grid(32, selection=told, window=4, protect_first=3)[0])
+
+
+def test_a_score_that_estimates_no_attention_has_no_chain() -> None:
+    for policy in ("knorm", "expected-attention", "h2o"):
+        (config,) = pk.grid(32, policy=policy, selection="attention", window=4)
+        assert plain(config) is None and knowing(config) is None
+
+
+def test_references_stand_behind_the_methods_of_their_budget() -> None:
+    found = with_references(pk.grid([32, 64], selection=["two-stage", "attention"], window=4))
+    told = [(config.budget.value, str(config.selection)) for config in found]
+    names = ["two-stage", "attention", "two-stage(alpha=0.0)", "attention-unpooled", "hindsight", "hindsight-attention"]
+    assert told == [(budget, name) for budget in (32, 64) for name in names]
+
+
+def test_what_all_methods_protect_is_kept_by_the_best_set_too() -> None:
+    model = tiny_adapter("llama", 4, 2)
+    prompt = replace(PROMPT, token_ids=token_ids(90, seed=3))
+    configs = pk.grid(20, window=5, selection=["attention", "two-stage"], protect_first=4, protect_recent=8)
+    found = pk.regret(model, prompt, configs, heads=8, proven=0, progress=False)
+    always = {0, 1, 2, 3, *range(82, 91)}
+    rows = [row for sample in found.parts[0].rows for row in sample]
+    assert len(rows) == 8 and all(always <= set(row["positions"]) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +118,12 @@ def test_hindsight_is_added_to_every_budget() -> None:
         (EvictionConfig(14, window=5, granularity="kv"), "granularity kv"),
         (EvictionConfig(40, window=5, granularity="query(block=16)"), "granularity query(block=16)"),
         (EvictionConfig(14, window=5, precision="quantise(bits=4)"), "precision quantise(bits=4)"),
+        (EvictionConfig(14, window=5, correction="corrected"), "correction corrected"),
     ],
 )
 def test_sets_that_cannot_be_compared_are_refused(config: EvictionConfig, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        searching.check([config])
+        searching.check([config], Searches())
 
 
 def test_searches_that_cannot_be_are_refused() -> None:
@@ -97,4 +133,8 @@ def test_searches_that_cannot_be_are_refused() -> None:
     with pytest.raises(BudgetError, match="window < budget < tokens"):
         Searches(prefix=16)
     with pytest.raises(ConfigError, match="one window"):
-        searching.check([EvictionConfig(14, window=5), EvictionConfig(14, window=4)])
+        searching.check([EvictionConfig(14, window=5), EvictionConfig(14, window=4)], Searches())
+    ends = [EvictionConfig(64, window=5, protect_first=20)]
+    with pytest.raises(BudgetError, match="proven=0"):
+        searching.check(ends, Searches())
+    searching.check(ends, Searches(proven=0))
