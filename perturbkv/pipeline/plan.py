@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import room
 from perturbkv.cache import positions
+from perturbkv.configs import alpha_table
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.precision import check_fill
@@ -125,6 +126,7 @@ def plan(
     check_configurations(len(configs))
     positions.check(configs, files.config, files.name)
     sources.check(configs, files.config, files.name)
+    alpha_table.check([config.alpha for config in configs], files.config)
     generate = _own_length(prompts) if settings.generate is None else settings.generate
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
     graded = _grading(prompts, settings.scored) if generate else {}
