@@ -1,0 +1,126 @@
+"""The tables of chosen α: what choosing brings, at each α, by layer, and what comes out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from perturbkv.analyses import numbers
+from perturbkv.analyses.alpha_rows import NAMES, OTHERS, Row
+from perturbkv.analyses.alpha_sweep import PAPER
+from perturbkv.analyses.naming import common
+from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
+from perturbkv.display import Table
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.alpha import Alpha
+
+_ON = {OTHERS: "other samples", "same": "the same: flatters", "": "–"}
+_ROWS = (
+    "", "chosen on", f"#Σ over that\nof α = {PAPER}", "#median head\nover it", "#heads\nbetter",
+    "#Σ over one\nfor all heads",
+)  # fmt: skip
+_CURVE = ("α", f"#Σ over that of α = {PAPER}", "#layers\nthat choose it", "#heads\nthat choose it")
+_LAYERS = ("layer", "#α of\nthe layer", "#α of its heads: least,\nmedian, largest", "#heads\nat 0", "#heads\nat 1")
+_MEASURED = (
+    "", "#KL,\nmedian, nat", f"#mean KL over\nthat of α = {PAPER}", "#samples\nlower", "#mean KL over\none for all",
+    "#drift", "#propagated\nΣ",
+)  # fmt: skip
+
+
+def of(result: Alpha) -> list[Table | str]:
+    """All of a result."""
+    setting = common(result.sweep.configs, "policy", "selection", "alpha")
+    shown: list[Table | str] = [
+        Table(f"{setting}: isolated L1 of all heads", _ROWS, list(map(_row, result.rows))),
+        _stability(result),
+        Table("one α for all heads; who chooses it, on all samples", _CURVE, _curve(result)),
+    ]
+    if result.measured is not None:
+        shown.append(Table("what comes out, chosen on other samples", _MEASURED, _measured(result)))
+    return [*shown, Table("what is chosen on all samples, by layer", _LAYERS, _by_layer(result))]
+
+
+def notes(result: Alpha) -> str:
+    """What rows and columns mean."""
+    folds = f"{len(result.folds)} folds"
+    said = (
+        f"{numbers.about_intervals(result.identity.samples)} α is chosen from those of the trace by the least Σ "
+        f"isolated L1 over the samples of all folds but one, and judged on that one's ({folds}); intervals hold the "
+        "choices fixed. What is chosen on the very samples that it is judged on flatters, and so would the files of "
+        "all samples' choices here. Ties go to the α nearest the paper's. "
+        f"{numbers.about_floor(result.rows[0].over_paper.floor_relative_median)}"
+    )
+    if result.measured is not None:
+        said += (
+            " Drift after the last layer and propagated Σ: over those of α = 0.25. Every fold's samples were run with "
+            "what the others chose; composed and measured isolated L1 differ by at most "
+            f"{result.measured.off:.1e} of the head's largest."
+        )
+    return said
+
+
+def _row(row: Row) -> list[str]:
+    paper, fixed = row.over_paper, row.over_fixed
+    return [
+        row.name,
+        _ON[row.chosen_on],
+        numbers.decimal(paper.sum_ratio, paper.sum_ratio_interval, apart="\n"),
+        numbers.decimal(paper.median_ratio, paper.median_ratio_interval, apart="\n"),
+        numbers.percent(paper.better_share, paper.better_share_interval, "\n"),
+        numbers.decimal(fixed.sum_ratio, fixed.sum_ratio_interval, digits=3, apart="\n"),
+    ]
+
+
+def _stability(result: Alpha) -> str:
+    """How much of the choice is not the same in all folds."""
+    what = {GLOBAL: "of the one for all heads", LAYER: "of the layers", HEAD: "of the kept sets"}
+    told = [f"{numbers.percent(share)} {what[by]}" for by, share in result.unstable.items() if by != GLOBAL]
+    fixed = sorted({float(result.sweep.alphas[part.chosen[GLOBAL][0, 0]]) for part in result.folds})
+    chosen = ", ".join(f"{alpha:g}" for alpha in fixed)
+    return f"the choice differs between folds in {' and '.join(told)}; one for all heads is {chosen}"
+
+
+def _curve(result: Alpha) -> list[list[str]]:
+    return [
+        [
+            f"{one.alpha:g}",
+            numbers.decimal(one.ratio, one.interval, digits=3),
+            numbers.percent(one.layers),
+            "–" if one.heads is None else numbers.percent(one.heads),
+        ]
+        for one in result.curve
+    ]
+
+
+def _by_layer(result: Alpha) -> list[list[str]]:
+    """A row per layer of the finest choice."""
+    finest = result.sweep.alphas[result.chosen[result.finest]]
+    of_layer = result.sweep.alphas[result.chosen[LAYER][:, 0]]
+    return [
+        [
+            str(layer),
+            f"{own:g}",
+            ", ".join(f"{end:g}" for end in (shares.min(), np.median(shares), shares.max())),
+            numbers.percent(float((shares == 0).mean())),
+            numbers.percent(float((shares == 1).mean())),
+        ]
+        for layer, own, shares in zip(result.sweep.layers, of_layer, finest, strict=True)
+    ]
+
+
+def _measured(result: Alpha) -> list[list[str]]:
+    assert result.measured is not None
+    return [
+        [
+            {NAMES[GLOBAL]: "one for all"}.get(one.name, one.name),
+            numbers.significant(one.kl_median, one.kl_median_interval),
+            numbers.decimal(one.kl, one.kl_interval, apart="\n"),
+            numbers.percent(one.kl_lower, one.kl_lower_interval, "\n"),
+            numbers.decimal(one.kl_over_fixed, one.kl_over_fixed_interval, apart="\n"),
+            numbers.decimal(one.drift, one.drift_interval, apart="\n"),
+            numbers.decimal(one.propagated, one.propagated_interval, apart="\n"),
+        ]
+        for one in result.measured.outcomes
+    ]
