@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perturbkv.analyses import alpha_measured, alpha_tables
-from perturbkv.analyses.alpha_choice import Chosen, Fold, choose, folds, tables, unstable
+from perturbkv.analyses.alpha_choice import Chosen, Fold, choose, tables, unstable
+from perturbkv.analyses.alpha_choice import folds as parted
 from perturbkv.analyses.alpha_measured import Measured, measured
 from perturbkv.analyses.alpha_rows import NAMES, OTHERS, Point, Row, curve, rows
 from perturbkv.analyses.alpha_sweep import PAPER, Sweep, sweep
@@ -65,11 +66,11 @@ class Alpha(Result):
     def conclusion(self) -> str:
         """What the finest choice is worth against one α for all, and that one against the paper's; then in KL."""
         finest, name = self.row(self.finest), f"α chosen {NAMES[self.finest]}"
-        own = _case(finest.over_fixed.sum_ratio, finest.over_fixed.sum_ratio_interval)
+        own: Case = ("", finest.over_fixed.sum_ratio, finest.over_fixed.sum_ratio_interval)
         kind = self.row(GLOBAL).over_paper
-        fixed = difference(kind.sum_ratio, kind.sum_ratio_interval)
-        said = f"{compared(name, 'one for all heads', [own])}, and that one {fixed} than {PAPER}"
-        return sentence(f"{said} (isolated, on other samples; {over(self.identity.samples)}){self._in_kl()}")
+        fixed = compared("that one", f"α = {PAPER}", [("", kind.sum_ratio, kind.sum_ratio_interval)])
+        said = f"{compared(name, 'one for all heads', [own])}, and {fixed}"
+        return sentence(f"{said} (isolated, on other samples; {over(self.identity.samples)}){self._in_kl()}", "α")
 
     def _in_kl(self) -> str:
         if self.measured is None:
@@ -123,7 +124,7 @@ class Alpha(Result):
         return draw(self, width_mm)
 
 
-def alpha(trace: Trace, folds_wanted: int | None = None, of_folds: Iterable[Trace] = ()) -> Alpha:
+def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()) -> Alpha:
     """Choose α for all heads, per layer and per head on some samples, and judge it on others (METHOD: Select).
 
     Chosen is what has the least Σ isolated L1 over the samples of all folds but one, from the α of the trace; judged
@@ -131,7 +132,7 @@ def alpha(trace: Trace, folds_wanted: int | None = None, of_folds: Iterable[Trac
 
     Args:
         trace: `attention` and `two-stage` at several α, 0.25 among them, of one policy, budget and granularity.
-        folds_wanted: K; None: 4, and of fewer than eight samples leave-one-out.
+        folds: K; None: 4, and of fewer than eight samples leave-one-out.
         of_folds: a trace per fold of its samples at `Alpha.folds[…].distinct`, for KL and drift; none: these are left
             out.
 
@@ -144,7 +145,7 @@ def alpha(trace: Trace, folds_wanted: int | None = None, of_folds: Iterable[Trac
         (2, 2)
     """
     found = sweep(trace)
-    parts, traces = folds(found, folds_wanted), list(of_folds)
+    parts, traces = parted(found, folds), list(of_folds)
     if any(not isinstance(one, Trace) for one in traces):
         msg = "expected traces of folds, as pk.read_trace or pk.measure give them"
         raise TraceError(msg)
@@ -160,10 +161,6 @@ def alpha(trace: Trace, folds_wanted: int | None = None, of_folds: Iterable[Trac
         unstable={by: unstable(found, parts, by) for by in whole},
         measured=measured(found, parts, traces) if traces else None,
     )
-
-
-def _case(ratio: float, interval: Any) -> Case:
-    return "", ratio, interval
 
 
 def _fold_dict(part: Fold, found: Sweep) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from perturbkv.analyses.reading import Floats
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
+from perturbkv.trace import Trace
 
 PAPER_ROLE = "paper"
 USUAL_FOLDS, _LEAVE_ONE_OUT_BELOW = 4, 8
@@ -44,6 +45,10 @@ class Fold:
         """The configurations, each once: the choice for all heads may be the paper's α."""
         return tuple(dict.fromkeys(self.configs.values()))
 
+    def is_in(self, trace: Trace) -> bool:
+        """Whether a trace is of these samples alone, and holds all of the configurations."""
+        return set(trace.sample_ids) == set(self.samples) and {*self.distinct} <= {*trace.run.configs}
+
 
 def levels(found: Sweep) -> tuple[str, ...]:
     """What may be chosen: one α for all, per layer, per head where a layer has several kept sets."""
@@ -57,7 +62,7 @@ def folds(found: Sweep, count: int | None = None) -> tuple[Fold, ...]:
     Raises ConfigError for fewer folds than two, or more than samples.
     """
     samples = len(found.samples)
-    wanted = count or (samples if samples < _LEAVE_ONE_OUT_BELOW else USUAL_FOLDS)
+    wanted = count if count is not None else (samples if samples < _LEAVE_ONE_OUT_BELOW else USUAL_FOLDS)
     if not 2 <= wanted <= samples:
         msg = f"expected 2 to {samples} folds of {samples} samples, got {wanted}"
         raise ConfigError(msg)

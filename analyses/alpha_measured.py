@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perturbkv.analyses import intervals
 from perturbkv.analyses.alpha_choice import PAPER_ROLE, Fold, composed
 from perturbkv.analyses.alpha_rows import NAMES
 from perturbkv.analyses.alpha_sweep import ANALYSIS, PAPER, Sweep
-from perturbkv.analyses.arithmetic import ratio
 from perturbkv.analyses.head_kind import sum_ratio
-from perturbkv.analyses.intervals import RATIO, Scalar
+from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.reading import Floats, at_step, values
 from perturbkv.configs.alpha_table import GLOBAL
 from perturbkv.errors import TraceError
@@ -88,13 +86,11 @@ def _name(role: str) -> str:
 
 
 def _trace_of(part: Fold, traces: Sequence[Trace]) -> Trace:
-    fits = [
-        one for one in traces if set(one.sample_ids) == set(part.samples) and {*part.distinct} <= {*one.run.configs}
-    ]
+    fits = [one for one in traces if part.is_in(one)]
     if len(fits) != 1:
         msg = (
-            f"expected one trace of fold {part.number}: the samples {', '.join(part.samples)} at what was chosen on the "
-            f"others; got {len(fits)} among {len(traces)}"
+            f"expected one trace of fold {part.number}: the samples {', '.join(part.samples)} at what was chosen on "
+            f"the others; got {len(fits)} among {len(traces)}"
         )
         raise TraceError(msg)
     return at_step(fits[0], ANALYSIS, 0)
@@ -144,12 +140,7 @@ def _outcome(name: str, held: dict[str, Floats], place: int, paper: int, fixed: 
 
 def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
     """Mean treatment over mean baseline of (sample,) values."""
-
-    def of(weights: NDArray[np.float64]) -> Floats:
-        return np.asarray(ratio(weights @ treatment, weights @ baseline))
-
-    statistic: Callable[[Floats], Floats] = of
-    return float(ratio(treatment.mean(), baseline.mean())), intervals.scalar(statistic, len(baseline), RATIO)
+    return sum_ratio(baseline[:, None, None], treatment[:, None, None])
 
 
 def to_dict(found: Measured) -> dict[str, Any]:

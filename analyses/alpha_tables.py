@@ -9,7 +9,9 @@ import numpy as np
 from perturbkv.analyses import numbers
 from perturbkv.analyses.alpha_rows import NAMES, OTHERS, Row
 from perturbkv.analyses.alpha_sweep import PAPER
+from perturbkv.analyses.intervals import Scalar
 from perturbkv.analyses.naming import common
+from perturbkv.analyses.sentences import same
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.display import Table
 
@@ -48,8 +50,8 @@ def notes(result: Alpha) -> str:
     said = (
         f"{numbers.about_intervals(result.identity.samples)} α is chosen from those of the trace by the least Σ "
         f"isolated L1 over the samples of all folds but one, and judged on that one's ({folds}); intervals hold the "
-        "choices fixed. What is chosen on the very samples that it is judged on flatters, and so would the files of "
-        "all samples' choices here. Ties go to the α nearest the paper's. "
+        "choices fixed. What is chosen on the very samples that it is judged on flatters; the files that are written "
+        "hold such a choice, for other samples. Ties go to the α nearest the paper's. "
         f"{numbers.about_floor(result.rows[0].over_paper.floor_relative_median)}"
     )
     if result.measured is not None:
@@ -66,11 +68,21 @@ def _row(row: Row) -> list[str]:
     return [
         row.name,
         _ON[row.chosen_on],
-        numbers.decimal(paper.sum_ratio, paper.sum_ratio_interval, apart="\n"),
-        numbers.decimal(paper.median_ratio, paper.median_ratio_interval, apart="\n"),
-        numbers.percent(paper.better_share, paper.better_share_interval, "\n"),
-        numbers.decimal(fixed.sum_ratio, fixed.sum_ratio_interval, digits=3, apart="\n"),
+        _ratio(paper.sum_ratio, paper.sum_ratio_interval),
+        _ratio(paper.median_ratio, paper.median_ratio_interval),
+        _share(paper.better_share, paper.better_share_interval, paper.sum_ratio, paper.sum_ratio_interval),
+        _ratio(fixed.sum_ratio, fixed.sum_ratio_interval, digits=3),
     ]
+
+
+def _ratio(value: float, interval: Scalar, digits: int = 2) -> str:
+    """'1' of what is held against itself."""
+    return "1" if same(value, interval) else numbers.decimal(value, interval, digits, apart="\n")
+
+
+def _share(share: float, interval: Scalar, ratio: float, band: Scalar) -> str:
+    """Nothing of what is held against itself."""
+    return "–" if same(ratio, band) else numbers.percent(share, interval, "\n")
 
 
 def _stability(result: Alpha) -> str:
@@ -86,7 +98,7 @@ def _curve(result: Alpha) -> list[list[str]]:
     return [
         [
             f"{one.alpha:g}",
-            numbers.decimal(one.ratio, one.interval, digits=3),
+            "1" if same(one.ratio, one.interval) else numbers.decimal(one.ratio, one.interval, digits=3),
             numbers.percent(one.layers),
             "–" if one.heads is None else numbers.percent(one.heads),
         ]
@@ -116,11 +128,11 @@ def _measured(result: Alpha) -> list[list[str]]:
         [
             {NAMES[GLOBAL]: "one for all"}.get(one.name, one.name),
             numbers.significant(one.kl_median, one.kl_median_interval),
-            numbers.decimal(one.kl, one.kl_interval, apart="\n"),
-            numbers.percent(one.kl_lower, one.kl_lower_interval, "\n"),
-            numbers.decimal(one.kl_over_fixed, one.kl_over_fixed_interval, apart="\n"),
-            numbers.decimal(one.drift, one.drift_interval, apart="\n"),
-            numbers.decimal(one.propagated, one.propagated_interval, apart="\n"),
+            _ratio(one.kl, one.kl_interval),
+            _share(one.kl_lower, one.kl_lower_interval, one.kl, one.kl_interval),
+            _ratio(one.kl_over_fixed, one.kl_over_fixed_interval),
+            _ratio(one.drift, one.drift_interval),
+            _ratio(one.propagated, one.propagated_interval),
         ]
         for one in result.measured.outcomes
     ]

@@ -20,7 +20,7 @@ from perturbkv.figures import style
 if TYPE_CHECKING:
     from perturbkv.analyses.alpha import Alpha
 
-_HEIGHT_MM, _AROUND_MM = 58, 20
+_HEIGHT_MM, _AROUND_MM = 56, 26
 _DASHES = {GLOBAL: "-", LAYER: "--", HEAD: ":"}
 _OF = {HEAD: "heads", LAYER: "layers"}
 
@@ -33,8 +33,9 @@ def draw(result: Alpha, width_mm: float = style.WIDE_MM) -> Figure:
         curve, shown = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, width_ratios=(1.15, 1))
         handles = [_curve(curve, result), *_lines(curve, result)]
         _map(figure, shown, result)
-        figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2)
+        said = f"lines: what was chosen, judged on other samples · {style.about(result.identity.samples)}"
+        style.foot(figure, result.identity, said)
     return figure
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,15 @@ class Plan:
         if self.loaded is None and place.device_map == "none":
             check_room(self.files, place.dtype, place.device, self.caches_bytes())
         return self.loaded or load_weights(self.files, place.dtype, place.device, self.run.seed, place.device_map)
+
+    def narrowed(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
+        """The plan of some of the prompts, by their ids, at other configurations. Raises PerturbkvErrors."""
+        kept, run = tuple(prompt for prompt in self.prompts if prompt.sample_id in samples), self.run
+        settings = Settings(
+            run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept
+        )
+        prompts = replace(self.prompts, prompts=kept)
+        return plan(self.files, self.placement, prompts, configs, settings, self.resources, self.loaded)
 
     def caches_bytes(self) -> int:
         """What the longest prompt's full cache and the largest batch of evicted ones take."""
