@@ -16,9 +16,10 @@ from perturbkv.analyses.alpha_rows import NAMES, OTHERS, Point, Row, curve, rows
 from perturbkv.analyses.alpha_sweep import PAPER, Sweep, sweep
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.numbers import percent
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import Case, compared, difference, over, sentence
+from perturbkv.analyses.sentences import Case, compared, over, sentence
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
@@ -76,8 +77,8 @@ class Alpha(Result):
         if self.measured is None:
             return ""
         (one,) = (one for one in self.measured.outcomes if one.name == NAMES[self.finest])
-        told = difference(one.kl_over_fixed, one.kl_over_fixed_interval)
-        return f"; KL is {told} than with one for all heads"
+        told = percent(one.kl_lower, one.kl_lower_interval)
+        return f"; its KL is lower than that of α = {PAPER} in {told} of the samples"
 
     def tables(self) -> list[Table | str]:
         """What choosing brings, at each α, by layer, and what comes out."""

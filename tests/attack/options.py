@@ -120,6 +120,7 @@ class Whole:
             "budget": {**model, **one, **needle, **small, **cpu, **run_, "--max-kl": ("--max-kl", "9")},
             "divergence": {"": (self.answers,), **run_},
             "judge": {"": (self.answers,), **run_, "--command": ("--command", planted_judge("length"))},
+            "alpha": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "4")},
             "savings": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
         }  # fmt: skip
         return own.get(command, {**model, **one, **needle, **small, **cpu, **run_})

@@ -19,6 +19,7 @@ from perturbkv.storage import trace_file
 from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import OWN, asked_of, made
+from tests.support.asked import instead
 from tests.support.judges import planted_judge
 from tests.support.undrawn import undrawn
 
@@ -109,6 +110,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "bench compare": ["bench", "compare", "bench.json", "bench.json"],
         "selfcheck": ["selfcheck", "--device", "cpu", *small],
         "regret": ["regret", *tiny, "--heads", 2, "--proven", 1, "-o", "regret", "--format", "png"],
+        "alpha --kl": ["alpha", *instead(tiny, "--samples", 4), "-o", "alpha", "--format", "png"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }

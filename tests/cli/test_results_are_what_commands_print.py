@@ -31,6 +31,7 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "ablation": lambda trace: pk.ablation(trace),
     "restriction": lambda trace: pk.restriction(trace),
     "measures": lambda trace: pk.measures(trace),
+    "alpha": lambda trace: pk.alpha(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "link": lambda trace: pk.link(trace),
@@ -185,6 +186,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         "ablation",
         "restriction",
         "measures",
+        "alpha",
         "horizon",
         "needle",
         "link",
@@ -203,7 +205,7 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "names = 'assumption bound_tightness ablation restriction measures horizon needle link quality savings '\n"
+        "names = 'assumption bound_tightness ablation restriction measures alpha horizon needle link quality savings '\n"
         "names += 'safe_budget equal_bytes'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"

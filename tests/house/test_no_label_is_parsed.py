@@ -79,9 +79,12 @@ MEASURED = tuple(
     for budget in (64, 0.2)
     for selection in ("attention", "two-stage", "two-stage(norm=l2)", "random")
 )
+SHARED = tuple(
+    configuration(128, selection=name) for name in ("attention", *(f"two-stage(alpha={one})" for one in (0, 0.25, 1)))
+)
 OWN = {
     "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT,
-    "bytes": STORED, "measures": MEASURED,
+    "bytes": STORED, "measures": MEASURED, "alpha": SHARED,
 }  # fmt: skip
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -94,6 +97,7 @@ COMMANDS = {
     "ablation --methods": ["all"],
     "restriction": [],
     "measures": [],
+    "alpha": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "link": [],
