@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perturbkv.analyses import alpha_measured, alpha_tables
-from perturbkv.analyses.alpha_choice import Chosen, Fold, choose, tables, unstable
+from perturbkv.analyses.alpha_choice import Fold, choose, tables, unstable
 from perturbkv.analyses.alpha_choice import folds as parted
-from perturbkv.analyses.alpha_measured import Measured, measured
-from perturbkv.analyses.alpha_rows import NAMES, OTHERS, Point, Row, curve, rows
+from perturbkv.analyses.alpha_measured import measured
+from perturbkv.analyses.alpha_parts import Choices
+from perturbkv.analyses.alpha_rows import NAMES, curve, rows
 from perturbkv.analyses.alpha_sweep import PAPER, Sweep, sweep
 from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.numbers import percent
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import Case, compared, over, sentence
-from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
+from perturbkv.configs.alpha_table import GLOBAL
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -30,39 +30,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Alpha(Result):
-    """What choosing α brings.
+class Alpha(Choices, Result):
+    """What choosing α brings: `sweep`, `folds`, `rows`, `curve`, `chosen`, `shares`, `unstable`, `measured`.
 
-    Attributes:
-        identity: which run this is.
-        sweep: what every head loses at each α.
-        folds: which samples were judged together, by what was chosen on the others.
-        rows: isolated, each choice against the paper's α and against one α for all heads.
-        curve: one α for all heads.
-        chosen: on all samples: (layer, head) which α of the sweep.
-        shares: the same as files hold it, by `global`, `layer`, `head`.
-        unstable: of each level the share of layers or kept sets whose choice differs between folds.
-        measured: what comes out, where each fold was run with its choice; None where it was not.
+    `folds[…].distinct` are the configurations with which a fold's samples are run, `shares["head"]` is the table that
+    heads choose on all samples.
     """
-
-    identity: RunIdentity
-    sweep: Sweep
-    folds: tuple[Fold, ...]
-    rows: tuple[Row, ...]
-    curve: tuple[Point, ...]
-    chosen: Chosen
-    shares: Mapping[str, AlphaTable]
-    unstable: Mapping[str, float]
-    measured: Measured | None
-
-    @property
-    def finest(self) -> str:
-        """The finest level at which α was chosen: `head`, or `layer` where all its heads share a kept set."""
-        return HEAD if HEAD in self.chosen else LAYER
-
-    def row(self, by: str, chosen_on: str = OTHERS) -> Row:
-        """The row of a level."""
-        return next(row for row in self.rows if (row.name, row.chosen_on) == (NAMES[by], chosen_on))
 
     def conclusion(self) -> str:
         """What the finest choice is worth against one α for all, and that one against the paper's; then in KL."""
@@ -106,12 +79,12 @@ class Alpha(Result):
         return found
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per α, layer and head: mean isolated L1 over samples, and whether the head chose it on all of them."""
+        """A row per α, layer and head: mean isolated L1 over samples, and 1 where the head chose it on all of them."""
         mean, finest = self.sweep.moved.mean(axis=0), self.chosen[self.finest]
         return [
             {
                 **columns_of(config), "alpha": float(self.sweep.alphas[place]), "layer": layer, "head": head,
-                "perturbation": float(mean[place, row, head]), "chosen": bool(finest[row, head] == place),
+                "perturbation": float(mean[place, row, head]), "chosen": int(finest[row, head] == place),
             }
             for place, config in enumerate(self.sweep.configs)
             for row, layer in enumerate(self.sweep.layers)

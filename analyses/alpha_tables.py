@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from perturbkv.analyses import numbers
+from perturbkv.analyses.alpha_parts import Choices
 from perturbkv.analyses.alpha_rows import NAMES, OTHERS, Row
 from perturbkv.analyses.alpha_sweep import PAPER
 from perturbkv.analyses.intervals import Scalar
@@ -14,9 +13,6 @@ from perturbkv.analyses.naming import common
 from perturbkv.analyses.sentences import same
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.display import Table
-
-if TYPE_CHECKING:
-    from perturbkv.analyses.alpha import Alpha
 
 _ON = {OTHERS: "other samples", "same": "the same: flatters", "": "–"}
 _ROWS = (
@@ -31,7 +27,7 @@ _MEASURED = (
 )  # fmt: skip
 
 
-def of(result: Alpha) -> list[Table | str]:
+def of(result: Choices) -> list[Table | str]:
     """All of a result."""
     setting = common(result.sweep.configs, "policy", "selection", "alpha")
     shown: list[Table | str] = [
@@ -44,7 +40,7 @@ def of(result: Alpha) -> list[Table | str]:
     return [*shown, Table("what is chosen on all samples, by layer", _LAYERS, _by_layer(result))]
 
 
-def notes(result: Alpha) -> str:
+def notes(result: Choices) -> str:
     """What rows and columns mean."""
     folds = f"{len(result.folds)} folds"
     said = (
@@ -85,7 +81,7 @@ def _share(share: float, interval: Scalar, ratio: float, band: Scalar) -> str:
     return "–" if same(ratio, band) else numbers.percent(share, interval, "\n")
 
 
-def _stability(result: Alpha) -> str:
+def _stability(result: Choices) -> str:
     """How much of the choice is not the same in all folds."""
     what = {GLOBAL: "of the one for all heads", LAYER: "of the layers", HEAD: "of the kept sets"}
     told = [f"{numbers.percent(share)} {what[by]}" for by, share in result.unstable.items() if by != GLOBAL]
@@ -94,7 +90,7 @@ def _stability(result: Alpha) -> str:
     return f"the choice differs between folds in {' and '.join(told)}; one for all heads is {chosen}"
 
 
-def _curve(result: Alpha) -> list[list[str]]:
+def _curve(result: Choices) -> list[list[str]]:
     return [
         [
             f"{one.alpha:g}",
@@ -106,7 +102,7 @@ def _curve(result: Alpha) -> list[list[str]]:
     ]
 
 
-def _by_layer(result: Alpha) -> list[list[str]]:
+def _by_layer(result: Choices) -> list[list[str]]:
     """A row per layer of the finest choice."""
     finest = result.sweep.alphas[result.chosen[result.finest]]
     of_layer = result.sweep.alphas[result.chosen[LAYER][:, 0]]
@@ -122,7 +118,7 @@ def _by_layer(result: Alpha) -> list[list[str]]:
     ]
 
 
-def _measured(result: Alpha) -> list[list[str]]:
+def _measured(result: Choices) -> list[list[str]]:
     assert result.measured is not None
     return [
         [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import matplotlib as mpl
 import numpy as np
 import seaborn as sns
@@ -11,21 +9,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from perturbkv.analyses.alpha_parts import Choices
 from perturbkv.analyses.alpha_rows import NAMES, OTHERS
 from perturbkv.analyses.alpha_sweep import PAPER
 from perturbkv.analyses.naming import common
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.figures import style
 
-if TYPE_CHECKING:
-    from perturbkv.analyses.alpha import Alpha
-
 _HEIGHT_MM, _AROUND_MM = 56, 26
 _DASHES = {GLOBAL: "-", LAYER: "--", HEAD: ":"}
 _OF = {HEAD: "heads", LAYER: "layers"}
 
 
-def draw(result: Alpha, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: Choices, width_mm: float = style.WIDE_MM) -> Figure:
     """Side by side, in one column one above the other; lines are choices judged on other samples."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
@@ -39,7 +35,7 @@ def draw(result: Alpha, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, result: Alpha) -> Line2D:
+def _curve(axes: Axes, result: Choices) -> Line2D:
     """One α for all heads, with its interval over samples."""
     alphas, ratios = result.sweep.alphas, np.array([one.ratio for one in result.curve])
     colour = style.category_colours(1)[0]
@@ -55,7 +51,7 @@ def _curve(axes: Axes, result: Alpha) -> Line2D:
     return line
 
 
-def _lines(axes: Axes, result: Alpha) -> list[Line2D]:
+def _lines(axes: Axes, result: Choices) -> list[Line2D]:
     """The level of every choice, judged on other samples."""
     found = []
     for by in result.chosen:
@@ -69,7 +65,7 @@ def _lines(axes: Axes, result: Alpha) -> list[Line2D]:
     return found
 
 
-def _map(figure: Figure, axes: Axes, result: Alpha) -> None:
+def _map(figure: Figure, axes: Axes, result: Choices) -> None:
     """(layer, head) α chosen on all samples."""
     chosen = result.sweep.alphas[result.chosen[result.finest]]
     layers, heads = chosen.shape

@@ -107,12 +107,10 @@ class Plan:
 
     def narrowed(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
         """The plan of some of the prompts, by their ids, at other configurations. Raises PerturbkvErrors."""
-        kept, run = tuple(prompt for prompt in self.prompts if prompt.sample_id in samples), self.run
-        settings = Settings(
-            run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept
-        )
-        prompts = replace(self.prompts, prompts=kept)
-        return plan(self.files, self.placement, prompts, configs, settings, self.resources, self.loaded)
+        run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
+        asked = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
+        prompts = replace(self.prompts, prompts=chosen)
+        return plan(self.files, self.placement, prompts, configs, Settings(*asked), self.resources, self.loaded)
 
     def caches_bytes(self) -> int:
         """What the longest prompt's full cache and the largest batch of evicted ones take."""

@@ -205,8 +205,8 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "names = 'assumption bound_tightness ablation restriction measures alpha horizon needle link quality savings '\n"
-        "names += 'safe_budget equal_bytes'\n"
+        "names = 'assumption bound_tightness ablation restriction measures horizon needle link quality savings '\n"
+        "names += 'safe_budget equal_bytes alpha'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
