@@ -99,10 +99,10 @@ class AlphaTable:
 
     def to_document(self) -> dict[str, Any]:
         """As JSON holds it, in a file or in a run; `from_document` takes it back."""
-        rows: Any = [list(row) for row in self.shares]
-        alpha = {GLOBAL: lambda: rows[0][0], LAYER: lambda: [row[0] for row in rows], HEAD: lambda: rows}[self.by]()
+        first = [row[0] for row in self.shares]
+        shapes: Mapping[str, Any] = {GLOBAL: first[0], LAYER: first, HEAD: [list(row) for row in self.shares]}
         layers = {"layers": list(self.layers)} if self.layers else {}
-        return {"by": self.by, "alpha": alpha, **layers}
+        return {"by": self.by, "alpha": shapes[self.by], **layers}
 
     @classmethod
     def from_document(cls, document: Any, name: str) -> Self:
