@@ -97,7 +97,7 @@ class Ablation(OfSettings[Setting]):
             if row.name == name
         ]
         several = len({row.alpha for _, row in rows}) > 1
-        return [_case(f"{words} α={row.alpha:g}".strip() if several else words, row) for words, row in rows]
+        return [_case(f"{words} α={row.alpha_told}".strip() if several else words, row) for words, row in rows]
 
     def _part(self, name: str, words: str) -> str:
         """What one ingredient brings: by how much where there is one case, else in how many."""

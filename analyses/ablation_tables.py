@@ -44,7 +44,7 @@ def _lines(rows: Iterable[Row]) -> list[list[str]]:
     """A line per row and kind of perturbation, each name once."""
     found, before = [], ""
     for row in rows:
-        name = [row.name if row.name != before else "", "" if row.alpha is None else f"{row.alpha:g}"]
+        name = [row.name if row.name != before else "", row.alpha_told]
         named = [*name, numbers.held(row.compared.held[1])]
         for kind, word in _KINDS.items():
             found.append([*named, word, *_cells(getattr(row.compared, kind))])

@@ -15,6 +15,7 @@ from perturbkv.analyses.naming import setting
 from perturbkv.analyses.objects import setting_object
 from perturbkv.analyses.pairing import Pair, order
 from perturbkv.analyses.pairing import settings as alike
+from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
@@ -45,8 +46,10 @@ BRINGS = {
 """What one ingredient adds to the row before it: name -> (without, with)."""
 CONTROLS = (BASELINE, "random")
 """What every method of a setting is to be held against: they protect the same first and recent entries."""
-_Members = dict[tuple[str, float | None], EvictionConfig]
-"""Ingredient and α (None without stages) -> configuration."""
+Alpha = float | str | None
+"""α of two stages, of a table its text; None without stages."""
+_Members = dict[tuple[str, Alpha], EvictionConfig]
+"""Ingredient and α -> configuration."""
 _APART = ("alpha", "product")
 """What tells rows apart, beside their selection."""
 _FREE = ("selection", "selection_alpha", "granularity_product")
@@ -66,13 +69,18 @@ class Row:
     """
 
     name: str
-    alpha: float | None
+    alpha: Alpha
     compared: HeadComparison
+
+    @property
+    def alpha_told(self) -> str:
+        """Its α in words; empty for a row without stages."""
+        return f"{self.alpha:g}" if isinstance(self.alpha, float) else self.alpha or ""
 
     @property
     def title(self) -> str:
         """The name, with its α where it has one."""
-        return self.name if self.alpha is None else f"{self.name} α={self.alpha:g}"
+        return f"{self.name} α={self.alpha_told}" if self.alpha_told else self.name
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,12 @@ def _members(configs: Iterable[EvictionConfig]) -> _Members:
     found: _Members = {}
     for config in sorted(configs, key=order):
         ingredient = _ingredient(config)
-        found.setdefault((ingredient, config.selection["alpha"] if ingredient in _STAGED else None), config)
+        found.setdefault((ingredient, _alpha(config) if ingredient in _STAGED else None), config)
     return found
+
+
+def _alpha(config: EvictionConfig) -> Alpha:
+    return config.alpha_told if isinstance(config.alpha, AlphaTable) else config.alpha
 
 
 def _setting(trace: Trace, members: _Members, step: int) -> Setting:
@@ -183,10 +195,10 @@ def _setting(trace: Trace, members: _Members, step: int) -> Setting:
     )
 
 
-def _steps(members: _Members) -> list[tuple[str, float | None, Pair]]:
+def _steps(members: _Members) -> list[tuple[str, Alpha, Pair]]:
     """What each ingredient brings, at each α that one of its sides depends on: the configurations without and with."""
     alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
-    found: list[tuple[str, float | None, Pair]] = []
+    found: list[tuple[str, Alpha, Pair]] = []
     for what, sides in BRINGS.items():
         for alpha in alphas if set(sides) & set(_STAGED) else [None]:
             without, added = (members.get((name, alpha if name in _STAGED else None)) for name in sides)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import FIRST, Choice, as_choice, halves, parse
 from perturbkv.configs.eviction import EvictionConfig
@@ -167,6 +169,8 @@ def _means(told: Any, held: Any) -> bool:
     """Whether an option is what is told of it."""
     if isinstance(held, Choice):
         return isinstance(told, str | Choice) and _fits(as_choice(told), held)
+    if isinstance(held, AlphaTable):
+        return str(told) == str(held) or Path(str(told)).name == held.name
     return bool(("none" if told is None else told) == held)
 
 
@@ -200,8 +204,8 @@ def of_selection(run: RunConfig, side: str) -> list[int]:
 
 
 def order(config: EvictionConfig) -> tuple[float, bool, float]:
-    """Sorts configurations by α, then budget: fractions before tokens."""
-    return config.alpha, isinstance(config.budget.value, int), float(config.budget.value)
+    """Sorts configurations by α, of a table its mean, then budget: fractions before tokens."""
+    return config.mean_alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
 def by_selection(run: RunConfig) -> list[dict[str, int]]:

@@ -100,7 +100,7 @@ def held_by_sample(trace: Trace, analysis: str) -> Floats:
     kept, tokens = values(trace, "kept_count", analysis), values(trace, "prompt_tokens", analysis)
     grouped = np.array([config.granularity.name != "query" for config in trace.run.configs])
     heads = kept.shape[-1]
-    sets = _sets_per_layer(trace, int(np.argmax(grouped))) if grouped.any() else np.nan
+    sets = sets_per_layer(trace, int(np.argmax(grouped))) if grouped.any() else np.nan
     stored = np.where(grouped, heads, sets)  # of a group one head stands for all
     return np.asarray(kept.mean(axis=2).sum(axis=-1) / stored / tokens[:, None])
 
@@ -114,8 +114,12 @@ def byte_shares(trace: Trace, analysis: str) -> Floats:
     return np.asarray((held / full[:, None]).mean(axis=0))
 
 
-def _sets_per_layer(trace: Trace, config: int) -> int:
-    """How many kept sets a layer of the configuration has: heads of a group share one place in the file."""
+def sets_per_layer(trace: Trace, config: int) -> int:
+    """How many kept sets a layer of the configuration has: heads of a group share one place in the file.
+
+    Raises TraceError where the trace does not hold the kept positions.
+    """
+    trace.get("kept_offset", "kept sets")
     places = trace.arrays["kept_offset"][trace.ok][0, config]
     return max(len(np.unique(layer)) for layer in places)
 

@@ -120,6 +120,10 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "horizon": {"step": "it shows all of them"},
+    "alpha": {
+        **dict.fromkeys(("step", "steps"), "it chooses at the first decode step"),
+        **dict.fromkeys(("shard", "shard_by"), "it measures again what it chose; perturbkv trace has shards"),
+    },
     "bytes": {
         "precision": "it measures several, which --bits names",
         "correction": "it compares entries in few bits with those of full precision",
@@ -135,7 +139,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "traces", "right", "lost", "by",
-    "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "kl",
+    "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
 })  # fmt: skip
 """What can be asked of a finished trace; everything else says how one is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {

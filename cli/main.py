@@ -14,6 +14,7 @@ from typer import Option
 import perturbkv
 from perturbkv.cli import console, interrupting, streams
 from perturbkv.cli.ablation import ablation
+from perturbkv.cli.alpha import alpha
 from perturbkv.cli.assumption import assumption
 from perturbkv.cli.audit import audit
 from perturbkv.cli.bench import bench
@@ -65,7 +66,7 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 _LONGEST = 2000
 """Characters of an error on the screen: its two ends say what was expected and what to do."""
 ANALYSES = (heads, layers, assumption, bound_tightness, ablation, restriction, needle, horizon)
-OPEN = (measures, split, swap, regret, cliff, stability)
+OPEN = (measures, alpha, regret, split, swap, cliff, stability)
 SCORES = (quality, link, savings, budget, bytes)
 _COMMANDS = {
     "Analyses, of a finished trace or of one that they make": ANALYSES,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perturbkv.analyses.ablation import ablation as ablation
+    from perturbkv.analyses.alpha import alpha as alpha
     from perturbkv.analyses.assumption import assumption as assumption
     from perturbkv.analyses.bound_tightness import bound_tightness as bound_tightness
     from perturbkv.analyses.budgets import budget_curves as budget_curves
@@ -79,6 +80,7 @@ _PUBLIC = {
     "last_layer": "perturbkv.analyses.sample_drifts",
     "layer_drift": "perturbkv.analyses.layer_drifts",
     "ablation": "perturbkv.analyses.ablation",
+    "alpha": "perturbkv.analyses.alpha",
     "assumption": "perturbkv.analyses.assumption",
     "bound_tightness": "perturbkv.analyses.bound_tightness",
     "audit": "perturbkv.api.auditing",

@@ -118,10 +118,12 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, Choice) and not value.told:
         return f"{value}()"  # a call: a bare name is text
-    if isinstance(value, str) and (not _NAME.fullmatch(value) or _typed(value) != value):
-        quote = "'" if '"' in value else '"'
-        return f"{quote}{value}{quote}"
-    return str(value)
+    text = str(value)
+    typed = isinstance(value, str) and _typed(text) != text
+    if typed or not (isinstance(value, Choice) or _NAME.fullmatch(text)):
+        quote = "'" if '"' in text else '"'
+        return f"{quote}{text}{quote}"
+    return text
 
 
 def _typed(word: str) -> Any:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.option import Option
 from perturbkv.errors import ConfigError
 
 
 def nested(value: Any) -> Any:
-    """An option as JSON holds it: a choice inside another as it is written, with all of its own options."""
+    """An option as JSON holds it: a choice inside another as it is written, with all of its own options.
+
+    A table of α is its name beside what its file holds.
+    """
+    if isinstance(value, AlphaTable):
+        return {"table": value.name, **value.to_document()}
     if not isinstance(value, Choice):
         return value
     return {"choice": str(value), "options": {name: nested(held) for name, held in value.options.items()}}
@@ -21,6 +27,9 @@ def unnested(value: Any, depth: int = DEEPEST) -> Any:
     """What `nested` made this of. Raises ConfigError for more than `depth` choices inside each other."""
     if not isinstance(value, dict):
         return value
+    if "table" in value:
+        named = dict(value)
+        return AlphaTable.from_document(named, str(named.pop("table")))
     if not depth:
         msg = f"expected at most {DEEPEST} choices inside each other in a configuration, got more"
         raise ConfigError(msg)
@@ -53,6 +62,6 @@ def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Op
     for name, value in options.items():
         if name in known:
             known[name].checked(value, name, owner)
-        elif not isinstance(value, bool | int | float | str | Choice | None):
+        elif not isinstance(value, bool | int | float | str | Choice | AlphaTable | None):
             msg = f"{name} of {owner} cannot be '{value}'"
             raise ConfigError(msg)

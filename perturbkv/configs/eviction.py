@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
@@ -34,9 +35,10 @@ _PROTECTED = ("protect_first", "protect_recent")
 class EvictionConfig:
     """One way to evict: what every configuration has. Its choices, from the policy to the correction, bring options.
 
-    A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. All hold
-    all of their options but a policy, which holds those that were given, until `registry.resolved` completes it and
-    leaves out what makes no difference.
+    A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. All hold all of their
+    options but a policy, which holds those that were given, until `registry.resolved` completes it and leaves out what
+    makes no difference. `two-stage(alpha=FILE)` reads the file of an `AlphaTable`, once: the configuration holds the
+    table.
 
     Raises ConfigError or BudgetError for a value outside its range, UnknownNameError for an unknown choice.
 
@@ -110,9 +112,27 @@ class EvictionConfig:
         return self.selection.name == GIVEN
 
     @property
-    def alpha(self) -> float:
+    def alpha(self) -> float | AlphaTable:
         """Share of stage 1; 1 where the kept sets are given, which have no order and so no stages."""
-        return float(self.selection.options.get("alpha", 1.0))
+        found: float | AlphaTable = self.selection.options.get("alpha", 1.0)
+        return found
+
+    @property
+    def alpha_told(self) -> str:
+        """The same as a name says it: `0.25`, or `alpha-head.json@1f2e3d4c`."""
+        return str(self.alpha) if isinstance(self.alpha, AlphaTable) else f"{self.alpha:g}"
+
+    @property
+    def mean_alpha(self) -> float:
+        """The same as a number: of a table its mean."""
+        return self.alpha.mean if isinstance(self.alpha, AlphaTable) else self.alpha
+
+    def alphas(self, layer: int, kept_heads: int) -> tuple[float, ...]:
+        """α of each kept set of a measured layer, counted from 0; of heads that share one kept set their mean."""
+        if not isinstance(self.alpha, AlphaTable):
+            return (self.alpha,) * kept_heads
+        sets = 1 if self.granularity.name == "layer" else kept_heads
+        return self.alpha.of(layer, sets) * (kept_heads // sets)
 
     @property
     def euclidean(self) -> bool:
@@ -215,7 +235,7 @@ class EvictionConfig:
         Nothing of a less usual choice at its default, unless `every` option is wanted.
         """
         said = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
-        said |= {"alpha": f"a={self.alpha:g}", "window": f"w={self.window}"}
+        said |= {"alpha": f"a={self.alpha_told}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         said |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         said["granularity"] = self.granularity.name
@@ -307,7 +327,7 @@ def _protected(name: str, given: float | str) -> int | float:
 
 def _shown(value: Any) -> Any:
     """An option as a plain value."""
-    return str(value) if isinstance(value, Choice) else value
+    return str(value) if isinstance(value, Choice | AlphaTable) else value
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perturbkv.configs.alpha_table import AlphaOption
 from perturbkv.configs.option import Option
 
 GIVEN = "given"
@@ -36,9 +37,15 @@ _SCORE = {
 L1, L2 = "l1", "l2"
 _NORM = {"norm": Option(L1, "of ν, the projected value: l1 or l2", known=(L1, L2), later=True)}
 """`l1`: ν = ‖V_i W_O^h‖₁ (paper, Theorem 2). `l2`: ‖·‖₂, of which no bound of the paper speaks (its appendix G)."""
+_TABLES = {"alpha": AlphaOption(0.25, "share of stage 1, 0 to 1, or a file of shares per layer or head", high=1)}
 _OWN: Mapping[str, Mapping[str, Option]] = {
-    "two-stage": {**_SCORE, "epsilon": Option(0.0, "added to the score before the norm multiplies it"), **_NORM},
-    "two-stage-uniform": _SCORE,
+    "two-stage": {
+        **_TABLES,
+        **_SCORE,
+        "epsilon": Option(0.0, "added to the score before the norm multiplies it"),
+        **_NORM,
+    },
+    "two-stage-uniform": {**_TABLES, **_SCORE},
     "value": _NORM,
     "hindsight": _NORM,
     "random": {"seed": Option(0, "of the random numbers")},

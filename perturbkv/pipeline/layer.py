@@ -77,7 +77,8 @@ def measure_layer(
     working = working_bytes(keys.device, resources.chunk_bytes)
     for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
         masks = _per_query_head(group.kept_sets(rows), adapter.heads)
-        alphas = on_device([configs[place].alpha for place in group.places[rows]], keys.device, theory.WORK)
+        shares = [_alphas(configs[place], layer, adapter.heads, group) for place in group.places[rows]]
+        alphas = on_device(shares, keys.device, theory.WORK)
         parts.append([measure.isolated(step, masks, alphas) for step in steps])
         gone.append(lost.largest_lost(added, masks.kept))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
@@ -96,6 +97,12 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     if sharing == 1:
         return LayerMasks(sets.kept, sets.stage1)
     return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
+
+
+def _alphas(config: EvictionConfig, layer: int, heads: int, group: Group) -> list[float]:
+    """α of each query head: that of its kept set."""
+    sharing = heads // group.kept_heads
+    return [share for share in config.alphas(layer, group.kept_heads) for _ in range(sharing)]
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

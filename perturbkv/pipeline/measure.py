@@ -80,7 +80,7 @@ def reference(
     )
 
 
-def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, " config"]) -> dict[str, Tensor]:
+def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]) -> dict[str, Tensor]:
     """Perturbation, bounds and Assumption 1 of one layer and step, each (config, head), and noise floors (head,).
 
     Both sides are summed from the same query, keys and values, so that only `WORK`'s rounding stands between them.
@@ -94,7 +94,7 @@ def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, " config
     moved = theory.isolated_perturbation(given.whole, kept.mixed, kept.mass, given.slices, given.output)
     own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
     limits = theory.bounds(given.total, given.smallest, own, stage1)
-    counts = whole_entries(alphas.unsqueeze(-1) * masks.kept.sum(dim=-1)).to(torch.int64)
+    counts = whole_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
         **_floors("noise_floor_isolated", moved, given.output, WORK),
         **_configurations("perturbation_isolated", moved),

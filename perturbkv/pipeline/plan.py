@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from perturbkv import room
 from perturbkv.cache import positions
+from perturbkv.configs import alpha_table
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.precision import check_fill
@@ -104,6 +105,13 @@ class Plan:
             check_room(self.files, place.dtype, place.device, self.caches_bytes())
         return self.loaded or load_weights(self.files, place.dtype, place.device, self.run.seed, place.device_map)
 
+    def narrowed(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
+        """The plan of some of the prompts, by their ids, at other configurations. Raises PerturbkvErrors."""
+        run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
+        asked = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
+        prompts = replace(self.prompts, prompts=chosen)
+        return plan(self.files, self.placement, prompts, configs, Settings(*asked), self.resources, self.loaded)
+
     def caches_bytes(self) -> int:
         """What the longest prompt's full cache and the largest batch of evicted ones take."""
         shape = Shape.of(self.files.config, self.placement.dtype.itemsize, 0)
@@ -125,6 +133,7 @@ def plan(
     check_configurations(len(configs))
     positions.check(configs, files.config, files.name)
     sources.check(configs, files.config, files.name)
+    alpha_table.check([config.alpha for config in configs], files.config)
     generate = _own_length(prompts) if settings.generate is None else settings.generate
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
     graded = _grading(prompts, settings.scored) if generate else {}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.blocks import Blocks
@@ -78,7 +78,8 @@ def budgets_of(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens:
         stage1 = torch.stack([scores.first_counts(config, _settled(config, prompt_tokens)) for config in configs])
     else:
         least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
-        stage1 = torch.maximum(_stage1(configs, kept - always, always + blocks.tail_blocks), least)
+        shares = _alphas(configs, scores)
+        stage1 = torch.maximum(_stage1(shares, configs, kept - always, always + blocks.tail_blocks), least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
 
 
@@ -131,11 +132,19 @@ def _guaranteed(config: EvictionConfig, prompt_tokens: int) -> int:
     return registry.build(config.policy).guaranteed(config, kept, always)
 
 
+def _alphas(configs: Sequence[EvictionConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
+    """Each kept set's share of stage 1."""
+    layer, device = scores.statistics.layer, scores.statistics.norms.device
+    return on_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
+
+
 def _stage1(
-    configs: Sequence[EvictionConfig], free: Int[Tensor, "config kept_head"], always: Int[Tensor, "config kept_head"]
+    alpha: Float[Tensor, "config kept_head"],
+    configs: Sequence[EvictionConfig],
+    free: Int[Tensor, "config kept_head"],
+    always: Int[Tensor, "config kept_head"],
 ) -> Int[Tensor, "config kept_head"]:
     """Blocks that stage 1 takes of `free` ones beside those that `always` stay (METHOD: Select)."""
-    alpha = on_device([[config.selection["alpha"]] for config in configs], free.device, WORK)
     total = on_device([[config.selection["split"] == "total"] for config in configs], free.device)
     of_prefix = whole_entries(alpha * free)
     of_total = (whole_entries(alpha * (free + always)) - always).clamp(min=0)

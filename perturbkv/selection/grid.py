@@ -100,7 +100,11 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def configuration(
-    budget: Any, preset: str = "paper", policy: str = "snapkv", selection: str = "two-stage", **choices: Any
+    budget: Any,
+    preset: str = "paper",
+    policy: Choice | str = "snapkv",
+    selection: Choice | str = "two-stage",
+    **choices: Any,
 ) -> EvictionConfig:
     """One combination, as `grid` reads it; whether policy and selection go together is not asked.
 

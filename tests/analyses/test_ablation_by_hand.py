@@ -10,6 +10,8 @@ from perturbkv.analyses import ingredients
 from perturbkv.analyses.ablation import ablation
 from perturbkv.analyses.intervals import Interval
 from perturbkv.analyses.method_rows import control
+from perturbkv.configs.alpha_table import AlphaTable
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.selection.policies.registry import resolved
@@ -156,3 +158,16 @@ def test_a_measured_trace_gives_every_row() -> None:
         ("snapkv", "attention"),
         ("snapkv", "random"),
     ]
+
+
+def test_a_table_of_alpha_is_a_row_of_its_own() -> None:
+    """By its name; where it stands is its mean."""
+    table = AlphaTable("mine.json", "layer", ((0.4,),), (0,))
+    configs = [config("attention", 128), config("two-stage", 128), config(Choice("two-stage", {"alpha": table}), 128)]
+    result = ablation(made(configs, [10.0, 8.0, 6.0]))
+    rows = result.settings[0].rows
+    assert [(row.name, row.alpha_told) for row in rows] == [("two-stage", "0.25"), ("two-stage", str(table))]
+    assert [row.compared.isolated.sum_ratio for row in rows] == pytest.approx([0.8, 0.6])
+    assert rows[1].title == f"two-stage α={table}" and f"α={table}" in result.conclusion()
+    assert max(map(len, repr(result).splitlines())) <= 80
+    json.dumps(result.to_dict(), allow_nan=False)

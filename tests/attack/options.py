@@ -121,6 +121,7 @@ class Whole:
             "budget": {**model, **one, **needle, **small, **cpu, **run_, "--max-kl": ("--max-kl", "9")},
             "divergence": {"": (self.answers,), **run_},
             "judge": {"": (self.answers,), **run_, "--command": ("--command", planted_judge("length"))},
+            "alpha": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "4")},
             "savings": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
             "cliff": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
             "stability": {"": (self.trace,), **run_},

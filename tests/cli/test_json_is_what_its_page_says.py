@@ -21,6 +21,7 @@ from perturbkv.trace import Trace
 from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import OWN, asked_of, made
+from tests.support.asked import instead
 from tests.support.judges import planted_judge
 from tests.support.undrawn import undrawn
 
@@ -113,6 +114,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "regret": ["regret", *tiny, "--heads", 2, "--proven", 1, "-o", "regret", "--format", "png"],
         "swap": ["swap", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
         "swap --dry-run": ["swap", *tiny, "--dry-run"],
+        "alpha --kl": ["alpha", *instead(tiny, "--samples", 4), "-o", "alpha", "--format", "png"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }

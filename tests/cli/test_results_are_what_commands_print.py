@@ -32,6 +32,7 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "restriction": lambda trace: pk.restriction(trace),
     "measures": lambda trace: pk.measures(trace),
     "split": lambda trace: pk.split(trace),
+    "alpha": lambda trace: pk.alpha(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "link": lambda trace: pk.link(trace),
@@ -189,6 +190,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         "restriction",
         "measures",
         "split",
+        "alpha",
         "horizon",
         "needle",
         "link",
@@ -210,7 +212,7 @@ def test_analyses_are_public_without_torch() -> None:
     source = (
         "import sys, perturbkv as pk\n"
         "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings '\n"
-        "names += 'safe_budget equal_bytes measures split cliff stability'\n"
+        "names += 'safe_budget equal_bytes measures split cliff stability alpha'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

@@ -79,6 +79,9 @@ MEASURED = tuple(
     for budget in (64, 0.2)
     for selection in ("attention", "two-stage", "two-stage(norm=l2)", "random")
 )
+SHARED = tuple(
+    configuration(128, selection=name) for name in ("attention", *(f"two-stage(alpha={one})" for one in (0, 0.25, 1)))
+)
 PARTED = tuple(
     configuration(128, selection=selection, correction=correction)
     for selection in ("attention", "two-stage") for correction in ("none", "corrected", "corrected-oracle")
@@ -86,6 +89,7 @@ PARTED = tuple(
 OWN = {
     "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT,
     "bytes": STORED, "split": PARTED, "measures": MEASURED, "cliff": SWEPT, "stability": SWEPT,
+    "alpha": SHARED,
 }  # fmt: skip
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -99,6 +103,7 @@ COMMANDS = {
     "restriction": [],
     "measures": [],
     "split": [],
+    "alpha": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "link": [],

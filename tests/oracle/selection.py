@@ -40,19 +40,35 @@ def select(
         assert euclidean is not None
         norms = euclidean
     heads = len(attention)
-    group = {"query": 1, "kv": heads // kv_heads, "layer": heads}[config.granularity]
-    prefix = n - min(config.window, n)
-    members = [list(range(first, first + group)) for first in range(0, heads, group)]
+    members = groups(config, heads, kv_heads)
+    group, prefix = len(members[0]), n - min(config.window, n)
     given = [[sum(Fraction(row[h]) for h in one) / group for one in members] for row in head_scores]
     pooled = [_pooled(config, one, attention, prefix) for one in members]
     scores = [_scores(config, one, attention, norms, realised, prefix) for one in members]
+    alphas = [alpha(config, one, layer) for one in members]
     if config.block == 1:
-        return [sets for sets in _sets(config, pooled, scores, n, layer, layers, given) for _ in range(group)]
+        return [sets for sets in _sets(config, pooled, scores, n, layer, layers, given, alphas) for _ in range(group)]
     whole = [list(blocks.scored(config, dict(enumerate(one))).values()) for one in pooled]
     ranked = [tuple(one and blocks.scored(config, one) for one in both) for both in scores]
-    found = _sets(*_of(*blocks.as_entries(config, n), whole, ranked), layer, layers, given)
+    found = _sets(*_of(*blocks.as_entries(config, n), whole, ranked), layer, layers, given, alphas)
     spread = [tuple(blocks.positions(config, n, one) for one in both) for both in found]
     return [sets for sets in spread for _ in range(group)]  # type: ignore[misc]
+
+
+def groups(config: Any, heads: int, kv_heads: int) -> list[list[int]]:
+    """Query heads of each kept set."""
+    size = {"query": 1, "kv": heads // kv_heads, "layer": heads}[config.granularity]
+    return [list(range(first, first + size)) for first in range(0, heads, size)]
+
+
+def alpha(config: Any, members: list[int], layer: int) -> Fraction:
+    """Of the heads that share a kept set the mean of their shares of stage 1."""
+    if isinstance(config.alpha, int | float):
+        return Fraction(config.alpha)
+    held = config.alpha.to_document()
+    row = {"global": lambda: held["alpha"], "layer": lambda: held["alpha"][layer], "head": lambda: None}[held["by"]]()
+    each = [held["alpha"][layer][h] if row is None else row for h in members]
+    return sum(map(Fraction, each), Fraction(0)) / len(each)
 
 
 def _of(config: Any, n: int, pooled: Any, scores: Any) -> tuple[Any, Any, Any, int]:
@@ -73,6 +89,7 @@ def _sets(
     layer: int,
     layers: int,
     given: Sequence[Sequence[Fraction]],
+    alphas: Sequence[Fraction],
 ) -> list[tuple[list[int], list[int]]]:
     """(kept, stage 1) of every kept set."""
     prefix = n - min(config.window, n)
@@ -80,9 +97,10 @@ def _sets(
     forced = [position for position in always if position < prefix]
     budgets = policies.budgets(config, pooled, n, layer, layers, given)
     sets = []
-    for (first, second), budget in zip(scores, budgets, strict=True):
+    for (first, second), budget, alpha in zip(scores, budgets, alphas, strict=True):
         free = {position: score for position, score in first.items() if position not in forced}
-        stage1 = top(free, _stage1_count(config, budget + n - prefix, len(always), min(config.budget.tokens(n), n)))
+        most = min(config.budget.tokens(n), n)
+        stage1 = top(free, _stage1_count(config, alpha, budget + n - prefix, len(always), most))
         if second is not None:
             free = {position: score for position, score in second.items() if position not in (*forced, *stage1)}
         left = budget - len(forced)
@@ -91,12 +109,12 @@ def _sets(
     return sets
 
 
-def _stage1_count(config: Any, budget: int, always: int, kept: int) -> int:
+def _stage1_count(config: Any, alpha: Fraction, budget: int, always: int, kept: int) -> int:
     """Beside what always stays; the entries that AdaKV guarantees a head come first, whatever α says."""
     least = policies.guaranteed(config, kept) - always
     if config.split == "total":
-        return max(0, least, math.floor(config.alpha * budget + 1e-9) - always)
-    return max(0, least, math.floor(config.alpha * max(0, budget - always) + 1e-9))
+        return max(0, least, math.floor(float(alpha) * budget + 1e-9) - always)
+    return max(0, least, math.floor(float(alpha) * max(0, budget - always) + 1e-9))
 
 
 def _reduced(config: Any, members: list[int], attention: Array, prefix: int) -> list[float]:

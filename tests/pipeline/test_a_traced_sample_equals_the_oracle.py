@@ -13,7 +13,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.trace import SampleTrace
-from tests.oracle import correction, quantisation, theory
+from tests.oracle import correction, quantisation, selection, theory
 from tests.oracle.decoder import Step
 from tests.oracle.sample import QUESTION, Reference, attention_of
 from tests.support.configs import flat
@@ -91,6 +91,12 @@ def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> Non
     assert (hat <= relaxed * (1 + 1e-9) + 1e-12)[evidence].all()
 
 
+def alpha_of(reference: Reference, config: EvictionConfig, layer: int, head: int) -> float:
+    """The share of stage 1 of the kept set that a query head has."""
+    members = selection.groups(flat(config), reference.decoder.heads, reference.decoder.kv_heads)
+    return float(selection.alpha(flat(config), next(one for one in members if head in one), layer))
+
+
 def quantised_output(
     reference: Reference, layer: int, head: int, config: EvictionConfig, held: dict[str, Any], kept: list[bool]
 ) -> np.ndarray:
@@ -132,6 +138,7 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                 sunk = [True] * (held["sinks"] is not None)  # an entry that stays, without a value
                 norms = reference.norms(layer, step)
                 for head in range(heads):
+                    kept_of_head = sets[head][0]
                     kept, stage1 = (
                         [i in chosen or i >= reference.n for i in range(LENGTH + step + 1)] + sunk
                         for chosen in sets[head]
@@ -157,7 +164,9 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                         "theta_hat_relax": theory.theta_hat_relax(a, v, kept, stage1, smallest),
                         "retained_mass": theory.mass(a, kept),
                         "sigma_stage1": theory.mass(a, stage1),
-                        "sigma_topk": theory.sigma_topk(entries, flat(config).alpha, len(sets[head][0]))
+                        "sigma_topk": theory.sigma_topk(
+                            entries, alpha_of(reference, config, layer, head), len(kept_of_head)
+                        )
                         + sum(a[len(entries) :]),
                     }
                     for name, number in expected.items():

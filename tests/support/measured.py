@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
@@ -17,7 +18,7 @@ from tests.support.traces import sample_trace, trace
 MEASURED = Path(__file__).resolve().parents[1] / "store" / "golden" / "measured-v1.h5"
 
 
-def config(selection: str, budget: float = 64, **more: Any) -> EvictionConfig:
+def config(selection: Choice | str, budget: float = 64, **more: Any) -> EvictionConfig:
     return configuration(budget, selection=selection, **more)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.budget import Budget
-from perturbkv.configs.choice import parse
+from perturbkv.configs.choice import Choice, parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
 from tests.support.models import FAMILIES
@@ -113,6 +114,24 @@ def correction_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made) if granularity == "layer" else (*made, adakv)
 
 
+def table_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """α of a table, per head, per layer and one for all, with every way in which it is a share of something."""
+    fields: dict[str, Any] = {"window": WINDOW, "kernel": 3, "granularity": granularity}
+    shares = ((0.0, 0.3, 1.0, 0.8), (0.6, 0.1, 0.45, 0.95))
+    head, layer = AlphaTable("h.json", "head", shares, (0, 1)), AlphaTable("l.json", "layer", ((0.2,), (0.9,)), (0, 1))
+    of_all = AlphaTable("g.json", "global", ((0.7,),))
+    made = [
+        configuration(14, selection=Choice("two-stage", {"alpha": head}), **fields),
+        configuration(14, selection="two-stage", **fields),
+        configuration(16, selection=Choice("two-stage", {"alpha": head, "split": "total"}), protect_first=2, **fields),
+        configuration(14, selection=Choice("two-stage-uniform", {"alpha": layer}), **fields),
+        configuration(15, selection=Choice("two-stage", {"alpha": head}), block=4, **fields),
+        configuration(14, selection=Choice("two-stage", {"alpha": of_all}), policy="pyramidkv(beta=4)", **fields),
+    ]
+    adakv = configuration(14, policy="adakv", selection=Choice("two-stage", {"alpha": head}), **fields)
+    return tuple(made) if granularity == "layer" else (*made, adakv)
+
+
 WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
 """Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
@@ -155,6 +174,9 @@ CASES = [
     ("gemma3_text", "GQA", "kv", "context-only", "corrections"),
     ("phi3", "MQA", "query", "regular", "corrections"),
     ("llama", "GQA", "layer", "context-only", "corrections"),
+    ("llama", "GQA", "query", "regular", "tables"),
+    ("llama", "GQA", "kv", "context-only", "tables"),
+    ("phi3", "GQA", "layer", "regular", "tables"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -165,4 +187,5 @@ CONFIGS = {
     "precisions": precision_configs,
     "norms": norm_configs,
     "corrections": correction_configs,
+    "tables": table_configs,
 }

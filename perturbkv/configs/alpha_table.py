@@ -1,0 +1,186 @@
+"""α per layer or per head, from a file: the share of a kept set that stage 1 takes (METHOD: Select). No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from perturbkv.configs import layer_types
+from perturbkv.configs.option import Option
+from perturbkv.errors import ConfigError
+from perturbkv.reading import MIB, FileKind
+from perturbkv.visible import line
+
+GLOBAL, LAYER, HEAD = "global", "layer", "head"
+BY = (GLOBAL, LAYER, HEAD)
+_SHAPES = {GLOBAL: "a number", LAYER: "a list of a number per layer", HEAD: "a list of numbers per head for each layer"}
+_FILE = FileKind("shares of stage 1 as JSON", ConfigError, 16 * MIB, "perturbkv alpha writes them")
+_MARK, _DIGITS = "@", 8
+
+
+@dataclass(frozen=True)
+class AlphaTable:
+    """Shares of stage 1 that are not all one number.
+
+    Its text is `name@digest`, so that two files of one name are two choices. A table under another name is another
+    choice too, as a trace knows its configurations by their text; one run does not take both.
+
+    Attributes:
+        name: of the file, without its folder.
+        by: `global`, `layer` or `head`.
+        shares: (layer, head) α in [0, 1]: one row where `by` is global, one number a row unless it is head.
+        layers: the measured decoder layers that the rows are of; may be left out where `by` is global.
+
+    Raises ConfigError for a share outside [0, 1], another shape, and a name with characters that are not seen.
+    """
+
+    name: str
+    by: str
+    shares: tuple[tuple[float, ...], ...]
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if line(self.name) != self.name or {'"', "'"} <= set(self.name):
+            msg = f"expected a file's name of characters that are seen, and one kind of quote, got '{line(self.name)}'"
+            raise ConfigError(msg)
+        wrong = [share for row in self.shares for share in row if not 0 <= share <= 1]
+        if wrong:
+            msg = f"expected every alpha of {self.name} in [0, 1], got {wrong[0]}"
+            raise ConfigError(msg)
+        rows = 1 if self.by == GLOBAL else len(self.layers)
+        if len(self.shares) != rows or not rows or not all(self.shares) or len({*map(len, self.shares)}) != 1:
+            got = ", ".join(sorted({str(len(row)) for row in self.shares}))
+            msg = (
+                f"expected alpha of {self.name} to be {_SHAPES[self.by]}, for its {len(self.layers)} layers; got "
+                f"{len(self.shares)} × {got or 0}"
+            )
+            raise ConfigError(msg)
+
+    @property
+    def digest(self) -> str:
+        """The first digits of the SHA-256 of what it says, whatever it is called."""
+        said = json.dumps([self.by, self.shares, self.layers])
+        return hashlib.sha256(said.encode()).hexdigest()[:_DIGITS]
+
+    @property
+    def mean(self) -> float:
+        """Over all that it holds."""
+        return statistics.mean(share for row in self.shares for share in row)
+
+    def of(self, layer: int, sets: int) -> tuple[float, ...]:
+        """α of each of the kept sets of a measured layer, counted from 0; of heads that share one their mean.
+
+        The mean of equal shares is that share, bit for bit.
+        """
+        row = self.shares[0 if self.by == GLOBAL else layer]
+        if len(row) == 1:
+            return row * sets
+        if len(row) == sets:
+            return row
+        group = len(row) // sets
+        return tuple(statistics.mean(row[first : first + group]) for first in range(0, len(row), group))
+
+    def check(self, layers: Sequence[int], heads: int) -> None:
+        """Raise ConfigError unless it is of a model of these measured layers and so many query heads."""
+        wanted, got = [f"layers {_listed(layers)}"], [f"layers {_listed(self.layers)}"]
+        if self.by == HEAD:
+            wanted, got = [*wanted, f"{heads} heads"], [*got, f"{len(self.shares[0])} heads"]
+        if wanted != got and (self.layers or self.by != GLOBAL):
+            msg = (
+                f"alpha={self.name}: expected shares of {' and '.join(wanted)}, as the model has them, got those of "
+                f"{' and '.join(got)}; choose this model's: perturbkv alpha"
+            )
+            raise ConfigError(msg)
+
+    def to_document(self) -> dict[str, Any]:
+        """As JSON holds it, in a file or in a run; `from_document` takes it back."""
+        first = [row[0] for row in self.shares]
+        shapes: Mapping[str, Any] = {GLOBAL: first[0], LAYER: first, HEAD: [list(row) for row in self.shares]}
+        layers = {"layers": list(self.layers)} if self.layers else {}
+        return {"by": self.by, "alpha": shapes[self.by], **layers}
+
+    @classmethod
+    def from_document(cls, document: Any, name: str) -> Self:
+        """The table that a JSON value writes. Raises ConfigError for another value."""
+        if not isinstance(document, dict) or document.get("by") not in BY:
+            got = type(document).__name__ if not isinstance(document, dict) else repr(document.get("by"))[:40]
+            msg = f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}'
+            raise ConfigError(msg)
+        if strange := sorted(document.keys() - {"by", "alpha", "layers", "about"}):
+            msg = f"expected by, alpha, layers and about in {name}, got '{line(strange[0])[:40]}'"
+            raise ConfigError(msg)
+        by, layers = document["by"], document.get("layers", [])
+        if not isinstance(layers, list) or not all(_is(int, one) and one >= 0 for one in layers):
+            msg = f"expected layers of {name} to be decoder layers such as [0, 1], got {str(layers)[:40]}"
+            raise ConfigError(msg)
+        return cls(name, by, _rows(by, document.get("alpha"), name), tuple(layers))
+
+    def __str__(self) -> str:
+        return f"{self.name}{_MARK}{self.digest}"
+
+
+def read(text: str) -> AlphaTable:
+    """The table of a file; a text that ends in `@` and a table's digest is the file before it, which has to hold it.
+
+    Raises ConfigError where it is none, or another table.
+    """
+    found, mark, digest = text.rpartition(_MARK)
+    known = mark and len(digest) == _DIGITS and not Path(text).expanduser().exists()
+    path = Path(found if known else text).expanduser()
+    _FILE.check(path)  # no pipe: each configuration reads it
+    table = AlphaTable.from_document(_FILE.read_json(path), path.name)
+    if known and table.digest != digest:
+        msg = f"expected the table {digest} in {path}, got {table.digest}: the file was changed"
+        raise ConfigError(msg)
+    return table
+
+
+def check(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
+    """Raise ConfigError for a table of another model, and for one table under two names."""
+    names: dict[str, str] = {}
+    for one in shares:
+        if isinstance(one, AlphaTable):
+            one.check(layer_types.measured(model_config), int(model_config.num_attention_heads))
+            if names.setdefault(one.digest, one.name) != one.name:
+                msg = f"{names[one.digest]} and {one.name} hold one table of alpha; give one of them"
+                raise ConfigError(msg)
+
+
+@dataclass(frozen=True)
+class AlphaOption(Option):
+    """α as a number, or as the file of a table."""
+
+    def checked(self, value: Any, name: str, of: str = "") -> Any:
+        """A table as it is, a text as that of the file it names. Raises ConfigError as `Option` and `read`."""
+        if isinstance(value, AlphaTable):
+            return value
+        return read(value) if isinstance(value, str) else super().checked(value, name, of)
+
+
+def _rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]:
+    kinds: Mapping[str, Callable[[], Any]] = {
+        GLOBAL: lambda: [[alpha]],
+        LAYER: lambda: [[one] for one in alpha],
+        HEAD: lambda: [list(row) if isinstance(row, list) else None for row in alpha],
+    }
+    rows = kinds[by]() if by == GLOBAL or isinstance(alpha, list) else None
+    if rows is None or not all(row is not None and all(_is(int | float, one) for one in row) for row in rows):
+        msg = f"expected alpha of {name} to be {_SHAPES[by]}, got {str(alpha)[:40]}"
+        raise ConfigError(msg)
+    return tuple(tuple(map(float, row)) for row in rows)
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """Whether it is of a kind; true is no number, and neither is a whole one that no float is."""
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """'0-29', or each of them."""
+    whole = list(layers) == list(range(layers[0], layers[-1] + 1)) if layers else False
+    return f"{layers[0]}-{layers[-1]}" if whole and len(layers) > 1 else " ".join(map(str, layers)) or "none"
