@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.analyses import numbers
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, of_run
-from perturbkv.analyses.naming import counted, folded, setting, short
+from perturbkv.analyses.naming import counted, folded, setting
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.regret_rows import Heads, Regret, regrets
 from perturbkv.analyses.result import Result
@@ -17,7 +17,7 @@ from perturbkv.analyses.sentences import factor, over, sentence
 from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
-from perturbkv.optimum.chain import KNOWING
+from perturbkv.optimum import chain
 from perturbkv.optimum.found import PREFIX, PROMPT, FoundSets
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 ANALYSIS = "regret"
 _FACTORS = ("#= pooling,\nstages", "#× query\nunknown", "#× the\ncriterion")
 _NOT_TOLD = ("rows", "configs", "regrets", "first", "others")
-_WHERE = ("", "#geometric\nmean", *_FACTORS)
+_WHERE = ("", "#mean\nfactor", *_FACTORS)
 _SAME = 1e-9
 """Two values of L this near are one."""
-_COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#geometric\nmean", *_FACTORS)
+_COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#mean\nfactor", *_FACTORS)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RegretResult(Result):
         told = [one for one in (self.parts[0].regrets if self.parts else ()) if _asked(one)]
         if not told:
             return "No head loses more than rounding under every kept set of its size."
-        names = short([one.config for one in told]) if len(told) > 1 else [str(told[0].config.selection)]
+        names = named([one.config for one in told])
         verbs = [" perturbs", *[""] * (len(told) - 1)]
         missed = ", ".join(
             f"{name}{verb} {factor(one.factor.value, one.factor.interval)}"
@@ -127,7 +127,7 @@ class RegretResult(Result):
         first = f"layer {self.identity.layer(0)}"
         rows = [
             [f"{folded(name, 20)}, {where}", *_factors(found[place])]
-            for place, name in enumerate(short(part.configs))
+            for place, name in enumerate(named(part.configs))
             for where, found in ((first, part.first), ("others", part.others))
             if found and _asked(found[place])
         ]
@@ -197,6 +197,12 @@ def _of_prefix(found: FoundSets) -> tuple[EvictionConfig, ...]:
     return tuple(replace(one, budget=budget, window=window) for one in _by_budget(found.run.configs)[0])
 
 
+def named(configs: Sequence[EvictionConfig]) -> list[str]:
+    """Each method as it is written: its selection, behind its policy where there are several."""
+    several = len({config.policy.name for config in configs}) > 1
+    return [f"{config.policy}:{config.selection}" if several else str(config.selection) for config in configs]
+
+
 def _part(found: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> Part:
     rows = tuple(
         tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
@@ -225,7 +231,7 @@ def _part(found: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> P
 
 
 def _table(part: Part) -> Table:
-    names = short([one.config for one in part.regrets])
+    names = named([one.config for one in part.regrets])
     rows = [
         [
             folded(name, 20),
@@ -239,8 +245,8 @@ def _table(part: Part) -> Table:
 
 
 def _asked(one: Regret) -> bool:
-    """Whether it is a method whose parts are known: none that knows the query."""
-    return one.query.value == one.query.value and one.config.selection.name not in KNOWING
+    """Whether it is a method whose parts are known, and no part of another's chain."""
+    return one.query.value == one.query.value and chain.plain(one.config) != one.config
 
 
 def _factors(one: Regret) -> list[str]:

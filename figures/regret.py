@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.naming import counted, short
-from perturbkv.analyses.regret import Part, RegretResult
+from perturbkv.analyses.naming import counted
+from perturbkv.analyses.regret import Part, RegretResult, named
 from perturbkv.analyses.regret_rows import Heads
 from perturbkv.figures import style
 from perturbkv.optimum.chain import KNOWING
@@ -27,7 +27,7 @@ def draw(result: RegretResult, width_mm: float = style.WIDE_MM) -> Figure:
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else min(2, len(result.parts))
         rows = -(-len(result.parts) // columns)
-        names = [name or "method" for name in short(result.parts[0].configs)]
+        names = named(result.parts[0].configs)
         entries = 2 if width_mm < style.WIDE_MM else 3
         legend = _LEGEND_MM * -(-len(names) // entries)
         figure = style.figure(width_mm, rows * _PANEL_MM + _AROUND_MM + legend)
