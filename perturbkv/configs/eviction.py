@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from perturbkv.configs import pages
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
@@ -101,6 +102,8 @@ class EvictionConfig:
         if self.window < (not self.given):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
+        if self.reads:
+            pages.page_of(self.policy)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
 
@@ -135,6 +138,11 @@ class EvictionConfig:
         return self.correction.name != NONE
 
     @property
+    def reads(self) -> bool:
+        """Whether it evicts nothing and reads some pages at every step: then b counts what is read."""
+        return pages.reads(self.policy)
+
+    @property
     def evicts_alone(self) -> bool:
         """Whether nothing but eviction changes its outputs, so that the theorems speak of it."""
         return not self.quantised and not self.corrected
@@ -145,7 +153,9 @@ class EvictionConfig:
 
     @property
     def block(self) -> int:
-        """Entries of a block; 1 where single entries stay and go."""
+        """Entries of a block, or of a page; 1 where single entries stay and go."""
+        if self.reads:
+            return pages.page_of(self.policy)
         return int(self.granularity.options.get("block", 1))
 
     def blocks(self, prompt_tokens: int) -> Blocks:

@@ -64,6 +64,7 @@ def check(configs: Sequence[EvictionConfig]) -> None:
         kind = registry.info(config.policy.name)
         wrong = (
             "policies that keep what they keep" if config.given
+            else f"policy {config.policy.name}, which evicts nothing" if config.reads
             else f"granularity {config.granularity}" if config.granularity.name != "query" or config.block > 1
             else f"policy {config.policy.name}, whose budgets are {kind.budgets}" if kind.budgets != "uniform"
             else f"precision {config.precision}" if config.quantised
