@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 from jaxtyping import Float
 from torch import Tensor
@@ -43,7 +42,7 @@ class PagedLayer:
     @classmethod
     def of(
         cls, statistics: LayerStatistics, keys: Float[Tensor, "kv_head key d_head"], scale: float, size: int
-    ) -> Self:
+    ) -> PagedLayer:
         """The pages that are full before the window."""
         count = statistics.prefix // size
         pages = keys[:, : count * size].unflatten(1, (count, size))
