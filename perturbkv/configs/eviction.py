@@ -172,10 +172,11 @@ class EvictionConfig:
         if tokens >= always + size:
             return
         if size > 1:
+            kind = "page" if self.reads else "block"
             msg = (
-                f"{what} keeps {tokens} entries, too few for a block of {size} beside those that always stay: up to "
-                f"{always} lie in blocks that hold the first {first} and the last {recent}; raise the budget to "
-                f"{always + size}, or lower block or --window"
+                f"{what} keeps {tokens} entries, too few for a {kind} of {size} beside those that always stay: up to "
+                f"{always} lie in {kind}s that hold the first {first} and the last {recent}; raise the budget to "
+                f"{always + size}, or lower {kind} or --window"
             )
         elif first + recent == self.window:
             msg = (

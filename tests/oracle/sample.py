@@ -130,6 +130,10 @@ class Reference:
     @functools.cache  # noqa: B019
     def evicted(self, config: EvictionConfig) -> list[Step]:
         """Decode again, entries outside the kept sets masked in every layer, from the question on."""
+        return self.decoded(config)[len(self.ids) - self.n :]
+
+    def decoded(self, config: EvictionConfig) -> list[Step]:
+        """The same with the question's own steps, of the tokens that there are now."""
         decoder = self.read().copy()
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
@@ -141,7 +145,7 @@ class Reference:
                 mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
             seen = [self._seen(layer, config, mask) for layer, mask in enumerate(masks)]
             records.append(decoder.step(token, seen, inside == "in-cache", stored, extras))
-        return records[len(self.ids) - self.n :]
+        return records
 
     def _seen(self, layer: int, config: EvictionConfig, mask: np.ndarray) -> np.ndarray | Chosen:
         """The mask of a step, or what makes it of the step's own query."""
