@@ -242,9 +242,9 @@ class EvictionConfig:
     def flat(self) -> dict[str, Any]:
         """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`.
 
-        Single entries are blocks of one, whether or not that was said.
+        Single entries are blocks of one, whether or not that was said; who reads pages has no blocks.
         """
-        found: dict[str, Any] = {"granularity_block": self.block}
+        found: dict[str, Any] = {} if self.reads else {"granularity_block": self.block}
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):
