@@ -88,7 +88,17 @@ class Block:
         output = (logits - total.unsqueeze(-1)).exp_() @ self.values.to(work)
         return output.view(segments, group, queries, d_head), total.view(segments, group, queries)
 
-    def unseen(self, asked: Float[Tensor, "segment group query d_head"]) -> Bool[Tensor, "segment #asked longest"] | None:
+    def unseen(
+        self, asked: Float[Tensor, "segment group query d_head"]
+    ) -> (
+        Bool[
+            Tensor,
+            (
+                segment  # asked longest
+            ),
+        ]
+        | None
+    ):
         """True where a segment's queries do not look: at its padding; None where they look everywhere."""
         return None if self.padding is None else self.padding.unsqueeze(1)
 

@@ -13,7 +13,10 @@ from perturbkv.configs.precision import stored_bits
 def held_bits(
     config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, kv_heads: int, d_head: int
 ) -> int:
-    """Of kept sets of `kept` entries each, which all of a layer's query heads share evenly; of everything where pages are read."""
+    """Of kept sets of `kept` entries each, which all of a layer's query heads share evenly.
+
+    Of one that reads pages every entry, and what these are chosen by.
+    """
     if config.reads:
         chooses = config.kept_entries(prompt_tokens) < prompt_tokens
         return pages.held_bits(config.blocks(prompt_tokens), prompt_tokens, kv_heads, d_head, chooses)

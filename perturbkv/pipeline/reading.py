@@ -1,4 +1,4 @@
-"""Configurations that evict nothing, from what a prefill knows of a layer: what they read, and their rows of a cache."""
+"""Configurations that read pages, from what a prefill knows of a layer: what they read, and their rows of a cache."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def check_compressible(config: EvictionConfig) -> None:
         )
         raise ConfigError(msg)
     if config.reads:
-        msg = f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed again; leave --compress-every out"
+        msg = f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed: leave --compress-every out"
         raise ConfigError(msg)
     if config.quantised and build(config.policy).in_cache:
         msg = (

@@ -45,11 +45,11 @@ class PagedLayer:
     ) -> PagedLayer:
         """The pages that are full before the window."""
         count = statistics.prefix // size
-        pages = keys[:, : count * size].unflatten(1, (count, size))
+        pages = keys[:, : count * size].reshape(len(keys), count, size, keys.shape[-1])
         return cls(statistics, keys, pages.amin(dim=2), pages.amax(dim=2), size, scale)
 
     def bounds(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head page"]:
-        """scale · Σ_c max(q_c min_c, q_c max_c): no entry of the page has a larger logit (Quest, section 3.3)."""
+        """Scale · Σ_c max(q_c min_c, q_c max_c): no entry of the page has a larger logit (Quest, section 3.3)."""
         asked = query.to(WORK).view(len(self.low), -1, query.shape[-1])
         up, down = asked.clamp(min=0), asked.clamp(max=0)  # which of both ends is the larger is the query's sign
         found = up @ self.high.to(WORK).transpose(1, 2) + down @ self.low.to(WORK).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Policies that evict nothing: pages are bounded rightly, chosen by every query anew, and what is not read is not seen."""
+"""Pages are bounded rightly, chosen by every query anew, and what is not read is not seen."""
 
 from __future__ import annotations
 
@@ -152,8 +152,9 @@ def test_a_covering_budget_is_the_full_run_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("granularity", ["query", "kv"])
 def test_knowing_every_logit_reads_the_most_attention(granularity: str) -> None:
-    adapter, configs = exact_adapter("llama", *HEADS["GQA"]), [config(one, granularity=granularity) for one in SELECTIONS]
-    mass = trace_sample(adapter, PROMPT, RunConfig("m", "d", tuple(configs), steps=STEPS)).arrays["retained_mass"]
+    configs = tuple(config(one, granularity=granularity) for one in SELECTIONS)
+    adapter = exact_adapter("llama", *HEADS["GQA"])
+    mass = trace_sample(adapter, PROMPT, RunConfig("m", "d", configs, steps=STEPS)).arrays["retained_mass"]
     groups = mass.reshape(*mass.shape[:-1], -1, HEAD // KV if granularity == "kv" else 1).sum(axis=-1)
     assert (groups[-1] >= groups - 1e-12).all() and (groups[-1] > groups[0] + 1e-6).any()
 
@@ -250,7 +251,8 @@ def test_rows_of_everything_take_no_bytes() -> None:
 
 def test_a_batch_of_its_own_reads_what_a_batch_of_many_reads() -> None:
     adapter, chosen = exact_adapter("llama", *HEADS["GQA"]), tuple(map(config, SELECTIONS))
-    many = trace_sample(adapter, PROMPT, RunConfig("m", "d", (*chosen, configuration(17, window=WINDOW)), steps=STEPS)).arrays
+    beside = RunConfig("m", "d", (*chosen, configuration(17, window=WINDOW)), steps=STEPS)
+    many = trace_sample(adapter, PROMPT, beside).arrays
     for place, one in enumerate(chosen):
         alone = trace_sample(adapter, PROMPT, RunConfig("m", "d", (one,), steps=STEPS)).arrays
         assert kept_of(alone, 0, 1, 2) == kept_of(many, place, 1, 2)
@@ -260,7 +262,7 @@ def test_a_batch_of_its_own_reads_what_a_batch_of_many_reads() -> None:
 
 @pytest.mark.parametrize(("asked", "said"), [
     ({"granularity": "layer"}, "chooses pages by head; granularity 'layer' has one set for all: choose query or kv"),
-    ({"granularity": "query(block=8)"}, "block of granularity 'query' has no effect here: it needs a policy that keeps"),
+    ({"granularity": "query(block=8)"}, "block of granularity 'query' has no effect here: it needs a policy"),
     ({"precision": "quantise"}, "reads pages of the model's own cache: expected precision full, got quantise"),
     ({"correction": "corrected"}, "expected correction none, got corrected"),
     ({"protect_first": 4}, "expected protect_first 0, got 4; leave it out"),
@@ -286,7 +288,7 @@ def test_a_budget_that_buys_no_page_is_refused() -> None:
 
 
 def test_pages_and_what_forgets_or_searches_go_not_together() -> None:
-    with pytest.raises(ConfigError, match="policy 'quest' evicts nothing, so that nothing is compressed again"):
+    with pytest.raises(ConfigError, match="policy 'quest' evicts nothing, so that nothing is compressed: leave"):
         check_asked([config(budget=17)], 5, 30)
     check_asked([config("hindsight")], 5, None)
     with pytest.raises(ConfigError, match="got policy quest, which evicts nothing"):
