@@ -95,8 +95,8 @@ class Decoder:
         stored: list[Stored] | None = None,
         extras: list[list[Extra | None]] | None = None,
     ) -> Step:
-        """Decode a token; `kept[layer]` (head, entries so far), or what it gives when it is called, masks older entries,
-        the token's own is always seen.
+        """Decode a token; `kept[layer]` (head, entries so far), or what a call of it gives, masks older entries; the
+        token's own is always seen.
 
         `stored[layer][head]` are keys and values of some positions as that head sees them. With `in_cache` a head's
         first entry that it sees stands at 0, the next one at 1, …; the query at its own. `extras[layer][head]` is one
