@@ -116,8 +116,11 @@ class PageScores(Scores):
 
     def attended(self, config: EvictionConfig) -> Score:
         """Σ A of the page under this query."""
-        whole = lambda: self.reduced(config, self._summed(self.layer.realised(self.query)))  # noqa: E731
-        return self._once_by("attended", config, "", whole)
+
+        def make() -> Score:
+            return self.reduced(config, self._summed(self.layer.realised(self.query)))
+
+        return self._once_by("attended", config, "", make)
 
     def _once_by(self, name: str, config: EvictionConfig, how: object, make: Callable[[], Score]) -> Score:
         return self.once((name, self.kept_heads(config), how), make)
