@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses import numbers
 from perturbkv.analyses.naming import SIDE, apart, common, counted, short
 from perturbkv.analyses.reading import byte_shares, measured_steps
 from perturbkv.configs import layer_types
@@ -72,8 +73,13 @@ class RunIdentity:
                 for name, config, share in zip(names, self.configs, self.stored, strict=True)]  # fmt: skip
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _STORED, rows)]
 
+    def about_read(self) -> str:
+        """What held / full counts of configurations that evict nothing; empty where there are none."""
+        names = dict.fromkeys(config.policy.name for config in self.configs if config.reads)
+        return f"{', '.join(names)}: {numbers.ABOUT_READ}" if names else ""
+
     def lines(self) -> list[str]:
-        """The foot: the run, then its configurations."""
+        """The foot: the run, its configurations, and what those hold that evict nothing."""
         words = [
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
@@ -87,7 +93,7 @@ class RunIdentity:
             f"{self.source} {self.trace or 'in memory'}",
             self.made_with,
         ]
-        return [" · ".join(map(line, filter(None, words))), self._shown()]
+        return [" · ".join(map(line, filter(None, words))), self._shown(), *filter(None, [self.about_read()])]
 
     def _shown(self) -> str:
         """What the configurations share, then what tells them apart: sides and settings where every pair is there."""

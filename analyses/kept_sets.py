@@ -18,7 +18,8 @@ Same = NDArray[np.bool_]
 def isolated(trace: Trace, first: int, second: int) -> Same:
     """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
 
-    Only where both configurations store them alike, in as many bits, and correct alike for what went.
+    Only where both configurations store them alike, in as many bits, and correct alike for what went; and not of pages
+    that each step and each run reads anew, of which a trace holds those of the full run's first step.
     """
     return np.asarray(trace.same_kept(first, second) & _stored_alike(trace, first, second)[:, None, None])
 
@@ -51,7 +52,8 @@ def _stored_alike(trace: Trace, first: int, second: int) -> Same:
     """(sample,) True where equal kept sets are the same cache: corrections that differ are alike where nothing went."""
     one, other = (trace.run.configs[place] for place in (first, second))
     whole = trace.arrays["evicted"][trace.ok][:, first] == 0
-    return np.asarray((one.precision == other.precision) & ((one.correction == other.correction) | whole))
+    alike = one.precision == other.precision and not (one.reads or other.reads)
+    return np.asarray(np.where(whole, one.precision == other.precision, alike & (one.correction == other.correction)))
 
 
 def _positions(config: EvictionConfig) -> str:

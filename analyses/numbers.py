@@ -69,6 +69,7 @@ def about_floor(relative: float) -> str:
 ABOUT_DRIFT = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
 ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."
+ABOUT_READ = "nothing is evicted; held / full is what each head reads at a step, and all stays in memory."
 HELD_AT_START = "#held / full\nat the start"
 """A column's name where caches are compressed again later."""
 _ABOVE_FULL = (

@@ -32,8 +32,8 @@ class Result(ABC):
         """Its tables, passages of text, and lines between them."""
 
     def stored(self) -> Sequence[Part]:
-        """What caches take in bytes, where some store few bits, or more than entries."""
-        return self.identity.bytes_table()
+        """What caches take in bytes, where some store few bits, or more than entries; what is read of what is held."""
+        return [*self.identity.bytes_table(), *filter(None, [self.identity.about_read()])]
 
     @abstractmethod
     def notes(self) -> str:

@@ -15,6 +15,7 @@ from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.choice import Choice, as_choice, halves, parse, split
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.pages import READERS
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,18 +111,19 @@ def _all(run: RunOptions) -> list[str]:
     known = [policy for policy in registry.known() if policy.name != "random"]
     fitting = [policy.name for policy in known if _fits(run, policy)]
     if left := [policy.name for policy in known if policy.name not in fitting]:
-        console.note(f"left out, as it needs head scores, another cache or another granularity: {', '.join(left)}")
+        why = "left out, as it evicts nothing, or needs head scores, another cache or another granularity"
+        console.note(f"{why}: {', '.join(left)}")
     staged = [f"{name}:two-stage" for name in _STAGED_ON if name in fitting]
     return [*map(_meant, fitting), "snapkv:attention-unpooled", *staged]
 
 
 def _fits(run: RunOptions, policy: type[Policy]) -> bool:
-    """Whether a policy can run with the given scores, cache and granularities."""
+    """Whether a policy evicts, and can run with the given scores, cache and granularities."""
     asked = [as_choice(name) for name in run.granularity or []]
     shared = any(one.name == "layer" for one in asked) and policy.budgets == "by head"
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in asked) and policy().first_stage is not None
     scored = run.head_scores is not None or not policy.needs_scores
-    return scored and run.cache in policy.caches() and not shared and not in_blocks
+    return policy.name not in READERS and scored and run.cache in policy.caches() and not shared and not in_blocks
 
 
 def _meant(method: str) -> str:

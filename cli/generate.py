@@ -129,6 +129,8 @@ def _show(
         answers.show(row, configs)
     held = [made.get("held_share", 0.0) for row in rows for made in row["evicted"].values()]
     console.say(numbers.about_held(held, compress_every))
+    if names := dict.fromkeys(config.policy.name for config in configs if config.reads):
+        console.say(f"{', '.join(names)}: {numbers.ABOUT_READ}")
     console.say(f"written to {path}, every answer whole")
 
 

@@ -78,14 +78,29 @@ class Block:
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
         """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
         work = torch.promote_types(query.dtype, torch.float32)
-        asked = query[self.places].to(work) * scale
+        asked = query[self.places]
         segments, group, queries, d_head = asked.shape
-        logits = asked.reshape(segments, group * queries, d_head) @ self.keys.to(work).transpose(1, 2)
-        if self.padding is not None:
-            logits.masked_fill_(self.padding.unsqueeze(1), -torch.inf)
+        scaled = (asked.to(work) * scale).reshape(segments, group * queries, d_head)
+        logits = scaled @ self.keys.to(work).transpose(1, 2)
+        if (unseen := self.unseen(asked)) is not None:
+            logits.masked_fill_(unseen, -torch.inf)
         total = logits.logsumexp(dim=-1)
         output = (logits - total.unsqueeze(-1)).exp_() @ self.values.to(work)
         return output.view(segments, group, queries, d_head), total.view(segments, group, queries)
+
+    def unseen(
+        self, asked: Float[Tensor, "segment group query d_head"]
+    ) -> (
+        Bool[
+            Tensor,
+            (
+                segment  # asked longest
+            ),
+        ]
+        | None
+    ):
+        """True where a segment's queries do not look: at its padding; None where they look everywhere."""
+        return None if self.padding is None else self.padding.unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+Reader = Callable[[Float[Tensor, "head query d_head"]], Bool[Tensor, "head query key"]]
+"""Of a row that holds everything: from queries to the entries that each looks at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +23,7 @@ class KeptEntries:
         index: places of the kept entries, one kept set after the other.
         lengths: entries of each kept set.
         rectangle: keys and values (kept_head, kept, d_head) of a row that keeps all of them, and borrows them.
+        reader: what such a row looks at; None: at all of them.
     """
 
     keys: Float[Tensor, "place d_head"]
@@ -27,6 +31,7 @@ class KeptEntries:
     index: Int[Tensor, " kept"]
     lengths: list[int]
     rectangle: tuple[Tensor, Tensor] | None = None
+    reader: Reader | None = None
 
     @classmethod
     def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeptEntries:

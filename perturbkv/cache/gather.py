@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.devices import on_device
-from perturbkv.selection.given import Group
+from perturbkv.selection.reading import AnyGroup
 
 _GATHERS_BITS = 0x8040201008040201 - 2**64
 """A bit every ninth place: byte i of what it is multiplied with reaches bit 63 − i. As a signed number."""
@@ -36,7 +36,7 @@ class Kept:
     masks: UInt8[Tensor, "kept_set byte"]
 
 
-def lengths(layers: Sequence[Sequence[Group]], configs: int, device: torch.device) -> list[Lengths]:
+def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:
     """Kept entries per kept set, for every layer. One transfer from the device brings them all."""
     counts = [group.budgets.kept_entries for found in layers for group in found]
     flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
@@ -52,7 +52,7 @@ def lengths(layers: Sequence[Sequence[Group]], configs: int, device: torch.devic
 
 
 def keep(
-    found: Sequence[Group],
+    found: Sequence[AnyGroup],
     batch: Collection[int],
     lengths: Lengths,
     key: Float[Tensor, "kv_head key d_head"],

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from perturbkv.cache.blocks import Block, Kernel, Packed, Segment, packed, padded, places_of
-from perturbkv.cache.entries import KeptEntries, pool_entries
+from perturbkv.cache.entries import KeptEntries, Reader, pool_entries
+from perturbkv.cache.pages import ReadBlock
 from perturbkv.cache.passing import PassingBlock
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.devices import on_device, working_bytes
@@ -28,7 +29,7 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool =
     """
     kernel = kernel_for(rows[0].keys)
     blocks: list[AnyBlock] = [
-        _borrowed(row, entries.rectangle, heads, kernel)
+        _borrowed(row, entries.rectangle, heads, kernel, entries.reader)
         for row, entries in enumerate(rows)
         if entries.rectangle is not None
     ]
@@ -72,12 +73,16 @@ def _buckets(found: Sequence[Segment], slack: float, most: float) -> list[list[S
     return buckets
 
 
-def _borrowed(row: int, rectangle: tuple[Tensor, Tensor], heads: int, kernel: Kernel | None) -> Block | Packed:
-    """A row that keeps everything, its entries read where they lie."""
+def _borrowed(
+    row: int, rectangle: tuple[Tensor, Tensor], heads: int, kernel: Kernel | None, reader: Reader | None
+) -> Block | Packed:
+    """A row that keeps everything, its entries read where they lie; with a `reader`, those that it says."""
     keys, values = rectangle
     kv_heads, length = keys.shape[:2]
     segments = [Segment(row, head, heads // kv_heads, length) for head in range(kv_heads)]
     places = places_of(segments, keys.device)
+    if reader is not None:
+        return ReadBlock(segments, keys, values, None, places, reader)
     if kernel is None:
         return Block(segments, keys, values, None, places)
     if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[-1], 1):

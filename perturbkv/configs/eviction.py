@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from perturbkv.configs import pages
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
@@ -103,6 +104,8 @@ class EvictionConfig:
         if self.window < (not self.given):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
+        if self.reads:
+            pages.page_of(self.policy)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
 
@@ -155,6 +158,11 @@ class EvictionConfig:
         return self.correction.name != NONE
 
     @property
+    def reads(self) -> bool:
+        """Whether it evicts nothing and reads some pages at every step: then b counts what is read."""
+        return pages.reads(self.policy)
+
+    @property
     def evicts_alone(self) -> bool:
         """Whether nothing but eviction changes its outputs, so that the theorems speak of it."""
         return not self.quantised and not self.corrected
@@ -165,7 +173,9 @@ class EvictionConfig:
 
     @property
     def block(self) -> int:
-        """Entries of a block; 1 where single entries stay and go."""
+        """Entries of a block, or of a page; 1 where single entries stay and go."""
+        if self.reads:
+            return pages.page_of(self.policy)
         return int(self.granularity.options.get("block", 1))
 
     def blocks(self, prompt_tokens: int) -> Blocks:
@@ -182,10 +192,11 @@ class EvictionConfig:
         if tokens >= always + size:
             return
         if size > 1:
+            kind = "page" if self.reads else "block"
             msg = (
-                f"{what} keeps {tokens} entries, too few for a block of {size} beside those that always stay: up to "
-                f"{always} lie in blocks that hold the first {first} and the last {recent}; raise the budget to "
-                f"{always + size}, or lower block or --window"
+                f"{what} keeps {tokens} entries, too few for a {kind} of {size} beside those that always stay: up to "
+                f"{always} lie in {kind}s that hold the first {first} and the last {recent}; raise the budget to "
+                f"{always + size}, or lower {kind} or --window"
             )
         elif first + recent == self.window:
             msg = (
@@ -251,9 +262,9 @@ class EvictionConfig:
     def flat(self) -> dict[str, Any]:
         """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`.
 
-        Single entries are blocks of one, whether or not that was said.
+        Single entries are blocks of one, whether or not that was said; who reads pages has no blocks.
         """
-        found: dict[str, Any] = {"granularity_block": self.block}
+        found: dict[str, Any] = {} if self.reads else {"granularity_block": self.block}
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):

@@ -83,7 +83,12 @@ class Shape:
         return self._entries_bytes(self.kv_heads * tokens) + windows
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
-        """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total."""
+        """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total.
+
+        Of one that reads pages of the full cache, what these are chosen by.
+        """
+        if config.reads:
+            return self._entries_bytes(self.kv_heads * config.blocks(tokens).before)
         sets = self.heads if config.granularity.name == "query" else self.kv_heads
         return self._entries_bytes(sets * config.kept_entries(tokens))
 

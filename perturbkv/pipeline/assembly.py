@@ -170,7 +170,10 @@ def held_bytes(
     """
     full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * len(lengths)
     held = [
-        sum(held_bits(config, layer[place], prompt_tokens, shape.heads, shape.d_head) for layer in lengths)
+        sum(
+            held_bits(config, layer[place], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
+            for layer in lengths
+        )
         for place, config in enumerate(configs)
     ]
     return {"held_bytes": np.array(held, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}

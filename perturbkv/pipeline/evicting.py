@@ -17,7 +17,7 @@ from perturbkv.cache.whole import beside
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import correcting, quantised
+from perturbkv.pipeline import correcting, quantised, reading
 from perturbkv.pipeline.finite import FiniteCheck
 from perturbkv.pipeline.prefill import Prefill, Statistics, prefill
 from perturbkv.pipeline.sources import sources
@@ -126,6 +126,9 @@ class _Rows:
     ) -> tuple[list[KeptEntries], dict[int, StandIn]]:
         """What each configuration keeps, and what stands in for what it does not."""
         configs = self._configs
+        read = reading.rows(self._adapter, found, layer, dict(enumerate(configs)), keys, values)
+        if len(read) == len(configs):
+            return [read[place] for place in range(len(configs))], {}
         chosen = found.groups(configs, layer, keys, values)
         (counts,) = lengths([chosen], len(configs), keys.device)
         kept = keep(chosen, range(len(configs)), counts, keys, values)
@@ -133,4 +136,5 @@ class _Rows:
         made = correcting.corrections(self._adapter, layer, kept.entries, configs, means, (keys, values), found.tokens)
         kept = quantisation.stored(positions.in_cache(kept, configs, self._adapter.frequencies), configs)
         stand_ins = {place: one.stand_in for place, one in made.items()}
-        return [kept.entries[place] for place in range(len(configs))], stand_ins
+        held = kept.entries | read
+        return [held[place] for place in range(len(configs))], stand_ins

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import room
-from perturbkv.cache.compact import CompactCache
+from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.held import held_bits
@@ -164,7 +164,7 @@ def answer(
         adapter, context, configs, prompt.sample_id, with_full=True, layout=layout, head_scores=head_scores,
         above=compress_every or 0, resources=resources,
     )  # fmt: skip
-    held, stored = _held(read.cache), _stored(read.cache, configs, adapter.d_head)
+    held, stored = _held(read.cache, configs), _stored(read.cache, configs, adapter.d_head)
     again = read.cache.fresh() if divergence else None
 
     def compressing(cache: CompactCache) -> Compressor | None:
@@ -181,11 +181,23 @@ def answer(
     return Answers(full, evicted, held, compressor.done if compressor else [], followed, stored)
 
 
-def _held(cache: CompactCache) -> list[float]:
-    """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share)."""
-    rows = range(cache.layers[0].batch)
-    entries = [sum(sum(layer.lengths(row)) for layer in cache.evicted) for row in rows]
-    return [row / entries[0] for row in entries[1:]]
+def _held(cache: CompactCache, configs: Sequence[EvictionConfig]) -> list[float]:
+    """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share).
+
+    Of a row that reads pages those that it reads.
+    """
+    full, *held = (sum(_read(layer, row, configs) for layer in cache.evicted) for row in range(1 + len(configs)))
+    return [entries / full for entries in held]
+
+
+def _read(layer: CompactLayer, row: int, configs: Sequence[EvictionConfig]) -> int:
+    """Entries that a row of one layer looks at; the first row keeps everything."""
+    lengths = layer.lengths(row)
+    if not row or not configs[row - 1].reads:
+        return sum(lengths)
+    config = configs[row - 1]
+    sets = layer.heads if config.granularity.name == "query" else len(lengths)
+    return sets * config.kept_entries(layer.seen)
 
 
 def _stored(cache: CompactCache, configs: Sequence[EvictionConfig], d_head: int) -> list[float]:
@@ -198,7 +210,10 @@ def _stored(cache: CompactCache, configs: Sequence[EvictionConfig], d_head: int)
     layers, tokens = cache.evicted, cache.get_seq_length()
     full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))
     sizes = [
-        sum(held_bits(config, layer.lengths(row), tokens, layer.heads, d_head) for layer in layers)
+        sum(
+            held_bits(config, layer.lengths(row), tokens, layer.heads, len(layer.lengths(0)), d_head)
+            for layer in layers
+        )
         for row, config in enumerate(configs, start=1)
     ]
     return [size / full for size in sizes]

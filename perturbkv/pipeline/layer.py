@@ -16,13 +16,13 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_device, working_bytes
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import lost, measure
+from perturbkv.pipeline import lost, measure, reading
 from perturbkv.pipeline.decoding import StepRecord
 from perturbkv.pipeline.measure import LayerMasks
 from perturbkv.pipeline.prefill import Prefill, layer_norms
 from perturbkv.pipeline.timing import phase
-from perturbkv.selection.given import Group
 from perturbkv.selection.kept_sets import KeptSets
+from perturbkv.selection.reading import AnyGroup, ReadGroup
 
 _ENTRY_BYTES = 10
 """Of the sums over entries, per entry, head and configuration: two masks, and weights."""
@@ -39,13 +39,13 @@ class LayerResult:
         attention: reference attention per step (head, key), where the run saves outputs.
     """
 
-    groups: list[Group]
+    groups: list[AnyGroup]
     isolated: list[dict[str, Tensor]]
     lost: dict[str, Tensor]
     attention: list[Tensor]
 
 
-def order(found: Sequence[Group]) -> list[int]:
+def order(found: Sequence[AnyGroup]) -> list[int]:
     """The configurations as groups list them: the same in all layers."""
     return [place for group in found for place in group.places]
 
@@ -68,7 +68,10 @@ def measure_layer(
     weights = [theory.decode_weights(one.query[layer][0], keys[:, : one.entries], scale, sinks) for one in full]
     attention = [seen for seen, _ in weights]
     with phase("select"):
-        found = before.statistics.groups(configs, layer, keys[:, :n], values[:, :n], attention[0])
+        found: list[AnyGroup] = [
+            *before.statistics.groups(configs, layer, keys[:, :n], values[:, :n], attention[0]),
+            *reading.groups(adapter, before.statistics, layer, configs, keys, [one.query[layer][0] for one in full]),
+        ]
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summands = theory.stack_summands(values, norms)
     steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices, sink) for step, sink in weights]
@@ -76,20 +79,27 @@ def measure_layer(
     parts, gone = [], []
     working = working_bytes(keys.device, resources.chunk_bytes)
     for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
-        masks = _per_query_head(group.kept_sets(rows), adapter.heads)
+        masks = _masks(group, rows, adapter.heads, len(steps))
         shares = [_alphas(configs[place], layer, adapter.heads, group) for place in group.places[rows]]
         alphas = on_device(shares, keys.device, theory.WORK)
-        parts.append([measure.isolated(step, masks, alphas) for step in steps])
-        gone.append(lost.largest_lost(added, masks.kept))
+        parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
+        gone.append(lost.largest_lost(added, masks[0].kept))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     most = _joined(gone) | {"weighted_norm": steps[0].total}
     return LayerResult(found, isolated, most, attention if keep_attention else [])
 
 
-def _parts(found: Sequence[Group], entries: int, working: int) -> Iterator[tuple[Group, slice]]:
+def _parts(found: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
     """As many configurations at once as fit the working memory."""
     size = max(1, working // (_ENTRY_BYTES * entries))
     return ((group, slice(start, start + size)) for group in found for start in range(0, len(group.places), size))
+
+
+def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
+    """What is looked at in each step: what stays, or the pages that the step's query chooses."""
+    if isinstance(group, ReadGroup):
+        return [_per_query_head(sets, heads) for sets in group.each_step(rows)]
+    return [_per_query_head(group.kept_sets(rows), heads)] * steps
 
 
 def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
@@ -99,7 +109,7 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
 
 
-def _alphas(config: EvictionConfig, layer: int, heads: int, group: Group) -> list[float]:
+def _alphas(config: EvictionConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:
     """α of each query head: that of its kept set."""
     sharing = heads // group.kept_heads
     return [share for share in config.alphas(layer, group.kept_heads) for _ in range(sharing)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from perturbkv import room
 from perturbkv.cache import positions, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer
-from perturbkv.cache.entries import borrow
+from perturbkv.cache.entries import KeptEntries, borrow
 from perturbkv.cache.gather import Kept, Lengths, keep, lengths
 from perturbkv.cache.stand_in import StandIn
 from perturbkv.cache.whole import beside
@@ -23,7 +23,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import correcting, measure, quantised
+from perturbkv.pipeline import correcting, measure, quantised, reading
 from perturbkv.pipeline.assembly import (
     BatchResult,
     answer_arrays,
@@ -216,11 +216,17 @@ class _Decoding:
         corrected, left = self._corrected(layer, kept, (keys, values))
         kept, moved = self._stored(layer, kept, (keys, values))
         everything = borrow(keys[:, :n], values[:, :n])
-        rows = [everything, *(kept.entries[place] for place in places)]
+        held_by = kept.entries | self._read(layer, places, keys, values)
+        rows = [everything, *(held_by[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))
         stand_ins = {row: corrected[place] for row, place in enumerate(places, start=1) if place in corrected}
         cache = CompactLayer(rows, self.adapter.heads, n, self.run.cache, self.passing, stand_ins)
         return _Evicted(cache, kept.order, kept.masks, moved | left)
+
+    def _read(self, layer: int, places: Sequence[int], keys: Tensor, values: Tensor) -> dict[int, KeptEntries]:
+        """The rows that evict nothing and read pages."""
+        configs = {place: self.run.configs[place] for place in places}
+        return reading.rows(self.adapter, self.before.statistics, layer, configs, keys, values)
 
     def _corrected(
         self, layer: int, kept: Kept, whole: tuple[Tensor, Tensor]

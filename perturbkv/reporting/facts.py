@@ -59,6 +59,7 @@ def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tu
         *_no_evidence(trace, sides, start),
         _ties(sides, start, tied),
         _nothing_evicted(trace),
+        identity(trace, trace.run.configs).about_read(),
     ]
     return tuple(line(one) for one in found if one)
 

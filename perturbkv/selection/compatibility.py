@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.pages import READERS
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies.registry import build, info, known, names
@@ -118,6 +119,9 @@ def check_compressible(config: EvictionConfig) -> None:
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
         raise ConfigError(msg)
+    if config.reads:
+        msg = f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed: leave --compress-every out"
+        raise ConfigError(msg)
     if config.quantised and build(config.policy).in_cache:
         msg = (
             "positions=in-cache turns keys at each compression, and those in few bits would be rounded again; "
@@ -146,7 +150,7 @@ def check_compressible(config: EvictionConfig) -> None:
 
 
 def _compressible(policy: Policy) -> bool:
-    return not policy.score.carries_history() and not policy.whole_model
+    return not policy.score.carries_history() and not policy.whole_model and policy.name not in READERS
 
 
 def needs_all_layers(config: EvictionConfig) -> bool:
@@ -156,8 +160,11 @@ def needs_all_layers(config: EvictionConfig) -> bool:
 
 
 def check_generating(config: EvictionConfig) -> None:
-    """Raise ConfigError where a configuration needs to know the next query, which generation does not have."""
-    if config.selection.name in ("hindsight", "hindsight-attention"):
+    """Raise ConfigError where a configuration needs to know the next query, which generation does not have.
+
+    One that reads pages is asked when the query is there.
+    """
+    if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads:
         msg = (
             f"selection '{config.selection.name}' looks at the next query, which generation does not have; choose "
             "another selection"

@@ -19,6 +19,7 @@ _LOOKS = "a selection or policy that looks at attention"
 _POOLED = "a selection or policy that looks at pooled attention"
 _POOLS = "a pool other than none"
 _BLOCKS = "a block of several entries"
+_PAGES = "a policy that keeps entries or blocks: pages are as long as page of the policy says"
 _SCORES = "a selection by score"
 
 
@@ -47,7 +48,10 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
         found["granularity", "product"] = "a two-stage selection"
     elif _mean_of_one(config, unpooled, reduces):
         found["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
-    if config.block == 1:
+    if config.reads:
+        found |= {("granularity", name): _PAGES for name in ("block", "block_score")}
+        found["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
+    elif config.block == 1:
         found |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
     elif config.selection.name == "position":
         found["granularity", "block_score"] = _SCORES

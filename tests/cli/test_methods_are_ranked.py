@@ -47,7 +47,9 @@ def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None
     roomier = [40 if one == 24 else one for one in tiny]
     ran = perturbkv("ablation", *roomier, "--methods", "all", "--dry-run")
     assert ran.code == 0, ran.err
-    assert "left out, as it needs head scores, another cache or another granularity: headkv" in ran.err
+    assert "needs head scores, another cache or another granularity: headkv, quest" in " ".join(ran.err.split())
+    alone = perturbkv("ablation", *roomier, "--methods", "quest,h2o", "-o", "pages")
+    assert alone.code == 0 and "quest: nothing is evicted" in alone.out, alone.err
     in_blocks = perturbkv("ablation", *roomier, "--methods", "all", "--granularity", "kv(block=4)", "--dry-run")
     assert in_blocks.code == 0, in_blocks.err
     assert "granularity: defensive, defensive-layer, headkv" in " ".join(in_blocks.err.split())

@@ -8,6 +8,7 @@ window see what they see whatever is evicted, and are neither recorded nor count
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,6 +22,8 @@ from tests.oracle.theory import Array, softmax
 
 Stored = list[dict[int, tuple[Array, Array]]]
 """Per query head: position -> key and value."""
+Chosen = Callable[[Array], Array]
+"""From a step's query (head, d_head) in a measured layer to what each head sees of older entries."""
 
 
 @dataclass
@@ -87,12 +90,13 @@ class Decoder:
     def step(
         self,
         token: int,
-        kept: list[Array] | None = None,
+        kept: Sequence[Array | Chosen] | None = None,
         in_cache: bool = False,
         stored: list[Stored] | None = None,
         extras: list[list[Extra | None]] | None = None,
     ) -> Step:
-        """Decode a token; `kept[layer]` (head, entries so far) masks older entries, the token's own is always seen.
+        """Decode a token; `kept[layer]` (head, entries so far), or what a call of it gives, masks older entries; the
+        token's own is always seen.
 
         `stored[layer][head]` are keys and values of some positions as that head sees them. With `in_cache` a head's
         first entry that it sees stands at 0, the next one at 1, …; the query at its own. `extras[layer][head]` is one
@@ -140,7 +144,7 @@ class Decoder:
         self,
         layer: int,
         hidden: Array,
-        kept: Array | None,
+        kept: Array | Chosen | None,
         in_cache: bool,
         record: Step,
         stored: Stored | None,
@@ -153,6 +157,7 @@ class Decoder:
             self.unrotated[layer][head].append(key[head])
             self._keys[layer][head].append(self._rotate(key[head : head + 1], self.position, layer)[0])
             self._values[layer][head].append(value[head])
+        kept = kept(query) if callable(kept) else kept
         mixed, scale = np.zeros((self.heads, self.d_head)), self.scale
         sinks = self.weights.get(f"{prefix}.sinks")
         for head in range(self.heads):

@@ -12,8 +12,8 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from tests.oracle import correction, policies, quantisation, selection, theory
-from tests.oracle.decoder import Decoder, Step
+from tests.oracle import correction, pages, policies, quantisation, selection, theory
+from tests.oracle.decoder import Chosen, Decoder, Step
 from tests.support.configs import flat
 
 QUESTION = 7
@@ -63,8 +63,21 @@ class Reference:
         held = self.layer(layer, 0)
         return theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads, euclidean=True)
 
+    def kept(self, layer: int, config: EvictionConfig, step: int = 0) -> list[tuple[list[int], list[int]]]:
+        """Per query head, what stays and stage 1 of it; where pages are read, what the full run's step reads."""
+        return self.read_at(layer, config, step) if config.reads else self._kept(layer, config)
+
     @functools.cache  # noqa: B019
-    def kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
+    def read_at(self, layer: int, config: EvictionConfig, step: int) -> list[tuple[list[int], list[int]]]:
+        return self._read(layer, config, self.full[step].query[layer])
+
+    def _read(self, layer: int, config: EvictionConfig, query: np.ndarray) -> list[tuple[list[int], list[int]]]:
+        keys = [list(head[: self.n]) for head in self.decoder.keys[layer]]
+        norms = self.euclidean(layer) if flat(config).norm == "l2" else self.norms(layer, 0)[:, : self.n]
+        return pages.choose(flat(config), query, keys, norms, self.n, self.decoder.scale)
+
+    @functools.cache  # noqa: B019
+    def _kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
         held, scale = self.layer(layer, 0), self.decoder.scale
         if flat(config).fill:
             entries = quantisation.entries_of(flat(config), self.n, self.decoder.d_head)
@@ -117,6 +130,10 @@ class Reference:
     @functools.cache  # noqa: B019
     def evicted(self, config: EvictionConfig) -> list[Step]:
         """Decode again, entries outside the kept sets masked in every layer, from the question on."""
+        return self.decoded(config)[len(self.ids) - self.n :]
+
+    def decoded(self, config: EvictionConfig) -> list[Step]:
+        """The same with the question's own steps, of the tokens that there are now."""
         decoder = self.read().copy()
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
@@ -126,5 +143,18 @@ class Reference:
             masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
             for mask, layer_sets in zip(masks, sets, strict=True):
                 mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]
-            records.append(decoder.step(token, masks, inside == "in-cache", stored, extras))
-        return records[len(self.ids) - self.n :]
+            seen = [self._seen(layer, config, mask) for layer, mask in enumerate(masks)]
+            records.append(decoder.step(token, seen, inside == "in-cache", stored, extras))
+        return records
+
+    def _seen(self, layer: int, config: EvictionConfig, mask: np.ndarray) -> np.ndarray | Chosen:
+        """The mask of a step, or what makes it of the step's own query."""
+        if not config.reads:
+            return mask
+
+        def chosen(query: np.ndarray) -> np.ndarray:
+            made = mask.copy()
+            made[:, : self.n] = [[i in read for i in range(self.n)] for read, _ in self._read(layer, config, query)]
+            return made
+
+        return chosen

@@ -13,7 +13,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.trace import SampleTrace
-from tests.oracle import correction, quantisation, selection, theory
+from tests.oracle import correction, pages, quantisation, selection, theory
 from tests.oracle.decoder import Step
 from tests.oracle.sample import QUESTION, Reference, attention_of
 from tests.support.configs import flat
@@ -60,8 +60,9 @@ def test_the_cache_holds_each_set_once_per_key_value_head(case: tuple[SampleTrac
         stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
         held = sum(len(kept) for layer in sets for kept, _ in layer) * stored / len(sets[0])
         assert sample.arrays["held_share"][index] == pytest.approx(held / (layers * kv_heads * reference.n))
+    copied = [index for index, config in enumerate(reference.run.configs) if not config.reads]
     assert sample.arrays["cache_bytes"] - sample.arrays["cache_padding_bytes"] == pytest.approx(
-        sample.arrays["held_share"].sum() * layers * kv_heads * reference.n * 2 * reference.decoder.d_head * 8
+        sample.arrays["held_share"][copied].sum() * layers * kv_heads * reference.n * 2 * reference.decoder.d_head * 8
     )
 
 
@@ -76,7 +77,9 @@ def test_bytes_are_those_of_what_is_stored(case: tuple[SampleTrace, Reference]) 
         bits = [quantisation.bits_held(flat(config), len(kept), reference.n, d_head) for one in sets for kept, _ in one]
         gone, sharing = [reference.n - len(kept) for one in sets for kept, _ in one], len(sets[0]) // stored
         bits = [b + correction.bits(flat(config).mass, g, sharing, d_head) for b, g in zip(bits, gone, strict=True)]
-        assert sample.arrays["held_bytes"][index] == sum(bits) * stored / len(sets[0]) / 8
+        whole = layers * kv_heads * 4 * d_head * (reference.n + len(pages.page_table(flat(config), reference.n)))
+        expected = whole if config.reads else sum(bits) * stored / len(sets[0]) / 8
+        assert sample.arrays["held_bytes"][index] == expected
 
 
 def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> None:
@@ -131,8 +134,8 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
     heads, group = reference.decoder.heads, reference.decoder.heads // reference.decoder.kv_heads
     for index, config in enumerate(reference.run.configs):
         for layer in range(reference.decoder.layers):
-            sets = reference.kept(layer, config)
             for step in range(STEPS):
+                sets = reference.kept(layer, config, step)
                 held = reference.layer(layer, step)
                 attention = attention_of(held, reference.decoder.scale)
                 sunk = [True] * (held["sinks"] is not None)  # an entry that stays, without a value

@@ -58,9 +58,9 @@ def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
 
 def test_only_streaming_llm_places_keys_inside_the_cache() -> None:
     for name in [info.name for info in registry.known() if info.name != "streaming-llm"]:
-        chosen = EvictionConfig(12, f"{name}(positions=in-cache)", window=5)
+        chosen = EvictionConfig(40, f"{name}(positions=in-cache)", window=5)
         for ask in (
-            lambda chosen=chosen: grid(12, policy=str(chosen.policy), window=5),
+            lambda chosen=chosen: grid(40, policy=str(chosen.policy), window=5),
             lambda chosen=chosen: trace_sample(tiny_adapter(), PROMPT, RunConfig("m", "d", (INSIDE, chosen))),
             lambda chosen=chosen: answer(tiny_adapter(), PROMPT, (chosen,), 3),
         ):

@@ -132,6 +132,21 @@ def table_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made) if granularity == "layer" else (*made, adakv)
 
 
+def page_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Every way to choose pages but the drawn one, of several sizes, beside an eviction."""
+    fields: dict[str, Any] = {"window": WINDOW, "granularity": granularity}
+    group = {"reduce": "max", "product": "mean-of-products"} if granularity == "kv" else {}
+    made = [
+        *(configuration(17, policy="quest(page=4)", selection=name, **fields)
+          for name in ("attention", "two-stage(alpha=0.5)", "value", "hindsight", "hindsight-attention")),
+        configuration(19, policy="quest(page=3)", selection="two-stage(alpha=0, norm=l2)", **fields, **group),
+        configuration(14, policy="quest(page=1)", selection="two-stage", **fields),
+        configuration(0.6, policy="quest(page=4)", selection="attention", **fields),
+        configuration(14, kernel=3, **fields),
+    ]  # fmt: skip
+    return tuple(made)
+
+
 WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
 """Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
@@ -177,6 +192,12 @@ CASES = [
     ("llama", "GQA", "query", "regular", "tables"),
     ("llama", "GQA", "kv", "context-only", "tables"),
     ("phi3", "GQA", "layer", "regular", "tables"),
+    ("llama", "GQA", "query", "regular", "pages"),
+    ("llama", "MHA", "query", "context-only", "pages"),
+    ("qwen3", "GQA", "kv", "context-only", "pages"),
+    ("gpt_oss", "GQA", "kv", "regular", "pages"),
+    ("phi3", "MQA", "kv", "regular", "pages"),
+    ("gemma3_text", "GQA", "query", "context-only", "pages"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -188,4 +209,5 @@ CONFIGS = {
     "norms": norm_configs,
     "corrections": correction_configs,
     "tables": table_configs,
+    "pages": page_configs,
 }

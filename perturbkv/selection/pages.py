@@ -1,0 +1,147 @@
+"""What the pages of one layer are chosen by, for one query: bounds of its logits, and what it really gives each page.
+
+Pages are the blocks before the tail (`configs.blocks`). The softmax of a query's bounds over the pages makes those of
+several heads comparable, and leaves each head's own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.selection import blocks
+from perturbkv.selection.layer_statistics import LayerStatistics, Score
+from perturbkv.selection.ranking import Ranking, Scores, rank
+from perturbkv.theory import WORK
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLayer:
+    """One layer's prompt in pages.
+
+    Attributes:
+        statistics: of the entries before the window.
+        keys: of all entries.
+        low, high: the smallest and the largest number of each page's keys, channel by channel.
+        size: entries of a page.
+        scale: factor on the logits.
+    """
+
+    statistics: LayerStatistics
+    keys: Float[Tensor, "kv_head key d_head"]
+    low: Float[Tensor, "kv_head page d_head"]
+    high: Float[Tensor, "kv_head page d_head"]
+    size: int
+    scale: float
+
+    @classmethod
+    def of(
+        cls, statistics: LayerStatistics, keys: Float[Tensor, "kv_head key d_head"], scale: float, size: int
+    ) -> PagedLayer:
+        """The pages that are full before the window."""
+        count = statistics.prefix // size
+        pages = keys[:, : count * size].reshape(len(keys), count, size, keys.shape[-1])
+        return cls(statistics, keys, pages.amin(dim=2), pages.amax(dim=2), size, scale)
+
+    def bounds(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head page"]:
+        """Scale · Σ_c max(q_c min_c, q_c max_c): no entry of the page has a larger logit (Quest, section 3.3)."""
+        asked = query.to(WORK).view(len(self.low), -1, query.shape[-1])
+        up, down = asked.clamp(min=0), asked.clamp(max=0)  # which of both ends is the larger is the query's sign
+        found = up @ self.high.to(WORK).transpose(1, 2) + down @ self.low.to(WORK).transpose(1, 2)
+        return (found * self.scale).flatten(0, 1)
+
+    def realised(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head prefix"]:
+        """A over the prompt's entries alone, of those before the window."""
+        weights = theory.decode_attention(query, self.keys, self.scale)
+        return weights[:, : self.statistics.prefix]
+
+
+class PageScores(Scores):
+    """Scores of a layer's pages for one query; each is computed when it is first asked for."""
+
+    def __init__(self, layer: PagedLayer, query: Float[Tensor, "head d_head"]) -> None:
+        super().__init__(layer.statistics)
+        self.layer, self.query = layer, query
+
+    def first(self, config: EvictionConfig) -> Ranking:
+        """Ranking of all pages that are read, or of stage 1 where there are two."""
+        return self.ranking(_FIRST[config.selection.name](self, config), config)
+
+    def second(self, config: EvictionConfig) -> Ranking | None:
+        """Ranking of stage 2; None where there are no stages."""
+        return self.ranking(self.refined(config), config) if config.selection.name == "two-stage" else None
+
+    def ranking(self, score: Score, config: EvictionConfig) -> Ranking:
+        """The order of a score of pages, best first."""
+        return self.once(("ranking", id(score)), lambda: rank(score))
+
+    def by_bound(self, config: EvictionConfig) -> Score:
+        """The softmax of the bounds over the pages, reduced over the group."""
+        how = config.granularity.options.get("reduce", "mean")
+        return self._once_by("bound", config, how, lambda: self.reduced(config, self._expected(), how))
+
+    def refined(self, config: EvictionConfig) -> Score:
+        """The same × the largest ν of the page, with the group's product as configured."""
+        how, product = (config.granularity.options.get(name, "") for name in ("reduce", "product"))
+
+        def make() -> Score:
+            norms = self._largest(config)
+            if product == "mean-of-products":
+                return self.reduced(config, self._expected() * norms)
+            return self.by_bound(config) * self.reduced(config, norms)
+
+        return self._once_by("refined", config, (how, product, config.euclidean), make)
+
+    def largest_norm(self, config: EvictionConfig) -> Score:
+        """The largest ν of the page alone."""
+        return self._once_by("value", config, config.euclidean, lambda: self.reduced(config, self._largest(config)))
+
+    def drawn(self, config: EvictionConfig) -> Score:
+        """Seeded numbers, the same at every step."""
+        return self._once_by("drawn", config, config.selection["seed"], lambda: self._summed(self.random(config)))
+
+    def given(self, config: EvictionConfig) -> Score:
+        """Σ A ν of the page under this query."""
+
+        def make() -> Score:
+            added = self.layer.realised(self.query) * self.statistics.norms_of(config)
+            return self.reduced(config, self._summed(added))
+
+        return self._once_by("given", config, config.euclidean, make)
+
+    def attended(self, config: EvictionConfig) -> Score:
+        """Σ A of the page under this query."""
+
+        def make() -> Score:
+            return self.reduced(config, self._summed(self.layer.realised(self.query)))
+
+        return self._once_by("attended", config, "", make)
+
+    def _once_by(self, name: str, config: EvictionConfig, how: object, make: Callable[[], Score]) -> Score:
+        return self.once((name, self.kept_heads(config), how), make)
+
+    def _expected(self) -> Float[Tensor, "head page"]:
+        return self.once("expected", lambda: self.layer.bounds(self.query).softmax(dim=-1))
+
+    def _largest(self, config: EvictionConfig) -> Float[Tensor, "head page"]:
+        norms = self.statistics.norms_of(config)
+        return self.once(("largest", config.euclidean), lambda: blocks.scores(norms, self.layer.size, "max"))
+
+    def _summed(self, score: Float[Tensor, "rows prefix"]) -> Float[Tensor, "rows page"]:
+        return blocks.scores(score, self.layer.size, "sum")
+
+
+_FIRST: dict[str, Callable[[PageScores, EvictionConfig], Score]] = {
+    "attention": PageScores.by_bound,
+    "two-stage": PageScores.by_bound,
+    "value": PageScores.largest_norm,
+    "random": PageScores.drawn,
+    "hindsight": PageScores.given,
+    "hindsight-attention": PageScores.attended,
+}
+"""Selection -> the score of all pages that are read, or of stage 1."""
