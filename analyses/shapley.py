@@ -5,9 +5,9 @@ orders are too many of more than a few players: then some are drawn, each with i
 that the place in an order brings (antithetic sampling: Mitchell et al., 2022). The values of every order add up to
 `v(all) − v(none)`, so those drawn do too.
 
-An order and its reverse average every pair of players exactly: where players interact in pairs alone, each pair of orders
-gives the value itself, and the spread of drawn pairs is 0 however strong the interaction is. Interaction is seen in what
-a player brings `alone` and `last`: equal where it is worth the same beside whomever, and with pairs alone the value
+An order and its reverse average every pair of players exactly: where players interact in pairs alone, each pair of
+orders gives the value itself, and the spread of drawn pairs is 0 however strong the interaction is. Interaction is seen
+in what a player brings `alone` and `last`: equal where it is worth the same beside whomever, and with pairs alone the value
 is half of their sum.
 """
 

@@ -105,7 +105,7 @@ class Swap(Result, Found):
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per player and sample: its Shapley value in the outcome's own unit, and what it brings alone and last."""
+        """A row per player and sample: its Shapley value, what it brings alone and last, in the outcome's own unit."""
         if self.shapley is None:
             return []
         found = self.shapley

@@ -120,7 +120,7 @@ def test_changes_are_told_over_the_baseline_and_add_up() -> None:
 
 
 def pairs_alone(coalition: Coalition) -> np.ndarray:
-    """Players 0 and 1 undo each other: 4 and 3 by themselves, −8 together; two samples, the second of half the size."""
+    """Players 0 and 1 undo each other: 4 and 3 alone, −8 together; the second sample is half the first."""
     zero, one = 0 in coalition, 1 in coalition
     return np.array([20.0, 10.0]) + np.array([2.0, 1.0]) * (4 * zero + 3 * one - 8 * (zero and one))
 
@@ -308,7 +308,9 @@ def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None
         "With two-stage's kept sets instead of attention's the last layer's drift changes most by layer 0 −30.0 % ["
     )
     assert "layer 3" not in found.conclusion()
-    assert "; of 4 intervals 1 leave out 0, by chance alone up to 0.3 would; all 4 layers together" in found.conclusion()
+    assert (
+        "; of 4 intervals 1 leave out 0, by chance alone up to 0.3 would; all 4 layers" in found.conclusion()
+    )
 
 
 def test_mixtures_are_written_and_read() -> None:

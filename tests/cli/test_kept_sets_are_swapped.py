@@ -71,7 +71,8 @@ def test_what_it_would_measure_is_told_and_is_what_it_measures(perturbkv: Run, d
 
 
 def test_a_notebook_s_corrected_sides_are_refused_before_anything_is_read() -> None:
-    sides = [pk.grid(24, selection=name, window=8, correction="corrected-oracle")[0] for name in ("attention", "two-stage")]
+    names = ("attention", "two-stage")
+    sides = [pk.grid(24, selection=name, window=8, correction="corrected-oracle")[0] for name in names]
     with pytest.raises(ConfigError, match="no correction of what goes, got corrected-oracle; leave it out"):
         pk.swap(None, [], *sides)  # type: ignore[arg-type]
     alone = pk.grid(24, selection="attention", window=8)[0]
