@@ -27,6 +27,8 @@ from scipy import special, stats
 
 LEVEL = 0.95
 MEDIAN_LEVEL = 0.92
+COVERED = 0.92
+"""Share of intervals that hold what they are of, at least: what the simulation found of those that promise `LEVEL`."""
 """Two order statistics cover a median with a few levels only: the narrowest of at least this is taken."""
 LEAST = 5
 """Fewer samples give a range, from the least to the largest single sample, and no interval."""

@@ -4,6 +4,11 @@ The value of player i is the mean over all orders of `v(those before i, and i) â
 orders are too many of more than a few players: then some are drawn, each with its reverse, which takes out the error
 that the place in an order brings (antithetic sampling: Mitchell et al., 2022). The values of every order add up to
 `v(all) âˆ’ v(none)`, so those drawn do too.
+
+An order and its reverse average every pair of players exactly: where players interact in pairs alone, each pair of
+orders gives the value itself, and the spread of drawn pairs is 0 however strong the interaction is. Interaction is seen
+in what a player brings `alone` and `last`: equal where it is worth the same beside whomever, and with pairs alone the value
+is half of their sum.
 """
 
 from __future__ import annotations
@@ -42,6 +47,25 @@ def along(drawn: Orders) -> list[Coalition]:
     return list(dict.fromkeys(passed))
 
 
+def ends(players: int) -> list[Coalition]:
+    """Of each player it alone, then of each all others.
+
+    Example:
+        >>> [sorted(one) for one in ends(3)]
+        [[0], [1], [2], [1, 2], [0, 2], [0, 1]]
+    """
+    everybody = frozenset(range(players))
+    singles = [frozenset({player}) for player in range(players)]
+    return [*singles, *(everybody - one for one in singles)]
+
+
+def needed(players: int, drawn: Orders | None) -> list[Coalition]:
+    """The coalitions that values from these orders take, `ends` among them; None: all; of no orders none."""
+    if drawn is None:
+        return subsets(players)
+    return list(dict.fromkeys([*along(drawn), *ends(players)])) if len(drawn) else []
+
+
 def subsets(players: int) -> list[Coalition]:
     """All coalitions, small ones first."""
     sizes = range(players + 1)
@@ -72,6 +96,29 @@ def exact(values: Values, players: int) -> Floats:
             share = factorial(len(coalition)) * factorial(players - len(coalition) - 1) / factorial(players)
             found[player] += share * (values[coalition | {player}] - values[coalition])
     return found
+
+
+def alone(values: Values, players: int) -> Floats:
+    """(player, sample): what each player brings where nobody else is switched.
+
+    Example, of the two players of `exact`:
+        >>> sizes = {(): 0.0, (0,): 1.0, (1,): 2.0, (0, 1): 5.0}
+        >>> alone({frozenset(one): np.array([value]) for one, value in sizes.items()}, 2).ravel().tolist()
+        [1.0, 2.0]
+    """
+    return np.array([values[frozenset({player})] - values[frozenset()] for player in range(players)])
+
+
+def last(values: Values, players: int) -> Floats:
+    """(player, sample): what each player brings where all others are switched already.
+
+    Example, of the two players of `exact`:
+        >>> sizes = {(): 0.0, (0,): 1.0, (1,): 2.0, (0, 1): 5.0}
+        >>> last({frozenset(one): np.array([value]) for one, value in sizes.items()}, 2).ravel().tolist()
+        [3.0, 4.0]
+    """
+    everybody = frozenset(range(players))
+    return np.array([values[everybody] - values[everybody - {player}] for player in range(players)])
 
 
 def by_pair(found: Sequence[Floats] | Floats) -> Floats:

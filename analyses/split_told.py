@@ -26,7 +26,9 @@ _APART = {
 def conclusion(
     spreads: Sequence[Spread], contests: Sequence[Contest], corrections: Sequence[Setting], samples: int
 ) -> str:
-    """What tells heads apart, then each contest, then what corrections win."""
+    """What tells heads apart, then each contest, then what corrections win; or that nothing is lost at all."""
+    if not any(one.heads for one in spreads):
+        return sentence(f"no configuration loses anything in any head: nothing goes, or too little ({over(samples)})")
     said = [_spreads(spreads), *(_contest(*sides, found) for sides, found in _contests(contests).items())]
     told = [sentence(f"{'; '.join(said)} ({over(samples)})")]
     if corrections:
@@ -57,7 +59,10 @@ def _contests(contests: Sequence[Contest]) -> dict[tuple[str, str], list[Contest
 
 
 def _contest(baseline: str, treatment: str, found: Sequence[Contest]) -> str:
-    """By how much the typical head's L differs, and by which factor."""
+    """By how much the typical head's L differs, and by which factor; of budgets at which both lose something."""
+    found = [one for one in found if one.heads]
+    if not found:
+        return f"no head loses anything under both {treatment} and {baseline}"
     names = short([one.treatment for one in found])
     loss = ends([(name, one.loss, factor(one.loss, one.loss_interval)) for name, one in zip(names, found, strict=True)])
     mass, difference = ([getattr(one, part) for one in found] for part in ("mass", "difference"))

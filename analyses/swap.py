@@ -76,6 +76,10 @@ class Swap(Result, Found):
                 "value": found.value[place],
                 "interval": at(found.interval, place),
                 "sampling": found.sampling[place],
+                "alone": found.alone.value[place],
+                "alone_interval": at(found.alone.interval, place),
+                "last": found.last.value[place],
+                "last_interval": at(found.last.interval, place),
             }
             for place, name in enumerate(self.names)
         ]
@@ -101,9 +105,10 @@ class Swap(Result, Found):
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per player and sample: its Shapley value in the outcome's own unit."""
+        """A row per player and sample: its Shapley value, what it brings alone and last, in the outcome's own unit."""
         if self.shapley is None:
             return []
+        found = self.shapley
         return [
             {
                 "player": str(player),
@@ -111,10 +116,12 @@ class Swap(Result, Found):
                 "head": player.head,
                 "sample": sample,
                 "outcome": self.asked.outcome,
-                "value": float(value),
+                "value": float(found.per_sample[place, column]),
+                "alone": float(found.alone.per_sample[place, column]),
+                "last": float(found.last.per_sample[place, column]),
             }
-            for player, row in zip(self.game.players, self.shapley.per_sample, strict=True)
-            for sample, value in zip(self.sample_ids, row, strict=True)
+            for place, player in enumerate(self.game.players)
+            for column, sample in enumerate(self.sample_ids)
         ]
 
     def plot(self, width_mm: float = 174) -> Figure:

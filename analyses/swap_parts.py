@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,26 @@ from perturbkv.configs.swap import Coalition
 
 
 @dataclass(frozen=True)
+class Shift:
+    """What a player brings beside certain others.
+
+    Attributes:
+        value: (player,) by how much the outcome changes, as `swap_values.change` says it.
+        interval: over samples.
+        per_sample: (player, sample) in the outcome's own unit.
+    """
+
+    value: Floats
+    interval: Band
+    per_sample: Floats
+
+    @classmethod
+    def of(cls, per_sample: Floats, baseline: Floats, outcome: str) -> Self:
+        """Of (player, sample) differences, over the baseline's (sample,)."""
+        return cls(*change(per_sample, baseline, outcome), per_sample)
+
+
+@dataclass(frozen=True)
 class Shapley:
     """What each player's kept sets do to the outcome, over all orders in which they may be switched.
 
@@ -34,6 +55,8 @@ class Shapley:
         permutations: orders drawn, reverses included; 0 where all subsets were measured.
         coalitions: that were measured for it.
         per_sample: (player, sample) in the outcome's own unit.
+        alone: the same change where nobody else is switched.
+        last: likewise where all others are. Both are the value where players do not interact.
     """
 
     value: Floats
@@ -44,6 +67,8 @@ class Shapley:
     permutations: int
     coalitions: int
     per_sample: Floats
+    alone: Shift
+    last: Shift
 
 
 @dataclass(frozen=True)
@@ -68,7 +93,7 @@ def shapley(measured: Measured, outcome: str, orders: Orders | None) -> Shapley:
     """Values from drawn orders; from all subsets where they are None."""
     players = len(measured.game.players)
     nobody, everybody = frozenset[int](), measured.game.everybody
-    passed = shapley_of.subsets(players) if orders is None else shapley_of.along(orders)
+    passed = shapley_of.needed(players, orders)
     values = all_of(measured, passed, outcome)
     baseline = values[nobody]
     if orders is None:
@@ -79,7 +104,8 @@ def shapley(measured: Measured, outcome: str, orders: Orders | None) -> Shapley:
     value, interval = change(found, baseline, outcome)
     total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
     drawn = 0 if orders is None else len(orders)
-    return Shapley(value, interval, sampling, float(total[0]), at(total_interval, 0), drawn, len(passed), found)
+    ends = [Shift.of(one(values, players), baseline, outcome) for one in (shapley_of.alone, shapley_of.last)]
+    return Shapley(value, interval, sampling, float(total[0]), at(total_interval, 0), drawn, len(passed), found, *ends)
 
 
 def greedy(measured: Measured, outcome: str, paths: Sequence[Path]) -> Greedy:

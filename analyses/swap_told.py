@@ -6,14 +6,14 @@ import numpy as np
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.conclusions import too_few
-from perturbkv.analyses.intervals import LEAST, LEVEL, Band, Scalar
+from perturbkv.analyses.intervals import COVERED, LEAST, Band, Scalar
 from perturbkv.analyses.naming import counted, folded, sides
 from perturbkv.analyses.numbers import at
 from perturbkv.analyses.reading import Floats
 from perturbkv.analyses.sentences import decided
 from perturbkv.analyses.swap_found import Found
 from perturbkv.analyses.swap_named import Named
-from perturbkv.analyses.swap_parts import Greedy, Shapley
+from perturbkv.analyses.swap_parts import Greedy, Shapley, Shift
 from perturbkv.analyses.swap_values import better
 from perturbkv.display import Table
 
@@ -45,8 +45,8 @@ def conclusion(result: Found) -> str:
         place for place in np.argsort(-np.abs(found.value), kind="stable")[:3] if abs(found.value[place]) > _NONE
     ]
     listed = ", ".join(f"{_player(result, place)} {_value(found, place)}" for place in largest)
-    chance = numbers.decimal((1 - LEVEL) * len(found.value), digits=1)
-    known = f"of {len(found.value)} intervals {sure} leave out 0, by chance alone {chance} would"
+    chance = numbers.decimal((1 - COVERED) * len(found.value), digits=1)
+    known = f"of {len(found.value)} intervals {sure} leave out 0, by chance alone up to {chance} would"
     opening = f"With {treatment}'s kept sets instead of {baseline}'s {word} changes most by {listed}"
     return f"{opening}; {known}; {whole} ({where})."
 
@@ -75,11 +75,16 @@ def notes(result: Found) -> str:
         numbers.about_intervals(len(result.sample_ids), medians=True),
         f"Changes: {WORDS[result.asked.outcome]}, {unit}; {_good(result)}.",
         "A Shapley value is what a player's kept sets change, averaged over the orders in which players may be "
-        "switched; all of them add up to everybody's. In brackets: over samples, these orders given. ±: 95 % of "
-        "drawing orders, these samples given."
+        "switched; all of them add up to everybody's. Alone: nobody else is switched; last: all others are. Both are "
+        "the value where players do not interact. In brackets: over samples, these orders given."
         if result.shapley is not None
         else "",
-        "Greedy: half of the samples choose, the other half judges, and both change places. Chosen flatters."
+        "±: 95 % of drawing orders, these samples given. It does not see players that interact in pairs, whom an "
+        "order and its reverse average exactly: alone and last do."
+        if result.shapley is not None and result.shapley.permutations
+        else "",
+        "Greedy: half of the samples choose, the other half judges, and both change places. Chosen flatters. Intervals "
+        "of judged are of these two paths: other samples might have chosen others."
         if result.greedy is not None
         else "",
         "+ / = / −: heads whose mean over samples is better, tied, worse; share better: mean over samples. KL: median. "
@@ -101,6 +106,11 @@ def signed_percent(value: float, interval: Scalar = None) -> str:
 
 def _value(found: Shapley, place: int) -> str:
     return signed_percent(float(found.value[place]), at(found.interval, place))
+
+
+def _bare(found: Shapley | Shift, place: int) -> str:
+    """A player's cell of a column of percentages."""
+    return signed_percent(float(found.value[place]), at(found.interval, place)).replace(" %", "")
 
 
 def _good(result: Found) -> str:
@@ -142,17 +152,20 @@ def _named_row(one: Named) -> list[str]:
 def _values(result: Found, found: Shapley) -> list[Table | str]:
     """A row per player, in their order; of very many the largest."""
     largest = np.argsort(-np.abs(found.value), kind="stable")[:MOST]
-    rows = [[result.names[place], _value(found, place), _error(found, place)] for place in sorted(largest.tolist())]
-    table = Table(
-        f"Shapley values: change of {WORDS[result.asked.outcome]}", [result.asked.by[:-1], "#value", "#± orders"], rows
-    )
+    sides = (found, found.alone, found.last)
+    rows = [
+        [result.names[place], *(_bare(side, place) for side in sides), _error(found, place)]
+        for place in sorted(largest.tolist())
+    ]
+    columns = [result.asked.by[:-1], "#value", "#alone", "#last", "#± of\norders"]
+    table = Table(f"Shapley values: change of {WORDS[result.asked.outcome]}, %", columns, rows)
     if len(found.value) <= MOST:
         return [table]
     return [table, f"the {MOST} largest of {len(found.value)}; --json and to_frame() have all"]
 
 
 def _error(found: Shapley, place: int) -> str:
-    return f"{numbers.fixed(100 * float(found.sampling[place]), 1)} %" if found.permutations else "exact"
+    return numbers.fixed(100 * float(found.sampling[place]), 1) if found.permutations else "exact"
 
 
 def _efficiency(found: Shapley) -> str:

@@ -113,6 +113,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "save": "it measures no outputs; perturbkv trace does",
         "text": "it leaves no trace, and no text in its file",
         "kept": "it leaves no trace, and no positions in its file",
+        "correction": "it decodes from kept sets alone",
         **dict.fromkeys(("shard", "shard_by"), "it leaves no trace, which alone has shards"),
         **dict.fromkeys(
             ("engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample"),

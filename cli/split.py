@@ -14,7 +14,7 @@ from perturbkv.cli.study import open_study
 from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import EvictionConfig
 
-_COMPARE = "attention,two-stage,attention-unpooled,random"
+_COMPARE = "attention,two-stage,attention-unpooled,two-stage-uniform,random"
 _CORRECTIONS = ("corrected", "corrected(mass=linear)", "corrected-oracle")
 _CORRECTED = 2
 """How many of the sides are corrected too: the first ones."""

@@ -143,8 +143,8 @@ def cost(ready: Plan, asked: SwapConfig, game: Game) -> dict[str, int]:
 
     players, samples = len(game.players), len(ready.prompts)
     drawn = permutations_of(asked, players)
-    orders = 0 if drawn is None else drawn
-    of_shapley = 2**players if drawn is None else len(shapley.along(shapley.orders(players, orders, asked.seed)))
+    orders = None if drawn is None else shapley.orders(players, drawn, asked.seed)
+    of_shapley = len(shapley.needed(players, orders))
     count = greedy_of(asked, players, samples)
     of_greedy = sum(players - done for done in range(count)) + count
     named = 2 + len(game.named) - 1
@@ -183,7 +183,7 @@ def _answered(measuring: Measuring, asked: SwapConfig) -> Swap:
     game, store = measuring.game, measuring.store
     drawn = permutations_of(asked, len(game.players))
     orders = None if drawn is None else shapley.orders(len(game.players), drawn, asked.seed)
-    passed = shapley.subsets(len(game.players)) if orders is None else shapley.along(orders)
+    passed = shapley.needed(len(game.players), orders)
     found = cost(measuring.ready, asked, game)
     measuring.expect(found["mixtures"], again=found["greedy"] > 0)
     measuring.everywhere([game.mixture(one) for one in passed])

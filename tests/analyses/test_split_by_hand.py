@@ -187,3 +187,18 @@ def test_a_trace_without_corrections_has_the_scatter_alone() -> None:
     assert result.corrections == () and len(result.plot().axes) == 1
     alone = split(made(6, (TREATMENT,)))
     assert alone.contests == () and len(alone.plot().axes) == 1
+
+
+def test_where_nothing_goes_words_say_so() -> None:
+    found = made()
+    whole = {**found.arrays, "retained_mass": np.ones_like(found.arrays["retained_mass"])}
+    said = split(dataclasses.replace(found, arrays=whole)).conclusion()
+    assert said == "No configuration loses anything in any head: nothing goes, or too little (n = 6 samples)."
+
+
+def test_a_contest_in_which_one_side_loses_nothing_says_so() -> None:
+    found = made(configs=(BASELINE, TREATMENT))
+    mass = found.arrays["retained_mass"].copy()
+    mass[:, 1] = 1
+    said = split(dataclasses.replace(found, arrays={**found.arrays, "retained_mass": mass})).conclusion()
+    assert "no head loses anything under both two-stage and attention" in said and "–" not in said

@@ -119,6 +119,59 @@ def test_changes_are_told_over_the_baseline_and_add_up() -> None:
     np.testing.assert_allclose([found.interval.low[0], found.interval.high[0]], [0.1, 0.3])
 
 
+def pairs_alone(coalition: Coalition) -> np.ndarray:
+    """Players 0 and 1 undo each other: 4 and 3 alone, −8 together; the second sample is half the first."""
+    zero, one = 0 in coalition, 1 in coalition
+    return np.array([20.0, 10.0]) + np.array([2.0, 1.0]) * (4 * zero + 3 * one - 8 * (zero and one))
+
+
+def test_what_drawing_orders_does_not_see_is_seen_alone_and_last() -> None:
+    """Worth 4 and 3 alone, −4 and −5 last, 0 and −1 on average of both: ± of orders is 0, as of an additive game."""
+    found = concluded(SwapConfig(permutations=8), pairs_alone).shapley
+    assert found is not None
+    np.testing.assert_allclose(found.sampling, 0, atol=1e-12)
+    share = 3 / 30  # a unit is 2 and 1 in the samples, of which the baseline has 20 and 10
+    np.testing.assert_allclose(found.alone.value, share * np.array([4, 3, 0, 0]), atol=1e-12)
+    np.testing.assert_allclose(found.last.value, share * np.array([-4, -5, 0, 0]), atol=1e-12)
+    np.testing.assert_allclose(found.value, (found.alone.value + found.last.value) / 2, atol=1e-12)
+    np.testing.assert_allclose(found.last.per_sample[1], [-10, -5])
+    assert found.alone.interval is not None and found.alone.interval.kind == "range"
+
+
+def test_alone_and_last_are_told_in_table_json_and_rows() -> None:
+    result = concluded(SwapConfig(permutations=8), pairs_alone)
+    first = result.to_dict()["shapley"]["players"][0]
+    assert (first["alone"], first["last"]) == pytest.approx((0.4, -0.4))
+    assert first["last_interval"]["low"] == pytest.approx(-0.4) and "alone_interval" in first
+    assert [(one["alone"], one["last"]) for one in result.records()[:2]] == [(8, -8), (4, -4)]
+    (line,) = [line for line in repr(result).splitlines() if line.startswith("0 ")]
+    assert "+40.0 (40.0 … 40.0)" in line and "−40.0 (−40.0 … −40.0)" in line
+    assert "does not see players that interact in pairs" in " ".join(result.notes().split())
+    assert "does not see" not in concluded(SwapConfig(), pairs_alone).notes(), "all subsets have no such error"
+
+
+def test_a_table_of_wide_intervals_fits_80_columns() -> None:
+    game = game_of(SwapConfig(permutations=8))
+
+    def wide(coalition: Coalition) -> np.ndarray:
+        each = np.random.default_rng(3).normal(-4, 5, (4, 6))
+        return 20 + each[sorted(coalition)].sum(axis=0) * (1 + len(coalition)) / 5
+
+    result = conclude(store_of(wide, game, samples=6), game, SwapConfig(permutations=8), shapley.orders(4, 8, 0), [])
+    lines = repr(result).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line[:1].isdigit() and line.count("[") == 3 for line in lines) == 4, "one line per player"
+
+
+def test_every_order_needs_each_player_alone_and_last() -> None:
+    drawn = shapley.orders(6, 8, seed=3)
+    found = shapley.needed(6, drawn)
+    assert len(found) == len(set(found)) and {*shapley.along(drawn), *shapley.ends(6)} == set(found)
+    assert {frozenset({player}) for player in range(6)} | {frozenset(range(6)) - {one} for one in range(6)} < set(found)
+    assert shapley.needed(6, shapley.orders(6, 0, seed=3)) == []
+    assert len(shapley.needed(6, None)) == 64
+
+
 def test_drawn_values_lie_within_their_own_error_and_add_up() -> None:
     """Of 60 draws 95 % should hold each value; fewer than 80 % would be no 95 %."""
     right = by_all_orders(tangled, 4).sum(axis=1) / tangled(frozenset()).sum()
@@ -191,6 +244,8 @@ def test_a_greedy_path_is_chosen_on_one_half_and_judged_on_the_other() -> None:
     assert found is not None and found.paths == ((0, 1), (1, 0))
     np.testing.assert_allclose(found.chosen, [0, 22 / 40 - 1, 32 / 40 - 1])
     np.testing.assert_allclose(found.judged, [0, 50 / 40 - 1, 32 / 40 - 1])
+    told = " ".join(conclude(store_of(value, game, samples=4), game, SwapConfig(), None, paths).notes().split())
+    assert "of these two paths: other samples might have chosen others" in told
 
 
 def test_of_a_score_more_is_better() -> None:
@@ -253,7 +308,9 @@ def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None
         "With two-stage's kept sets instead of attention's the last layer's drift changes most by layer 0 −30.0 % ["
     )
     assert "layer 3" not in found.conclusion()
-    assert "; of 4 intervals 1 leave out 0, by chance alone 0.2 would; all 4 layers together" in found.conclusion()
+    assert (
+        "; of 4 intervals 1 leave out 0, by chance alone up to 0.3 would; all 4 layers" in found.conclusion()
+    )
 
 
 def test_mixtures_are_written_and_read() -> None:

@@ -70,6 +70,16 @@ def test_what_it_would_measure_is_told_and_is_what_it_measures(perturbkv: Run, d
     assert named["mixture"] == "btbbbttttt"
 
 
+def test_a_notebook_s_corrected_sides_are_refused_before_anything_is_read() -> None:
+    names = ("attention", "two-stage")
+    sides = [pk.grid(24, selection=name, window=8, correction="corrected-oracle")[0] for name in names]
+    with pytest.raises(ConfigError, match="no correction of what goes, got corrected-oracle; leave it out"):
+        pk.swap(None, [], *sides)  # type: ignore[arg-type]
+    alone = pk.grid(24, selection="attention", window=8)[0]
+    with pytest.raises(ConfigError, match="no correction of what goes"):
+        pk.swap(None, [], alone, sides[1])  # type: ignore[arg-type]
+
+
 def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("swap", *tiny, "--by", "heads", "--layers", 1, "--json", "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
@@ -95,6 +105,7 @@ def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> No
         (["--step", 2], "expected a step from 0 to 0, got 2; --steps 3 records it"),
         (["--engine", "workers"], "has no effect on swap: each choice waits for all samples"),
         (["--save", "outputs"], "has no effect on swap: it measures no outputs"),
+        (["--correction", "corrected"], "no correction of what goes, got corrected(mass=stored); leave it out"),
         (["--answers"], "expected accepted answers in every sample"),
     ],
 )
