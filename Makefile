@@ -9,6 +9,7 @@ BIN    = $(VENV)/bin/perturbkv
 GPU_PY ?= $(PY)
 
 NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500
+SIXTEEN = $(subst --samples 40,--samples 16,$(NEWS))
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attention,two-stage
 CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
 METHODS = $(subst --samples 40,--samples 20,$(NEWS)) --budget 128 --budget 0.2 --granularity kv
@@ -35,7 +36,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes needle second-model bench gpu install develop clean
+.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -205,6 +206,16 @@ scores: longbench develop
 	cp runs/scores/ruler/quality.png docs/figures/quality.png
 	cp runs/scores/saving/savings-1.png docs/figures/savings.png
 	cp runs/scores/news/multi_news/link/link.png docs/figures/link.png
+
+# docs/questions.md: the commands behind its tables, some hours on two cores; killed, each goes on where it was.
+questions: longbench develop
+	$(BIN) measures --budget 128 --budget 0.1 --output runs/questions/measures
+	$(BIN) alpha $(SIXTEEN) --output runs/questions/alpha
+	$(BIN) regret --samples 8 --length 1000 --budget 128 --output runs/questions/regret
+	$(BIN) split $(SIXTEEN) --output runs/questions/split
+	$(BIN) swap --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
+	$(BIN) heads $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
+	$(BIN) cliff $(SIXTEEN) --output runs/questions/cliff
 
 # Two hours on two cores: docs/bytes.md.
 bytes: longbench develop
