@@ -7,8 +7,8 @@ that the place in an order brings (antithetic sampling: Mitchell et al., 2022). 
 
 An order and its reverse average every pair of players exactly: where players interact in pairs alone, each pair of
 orders gives the value itself, and the spread of drawn pairs is 0 however strong the interaction is. Interaction is seen
-in what a player brings `alone` and `last`: equal where it is worth the same beside whomever, and with pairs alone the value
-is half of their sum.
+in what a player brings `alone` and `last`: equal where it is worth the same beside whomever, and with pairs alone the
+value is half of their sum.
 """
 
 from __future__ import annotations

@@ -308,9 +308,7 @@ def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None
         "With two-stage's kept sets instead of attention's the last layer's drift changes most by layer 0 −30.0 % ["
     )
     assert "layer 3" not in found.conclusion()
-    assert (
-        "; of 4 intervals 1 leave out 0, by chance alone up to 0.3 would; all 4 layers" in found.conclusion()
-    )
+    assert "; of 4 intervals 1 leave out 0, by chance alone up to 0.3 would; all 4 layers" in found.conclusion()
 
 
 def test_mixtures_are_written_and_read() -> None:
