@@ -292,4 +292,4 @@ def test_pages_and_what_forgets_or_searches_go_not_together() -> None:
         check_asked([config(budget=17)], 5, 30)
     check_asked([config("hindsight")], 5, None)
     with pytest.raises(ConfigError, match="got policy quest, which evicts nothing"):
-        searching.check([config(page=1)])
+        searching.check([config(page=1)], searching.Searches())
