@@ -3,78 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, of_run
-from perturbkv.analyses.naming import counted, folded, setting
+from perturbkv.analyses.naming import counted, folded
 from perturbkv.analyses.objects import columns_of
-from perturbkv.analyses.regret_rows import Heads, Regret, regrets
+from perturbkv.analyses.regret_parts import Part, parts_of
+from perturbkv.analyses.regret_rows import Regret
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import factor, over, sentence
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.optimum import chain
-from perturbkv.optimum.found import PREFIX, PROMPT, FoundSets
+from perturbkv.optimum.found import PROMPT, FoundSets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ANALYSIS = "regret"
 _FACTORS = ("#= pooling,\nstages", "#× query\nunknown", "#× the\ncriterion")
-_NOT_TOLD = ("rows", "configs", "regrets", "first", "others")
 _WHERE = ("", "#mean\nfactor", *_FACTORS)
-_SAME = 1e-9
-"""Two values of L this near are one."""
 _COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#mean\nfactor", *_FACTORS)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The searches of one budget on whole prompts, or those on prefixes.
-
-    Attributes:
-        part: `prompt` or `prefix`.
-        configs: the methods at this part's budget.
-        rows: per sample its heads, as `FoundSets` holds them.
-        heads: searched, of all samples.
-        left_out: of them, whose best L is rounding.
-        settled: in how many no swap improves what swaps ended in.
-        tried, closed: in how many a proof was tried, and the best set proven.
-        at_optimum: in how many of the proven ones swaps alone had found it.
-        gap: the largest share of L that is left between bound and best set where no proof was reached; 0 of none.
-        regrets: per method, over the best known sets, those that are proven among them.
-        first, others: the same of the heads of the first measured layer, and of all others, apart.
-    """
-
-    part: str
-    configs: tuple[EvictionConfig, ...]
-    rows: tuple[tuple[Mapping[str, Any], ...], ...]
-    heads: int
-    left_out: int
-    settled: int
-    tried: int
-    closed: int
-    at_optimum: int
-    gap: float
-    regrets: tuple[Regret, ...]
-    first: tuple[Regret, ...]
-    others: tuple[Regret, ...]
-
-    @property
-    def setting(self) -> str:
-        """What its configurations share."""
-        where = "prefixes" if self.part == PREFIX else "prompts"
-        return f"{where}: {setting(self.configs[0])}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        told = {name: value for name, value in vars(self).items() if name not in _NOT_TOLD}
-        apart = {"methods": self.regrets, "first_layer": self.first, "other_layers": self.others}
-        return {**told, **{name: [one.to_dict() for one in found] for name, found in apart.items()}}
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,58 +128,18 @@ class RegretResult(Result):
 
 def regret_of(found: FoundSets) -> RegretResult:
     """What searches say of every method (METHOD: the quantities): isolated L1 over that of the best known kept set."""
-    parts = [_part(found, PROMPT, configs) for configs in _by_budget(found.run.configs)]
-    parts.append(_part(found, PREFIX, _of_prefix(found)))
-    held = tuple(part for part in parts if part.heads)
     return RegretResult(
         identity=of_run(found.run, found.made_with, len(found.rows), "sets", found.digest),
         samples=tuple(str(row["sample"]) for row in found.rows),
-        parts=held,
+        parts=parts_of(found),
         asked=found.asked,
     )
-
-
-def _by_budget(configs: Sequence[EvictionConfig]) -> list[tuple[EvictionConfig, ...]]:
-    budgets = dict.fromkeys(config.budget for config in configs)
-    return [tuple(config for config in configs if config.budget == budget) for budget in budgets]
-
-
-def _of_prefix(found: FoundSets) -> tuple[EvictionConfig, ...]:
-    budget, window = Budget(int(found.asked["budget"])), int(found.asked["window"])
-    return tuple(replace(one, budget=budget, window=window) for one in _by_budget(found.run.configs)[0])
 
 
 def named(configs: Sequence[EvictionConfig]) -> list[str]:
     """Each method as it is written: its selection, behind its policy where there are several."""
     several = len({config.policy.name for config in configs}) > 1
     return [f"{config.policy}:{config.selection}" if several else str(config.selection) for config in configs]
-
-
-def _part(found: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> Part:
-    rows = tuple(
-        tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
-        for sample in found.rows
-    )
-    every = [row for sample in rows for row in sample]
-    tried = [row for row in every if row["lower"] is not None]
-    closed = [row for row in tried if row["closed"]]
-    count = len(configs)
-    heads = [Heads.of(sample, count) for sample in rows]
-    return Part(
-        part=part,
-        configs=configs,
-        rows=rows,
-        heads=len(every),
-        left_out=len(every) - sum(one.best.size for one in heads),
-        settled=sum(bool(row["settled"]) for row in every),
-        tried=len(tried),
-        closed=len(closed),
-        at_optimum=sum(row["improved"] <= row["best"] * (1 + _SAME) for row in closed),
-        gap=max((1 - row["lower"] / row["best"] for row in tried if not row["closed"]), default=0.0),
-        regrets=regrets(configs, heads),
-        first=regrets(configs, [Heads.of([row for row in sample if not row["layer"]], count) for sample in rows]),
-        others=regrets(configs, [Heads.of([row for row in sample if row["layer"]], count) for sample in rows]),
-    )
 
 
 def _table(part: Part) -> Table:
