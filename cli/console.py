@@ -80,11 +80,6 @@ def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
     )
 
 
-def as_json_line(document: Mapping[str, Any]) -> str:
-    """The same in one line, without a schema."""
-    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
-
-
 def print_json(document: Mapping[str, Any]) -> None:
     """One JSON document on stdout, never wrapped or coloured; ASCII where stdout takes no more."""
     text = as_json(document)

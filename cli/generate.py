@@ -24,8 +24,8 @@ from perturbkv.cli.tracing import run_folder
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.reading import FileKind
-from perturbkv.storage.answers_file import FILE, is_row, parsed
-from perturbkv.storage.files import clear_leftovers, write_whole
+from perturbkv.storage import json_lines
+from perturbkv.storage.answers_file import FILE, is_row
 from perturbkv.storage.lock import Lock
 from perturbkv.storage.places import refusals
 
@@ -118,7 +118,7 @@ def _in_order(planned: Plan, path: Path, begun: dict[str, Any], rows: list[dict[
     place = {name: index for index, name in enumerate(planned.prompts.ids)}
     ordered = sorted(rows, key=lambda row: place.get(row["sample"], len(place)))
     if ordered != rows:
-        _write_whole(path, [begun, *ordered])
+        json_lines.write(path, [begun, *ordered])
     return ordered
 
 
@@ -143,8 +143,8 @@ def _open(
     """
     there = os.path.lexists(path) and not overwrite
     first, *others = _KIND.read_text(path).split("\n") if there else [""]
-    begun = parsed(first)
-    rows = [row for row in map(parsed, others) if row is not None]
+    begun = json_lines.of_line(first)
+    rows = [row for row in map(json_lines.of_line, others) if row is not None]
     if there and (begun is None or _asked(begun, rows) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
@@ -153,7 +153,7 @@ def _open(
     if rows:
         console.note(f"{counted(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
     first_line = begun or {**header, "made_with": about}
-    _write_whole(path, [first_line, *rows])
+    json_lines.write(path, [first_line, *rows])
     return first_line, rows
 
 
@@ -172,17 +172,6 @@ def _asked(document: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
     run = replace(run, dataset_options={METRICS: metrics, **run.dataset_options})
     beside = {"compress_every": document.get("compress_every"), "divergence": document.get("divergence", False)}
     return {"run": json.loads(run.to_json()), **beside}
-
-
-def _write_whole(path: Path, documents: list[dict[str, Any]]) -> None:
-    """The file with these lines alone: what a killed run left unfinished is gone."""
-    text = "".join(_line(document) for document in documents)
-    clear_leftovers(path)
-    write_whole(path, lambda stream: stream.write(text.encode()))
-
-
-def _line(document: dict[str, Any]) -> str:
-    return console.as_json_line(document)
 
 
 def _generate(
@@ -205,9 +194,7 @@ def _generate(
 
     def done(prompt: Prompt, made: Answered) -> None:
         lock.check()
-        file.write(_line(made.row))
-        file.flush()
-        os.fsync(file.fileno())
+        json_lines.append(path, made.row)
         rows.append(made.row)
         bar.one_more()
 
@@ -219,6 +206,5 @@ def _generate(
     with (
         choosing.engine(run.spread, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
-        path.open("a", encoding="utf-8") as file,
     ):
         engine.answer(planned, asked, todo, done, given_up)

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind, parse_json
+from perturbkv.reading import FileKind
+from perturbkv.storage import json_lines
 
 FILE = "generation.jsonl"
 _KIND = FileKind("a file of answers, which perturbkv generate writes,", ConfigError, 2 * 2**30, "give another file")
@@ -54,7 +55,7 @@ def read_answers(path: str | Path) -> WrittenAnswers:
     """
     where = Path(path)
     text = _KIND.read_text(where)
-    header, *rows = _documents(where, text)
+    header, *rows = json_lines.parsed(where, text, _KIND) or _nothing(where)
     run = _run(where, header)
     labels = set(run.labels())
     for place, row in enumerate(rows, start=2):
@@ -84,27 +85,8 @@ def is_row(document: Mapping[str, Any]) -> bool:
     )
 
 
-def parsed(line: str) -> dict[str, Any] | None:
-    """A line's object; None for one that a killed run left unfinished."""
-    try:
-        document = parse_json(line)
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None
-
-
-def _documents(path: Path, text: str) -> list[dict[str, Any]]:
-    """Every line's object. Raises ConfigError where one but the last is none."""
-    lines = [line for line in text.split("\n") if line.strip()]
-    found = [parsed(line) for line in lines]
-    if len(found) > 1 and found[-1] is None:
-        found.pop()
-    if broken := [place for place, one in enumerate(found, start=1) if one is None]:
-        raise _KIND.refusal(path, f"a line {broken[0]} that is no JSON object")
-    documents = [one for one in found if one is not None]
-    if not documents:
-        raise _KIND.refusal(path, "an empty one")
-    return documents
+def _nothing(path: Path) -> NoReturn:
+    raise _KIND.refusal(path, "an empty one")
 
 
 def _run(path: Path, header: Mapping[str, Any]) -> RunConfig:

@@ -20,8 +20,12 @@ def read(path: Path, kind: FileKind) -> list[Document]:
 
     Raises the error of `kind` where the first line, or one that others follow, is no object.
     """
-    lines = [text for text in kind.read_text(path).split("\n") if text.strip()]
-    found = [_parsed(text) for text in lines]
+    return parsed(path, kind.read_text(path), kind)
+
+
+def parsed(path: Path, text: str, kind: FileKind) -> list[Document]:
+    """The same of a file's text, for who needs that too. Raises as `read`."""
+    found = [of_line(line) for line in text.split("\n") if line.strip()]
     if len(found) > 1 and found[-1] is None:
         found.pop()
     if broken := [place for place, one in enumerate(found, start=1) if one is None]:
@@ -49,7 +53,8 @@ def line(document: Mapping[str, Any]) -> str:
     return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
-def _parsed(text: str) -> Document | None:
+def of_line(text: str) -> Document | None:
+    """A line's object; None for one that a killed run left unfinished."""
     try:
         document = parse_json(text)
     except ValueError:

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from perturbkv.cli import console
+from perturbkv.storage import json_lines
 from perturbkv.visible import plain
 
 Run = Callable[..., Any]
@@ -75,7 +76,7 @@ def test_json_holds_texts_as_they_are() -> None:
     written = console.as_json(document)
     assert json.loads(written.encode()) == {"schema": console.SCHEMA, **document}
     assert '"numbers": [1, 2.5, null]' in written
-    assert json.loads(console.as_json_line(document).encode()) == document
+    assert json.loads(json_lines.line(document).encode()) == document
 
 
 def test_a_long_error_shows_its_two_ends(perturbkv: Run) -> None:
