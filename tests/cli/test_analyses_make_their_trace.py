@@ -54,7 +54,7 @@ def test_heads_are_split_and_two_selections_corrected(perturbkv: Run, tiny: list
     ran = perturbkv("split", *tiny, "-o", "out", "--json", "--format", "pdf")
     assert ran.code == 0, ran.err
     told = ran.json()
-    names = ["attention", "two-stage", "attention-unpooled", "random"]
+    names = ["attention", "two-stage", "attention-unpooled", "two-stage-uniform", "random"]
     assert [one["config"]["selection"] for one in told["spreads"]] == names
     assert [one["treatment"]["selection"] for one in told["contests"]] == names[1:]
     assert [setting["baseline"]["selection"] for setting in told["corrections"]] == names[:2]

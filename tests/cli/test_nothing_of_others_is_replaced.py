@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -235,7 +234,7 @@ def test_answers_on_a_full_disk_are_one_line(
 
     command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
     with monkeypatch.context() as patch:
-        patch.setattr("perturbkv.cli.generate.os", SimpleNamespace(fsync=full, path=os.path))
+        patch.setattr("perturbkv.storage.json_lines.os", SimpleNamespace(fsync=full))
         refused(perturbkv(*command), "expected room for generation.jsonl, got 'No space left on device'; make some")
     assert perturbkv(*command).code == 0
 
