@@ -36,7 +36,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions needle second-model bench gpu install develop clean
+.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -216,6 +216,10 @@ questions: longbench develop
 	$(BIN) swap --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
 	$(BIN) heads $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
 	$(BIN) cliff $(SIXTEEN) --output runs/questions/cliff
+
+# docs/paper.md: every claim of the paper, in steps of at most 20 minutes, under two hours on two cores; killed, it goes on.
+paper: longbench develop
+	$(PY) docs/paper.py $(LONGBENCH)
 
 # Two hours on two cores: docs/bytes.md.
 bytes: longbench develop

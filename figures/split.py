@@ -24,7 +24,7 @@ _WIDE, _SCATTER_MM, _ROW_MM, _AROUND_MM = 2, 58, 8, 19
 _LINES = 7
 _LEAST = 0.01
 """Share of heads that may lie left of the axis, which few with next to nothing to lose would stretch."""
-_CENTRES = "oDsv^Pp*"
+_CENTRES = "D^vsP*pX"
 _Clouds = list[tuple[Spread, Parts]]
 
 
@@ -73,7 +73,7 @@ def _names(corrections: Sequence[Setting]) -> list[str]:
 
 def _scatter(axes: Axes, name: str, cloud: _Clouds) -> None:
     """Heads of the first two configurations, and the geometric mean of each: where the middle of its heads lies."""
-    colours = style.category_colours(len(cloud))
+    colours = _colours(len(cloud))
     for place, (_, found) in enumerate(cloud):
         mass, distance = (_geometric(logs) for logs in (found.mass, found.difference))
         if place < _WIDE:
@@ -88,6 +88,11 @@ def _scatter(axes: Axes, name: str, cloud: _Clouds) -> None:
     _equal_loss(axes)
     axes.set(xlabel="1 − S: attention that goes", ylabel="D = ‖μ_gone − μ_kept‖₁")
     axes.set_title(f"{name}; lines: equal L" if name else "lines: equal L", loc="left")
+
+
+def _colours(count: int) -> list[Any]:
+    """Of the clouds: none of the two that stand for isolated and propagated in the panels below."""
+    return style.category_colours(count + 2)[2:]
 
 
 def _geometric(logs: Floats) -> Floats:
@@ -129,7 +134,7 @@ def _marks(cloud: Sequence[Spread]) -> list[Line2D]:
         Line2D([], [], linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=4, color=colour,
                label=name or one.config.selection.name)
         for place, (one, name, colour) in enumerate(
-            zip(cloud, names, style.category_colours(len(cloud)), strict=True)
+            zip(cloud, names, _colours(len(cloud)), strict=True)
         )
     ]  # fmt: skip
 

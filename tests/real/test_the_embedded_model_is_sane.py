@@ -117,9 +117,9 @@ def test_heads_that_look_at_the_answer_are_few(adapter: Adapter) -> None:
 
 
 def test_generation_from_an_evicted_cache_needs_less_memory() -> None:
-    """At 4,096 tokens and b = 128 the peak goes down by at least 80 % of the cache bytes that are saved."""
-    asked = {**Settings(dtype="float32").model_arguments(), "exact_peak": True, "generated": 16}
+    """At 2,048 tokens and b = 128 the peak goes down by at least 80 % of the cache bytes that are saved."""
+    asked = {**Settings(dtype="float32", tokens=2048).model_arguments(), "exact_peak": True, "generated": 4}
     full, evicted = (in_process("generating", evicted=evicted, **asked) for evicted in (False, True))
-    assert full["cache"] == 2 * 30 * 3 * 4096 * 64 * 4
-    assert evicted["cache"] < full["cache"] / 10
+    assert full["cache"] == 2 * 30 * 3 * 2048 * 64 * 4
+    assert evicted["cache"] < full["cache"] / 5
     assert full["peak"] - evicted["peak"] >= 0.8 * (full["cache"] - evicted["cache"])

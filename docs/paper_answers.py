@@ -1,0 +1,210 @@
+"""Rows of docs/paper.md: scores, budgets saved, chats, and what measuring costs (tables 1 to 8, figures 1 and 8)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+from paper_read import (
+    CONTRADICTS,
+    OPEN,
+    SUPPORTS,
+    UNDECIDED,
+    Document,
+    Row,
+    Told,
+    analysis,
+    document,
+    estimate,
+    joined,
+    listed,
+    policy_of,
+    value,
+    verdict,
+)
+from tables import number, percent, selection
+
+_BENCH = Path(__file__).parent / "bench" / "cpu.json"
+_SUITES = {"quality": "five retrieval tasks", "summaries": "multi_news"}
+_BUDGETS = (128, 256)
+
+
+def _gain(found: Document, policy: str, budget: int) -> Document:
+    (only,) = (
+        one for one in found["gains"] if (policy_of(one["treatment"]), one["treatment"]["budget"]) == (policy, budget)
+    )
+    gain: Document = only
+    return gain
+
+
+def _integrated(policy: str, output: Path) -> Told:
+    """Mean score of two-stage less that of attention, over the prompts of each suite."""
+    cells, verdicts = [], []
+    for step, name in _SUITES.items():
+        found = analysis(output, step, "quality")["average"]
+        for budget in _BUDGETS:
+            gain = _gain(found, policy, budget)
+            verdicts.append(verdict(gain["difference_interval"], 0, 1))
+            counts = f"{gain['wins']} better, {gain['losses']} worse of {found['samples']}"
+            cells.append(f"{name}, b = {budget}: {value(gain, 'difference', 3)} ({counts})")
+    return Told(f"score less attention's: {listed(cells)}", joined(verdicts))
+
+
+def _snapkv(output: Path) -> Told:
+    return _integrated("snapkv", output)
+
+
+def _pyramid(output: Path) -> Told:
+    return _integrated("pyramidkv", output)
+
+
+def _adakv(output: Path) -> Told:
+    return _integrated("adakv", output)
+
+
+def _method(found: Document, policy: str, way: str, budget: int) -> Document:
+    for one in found["methods"]:
+        config = one["config"]
+        if (policy_of(config), selection(config), config["budget"]) == (policy, way, budget):
+            method: Document = one
+            return method
+    raise LookupError(policy, way, budget)
+
+
+def _needle(output: Path) -> Told:
+    """SnapKV, PyramidKV, AdaKV by the score of the needle, with and without the criterion."""
+    tasks = analysis(output, "quality", "quality")["datasets"]
+    found = next(one for one in tasks if one["name"] == "needle")
+    cells, verdicts = [], []
+    for policy in ("snapkv", "pyramidkv", "adakv"):
+        gain = _gain(found, policy, 128)
+        verdicts.append(verdict(gain["difference_interval"], 0, 1))
+        scores = [number(_method(found, policy, way, 128)["score"]) for way in ("attention", "two-stage")]
+        cells.append(f"{policy} {scores[0]} → {scores[1]}, by {value(gain, 'difference')}")
+    return Told(f"needle's score, b = 128, n = {found['samples']}: {listed(cells)}", joined(verdicts))
+
+
+def _ordered(output: Path) -> Told:
+    found = next(one for one in analysis(output, "quality", "quality")["datasets"] if one["name"] == "needle")
+    scores = [_method(found, one, "attention", 128) for one in ("snapkv", "pyramidkv", "adakv")]
+    text = f"attention's scores in that order, b = 128: {listed(value(one, 'score') for one in scores)}"
+    apart = [_apart(low, high) for low, high in zip(scores, scores[1:], strict=False)]
+    return Told(f"{text}; n = {found['samples']}", joined(apart))
+
+
+def _apart(low: Document, high: Document) -> str:
+    if high["score_interval"]["low"] > low["score_interval"]["high"]:
+        return SUPPORTS
+    return CONTRADICTS if high["score_interval"]["high"] < low["score_interval"]["low"] else UNDECIDED
+
+
+def _streaming(output: Path) -> Told:
+    cells, verdicts = [], []
+    for step, name in _SUITES.items():
+        found = analysis(output, step, "quality")["average"]
+        for budget in _BUDGETS:
+            poor, good = (
+                _method(found, *one, budget) for one in (("streaming-llm", "position"), ("snapkv", "two-stage"))
+            )
+            verdicts.append(_apart(poor, good))
+            cells.append(f"{name}, b = {budget}: {value(poor, 'score')} against {value(good, 'score')}")
+    return Told(f"streaming-llm's mean score against two-stage's: {listed(cells)}", joined(verdicts))
+
+
+def _saved(output: Path) -> Told:
+    cells, verdicts = [], []
+    for one in analysis(output, "savings", "savings")["savings"]:
+        for measure in one["measures"]:
+            for point in measure["points"]:
+                verdicts.append(verdict(point.get("saving_interval"), 0, 1))
+                cells.append(f"{measure['measure']}, b = {point['config']['budget']}: {_saving(point)}")
+    return Told(listed(cells), joined(verdicts))
+
+
+def _saving(point: Document) -> str:
+    ends = point.get("saving_interval")
+    return percent(point["saving"], ends) if point.get("saving") is not None else "outside what was measured"
+
+
+def _half(output: Path) -> Told:
+    """How much of attention's loss is left, over all prompts of both suites."""
+    cells = []
+    for step, name in _SUITES.items():
+        found = analysis(output, step, "quality")["average"]
+        for budget in _BUDGETS:
+            losses = [_method(found, "snapkv", way, budget)["minus_full"] for way in ("attention", "two-stage")]
+            cells.append(f"{name}, b = {budget}: {value(losses[0], 'difference')} → {value(losses[1], 'difference')}")
+    smaller = [
+        _gain(analysis(output, step, "quality")["average"], "snapkv", budget) for step in _SUITES for budget in _BUDGETS
+    ]
+    verdicts = [CONTRADICTS if one["difference_interval"]["high"] <= 0 else UNDECIDED for one in smaller]
+    return Told(f"score less the full cache's, attention → two-stage: {listed(cells)}", joined(verdicts))
+
+
+def _linked(output: Path) -> Told:
+    """Spearman's ρ of a prompt's methods' perturbation with their scores."""
+    cells, verdicts = [], []
+    found = analysis(output, "link", "link")["overall"][0]["strengths"]
+    for one in found:
+        if one["measure"] in ("isolated", "propagated", "kl"):
+            rho = one["rho"]
+            verdicts.append(verdict(rho["interval"], 0, -1))
+            cells.append(f"{one['measure']} {estimate(rho)} ({rho['prompts']} prompts)")
+    return Told(f"ρ of first-step perturbation with the score: {listed(cells)}", joined(verdicts[:2]))
+
+
+def _chats(output: Path) -> Told:
+    """16 instructions, answers of at most 384 tokens, compressed to 64 entries beyond 256."""
+    found = {selection(one["config"]): one for one in document(output, "chats", "divergence.json")["configs"]}
+    kls = [[row for row in found[way]["forced"]["kl"] if row is not None] for way in ("attention", "two-stage")]
+    lower = sum(two < one for one, two in zip(*kls, strict=True))
+    cells = [
+        f"{way}: first difference after {found[way]['median_first_difference']:.0f} tokens, "
+        f"KL {statistics.median(own):.3f} nat"
+        for way, own in zip(("attention", "two-stage"), kls, strict=True)
+    ]
+    interval = _binomial(lower, len(kls[0]))
+    text = f"medians, {listed(cells)}; lower KL in {percent(lower / len(kls[0]), interval)} of {len(kls[0])} answers"
+    return Told(text, verdict(interval, 0.5, 1))
+
+
+def _binomial(hits: int, count: int) -> Document:
+    from scipy.stats import binomtest
+
+    found = binomtest(hits, count).proportion_ci(method="exact")
+    return {"low": found.low, "high": found.high, "kind": "interval"}
+
+
+def _larger(output: Path) -> Told:
+    return Told(
+        "one model here; [second_model.md](second_model.md) has Gemma 3 270M beside it, on the same prompts", OPEN
+    )
+
+
+def _overhead(output: Path) -> Told:
+    """Of a sweep of 24 configurations over 4,096 tokens."""
+    row = next(one for one in json.loads(_BENCH.read_text())["rows"] if one["name"] == "sweep-24")
+    phases, whole = row["details"]["phases"], statistics.median(row["details"]["seconds"])
+    text = (
+        f"value norms take {phases['norms']:.2f} s, {percent(phases['norms'] / phases['prefill'])} of a prefill of "
+        f"4,096 tokens; measuring 24 configurations {whole:.1f} s, × {number(row['value'])} of a plain prefill; "
+        "GPU: not measured"
+    )
+    return Told(text, SUPPORTS if phases["norms"] < 0.1 * phases["prefill"] else CONTRADICTS)
+
+
+ROWS = (
+    Row("table 1", "the criterion improves SnapKV's scores", "quality", _snapkv, "tables"),
+    Row("table 2", "it improves Pyramid's", "quality", _pyramid, "tables"),
+    Row("table 3", "it improves AdaKV's", "quality", _adakv, "tables"),
+    Row("later version", "it more than halves the loss on average", "quality", _half, "tables"),
+    Row("figure 1", "for the same score it saves 18.7 to 34 % of the budget", "savings", _saved, "tables"),
+    Row("figure 8", "it improves all three methods' retrieval at b = 128", "quality", _needle, "needle"),
+    Row("figure 8", "retrieval rises from SnapKV to Pyramid to AdaKV", "quality", _ordered, "needle"),
+    Row("table 6", "StreamingLLM is far worse", "quality", _streaming, "tables"),
+    Row("appendix I", "less perturbation means better answers", "link", _linked, "link"),
+    Row("table 7", "long answers, compressed to 64 entries beyond 256, are better", "chats", _chats, "chats"),
+    Row("table 8", "the gain holds on a model of 32 billion parameters", "", _larger, "larger"),
+    Row("abstract", "the criterion costs next to nothing", "", _overhead, "heads"),
+)  # fmt: skip
