@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from paper_read import (
 from tables import number, percent, selection
 
 _BENCH = Path(__file__).parent / "bench" / "cpu.json"
-_SUITES = {"quality": "five retrieval tasks", "summaries": "multi_news"}
+_SUITES = {"quality": "four retrieval tasks", "summaries": "multi_news"}
 _BUDGETS = (128, 256)
 
 
@@ -116,15 +117,24 @@ def _saved(output: Path) -> Told:
     cells, verdicts = [], []
     for one in analysis(output, "savings", "savings")["savings"]:
         for measure in one["measures"]:
-            for point in measure["points"]:
-                verdicts.append(verdict(point.get("saving_interval"), 0, 1))
-                cells.append(f"{measure['measure']}, b = {point['config']['budget']}: {_saving(point)}")
-    return Told(listed(cells), joined(verdicts))
+            told = [point for point in measure["points"] if point["saving"] is not None]
+            if measure["measure"] == "score":  # what the figure shows; KL is told beside it
+                verdicts += [verdict(_closed(point["saving_interval"]), 0, 1) for point in told]
+            shown = [f"b = {point['config']['budget']}: {_saving(point)}" for point in told]
+            cells.append(f"by {measure['measure']}, {', '.join(shown)}")
+    return Told(f"budget saved (below 0: lost) {listed(cells)}", joined(verdicts))
 
 
 def _saving(point: Document) -> str:
-    ends = point.get("saving_interval")
-    return percent(point["saving"], ends) if point.get("saving") is not None else "outside what was measured"
+    ends = point["saving_interval"]
+    low, high = ("…" if ends[end] is None else f"{100 * ends[end]:.0f}" for end in ("low", "high"))
+    return f"{percent(point['saving'])} [{low}, {high}]".replace("-", "−")
+
+
+def _closed(ends: Document) -> Document:
+    """An end that no measured budget reaches lies beyond every number."""
+    low, high = (math.inf if ends[end] is None else ends[end] for end in ("low", "high"))
+    return {"low": -low if ends["low"] is None else low, "high": high, "kind": ends["kind"]}
 
 
 def _half(output: Path) -> Told:

@@ -80,7 +80,7 @@ _CHAIN = "attention,two-stage,two-stage-uniform,attention-unpooled"
 _SYSTEMS = ",".join(f"{one}:{way}" for one in ("snapkv", "pyramidkv", "adakv") for way in ("attention", "two-stage"))
 _PAGES = "quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,quest:random"
 _ANSWERED = "{output}/quality"
-_ASKED = "--dataset needle,ruler:niah_single_1,ruler:vt,ruler:cwe,ruler:fwe --length 1000 --samples 20"
+_ASKED = "--dataset needle,ruler:niah_single_1,ruler:vt,ruler:fwe --length 1000 --samples 16"
 STEPS = (
     Step("heads", (f"heads {_NEWS} --policy snapkv --policy adakv --compare {_CHAIN}",)),
     Step("heads-v2", (f"heads {_NEWS} --preset paper-v2 --window 8 {_SHARES} --compare {_CHAIN}",)),
@@ -93,10 +93,10 @@ STEPS = (
             f"layers {_TRACE} --per-sample --budgets",
         ),
     ),
-    Step("ablation", (f"ablation {_NEWS}",)),
+    Step("ablation", (f"ablation {_SIXTEEN}",)),
     Step("quality", (f"quality {_ASKED} --max-new-tokens 24 --budget 128 --budget 256 "
                      f"--compare {_SYSTEMS},streaming-llm:position",)),
-    Step("summaries", (f"quality {_SIXTEEN} --max-new-tokens 64 --budget 128 --budget 256 "
+    Step("summaries", (f"quality {_SIXTEEN} --max-new-tokens 32 --budget 128 --budget 256 "
                        f"--compare {_SYSTEMS},streaming-llm:position",)),
     Step(
         "savings",
@@ -111,7 +111,7 @@ STEPS = (
                    "--divergence --output {folder}", "divergence {folder}/generation.jsonl")),
     Step("measures", (f"measures {_TEXTS} --samples 8 --budget 128",)),
     Step("alpha", (f"alpha {_SIXTEEN}",)),
-    Step("regret", (f"regret {_TEXTS} --samples 8 --heads 32 --proven 2",)),
+    Step("regret", (f"regret {_TEXTS} --samples 8 --heads 32 --proven 1",)),
     Step("split", (f"split {_SIXTEEN}",)),
     Step("swap", (f"swap {_TEXTS} --samples 8 --baseline-in 0 --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),

@@ -46,7 +46,7 @@ def output(tmp_path_factory: pytest.TempPathFactory, longbench: Path) -> Path:
 
 def _small(call: list[str], model: Path, longbench: Path) -> list[str]:
     words = [FEWER.get(before, word) for before, word in zip(["", *call], call, strict=False)]
-    words = [word.replace(",ruler:vt,ruler:cwe,ruler:fwe", "") for word in words]
+    words = [word.replace(",ruler:vt,ruler:fwe", "") for word in words]
     words = [str(longbench / "chats.jsonl") if word.endswith("paper_chats.jsonl") else word for word in words]
     finished = any(word.endswith(("trace.h5", ".jsonl")) for word in words) and call[0] != "generate"
     return words if finished else [*words, "--model", str(model)]
