@@ -51,7 +51,8 @@ class Alpha(Choices, Result):
             return ""
         (one,) = (one for one in self.measured.outcomes if one.name == NAMES[self.finest])
         told = percent(one.kl_lower, one.kl_lower_interval)
-        return f"; its KL is lower than that of α = {PAPER} in {told} of the samples"
+        chosen = f"α chosen {NAMES[self.finest]}"
+        return f"; the KL of {chosen} is lower than that of α = {PAPER} in {told} of the samples"
 
     def tables(self) -> list[Table | str]:
         """What choosing brings, at each α, by layer, and what comes out."""

@@ -94,7 +94,10 @@ def _configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
     found = pairs(trace.run, BASELINE, f"{SELECTION}(alpha={PAPER})")
     if len(found) > 1:
         told = "; ".join(paper.label() for _, paper in found)
-        msg = f"{ANALYSIS} looks at one policy, budget and granularity, got {told}; take one of them with trace.sel"
+        msg = (
+            f"{ANALYSIS} looks at one policy, budget, granularity and correction, got {told}; "
+            f"make a trace with perturbkv {ANALYSIS}, or take one of them with trace.sel in Python"
+        )
         raise TraceError(msg)
     ((baseline, paper),) = found
     alike = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=order)

@@ -86,8 +86,8 @@ def _stability(result: Choices) -> str:
     what = {GLOBAL: "of the one for all heads", LAYER: "of the layers", HEAD: "of the kept sets"}
     told = [f"{numbers.percent(share)} {what[by]}" for by, share in result.unstable.items() if by != GLOBAL]
     fixed = sorted({float(result.sweep.alphas[part.chosen[GLOBAL][0, 0]]) for part in result.folds})
-    chosen = ", ".join(f"{alpha:g}" for alpha in fixed)
-    return f"the choice differs between folds in {' and '.join(told)}; one for all heads is {chosen}"
+    chosen = " or ".join(f"{alpha:g}" for alpha in fixed)
+    return f"the choice differs between folds in {' and '.join(told)}; the one for all heads is {chosen}"
 
 
 def _curve(result: Choices) -> list[list[str]]:

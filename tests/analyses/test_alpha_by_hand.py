@@ -203,7 +203,7 @@ def test_screens_and_figures_show_it(samples: int) -> None:
     result = alpha(trace_of(moved), of_folds=fold_traces(found, moved))
     assert max(map(len, repr(result).splitlines())) <= 80
     assert result.conclusion().startswith("α chosen per head perturbs ")
-    assert "; its KL is lower than that of α = 0.25 in 100 % [" in result.conclusion()
+    assert "; the KL of α chosen per head is lower than that of α = 0.25 in 100 % [" in result.conclusion()
     rows = result.records()
     assert len(rows) == len(ALPHAS) * LAYERS * HEADS and sum(row["chosen"] for row in rows) == LAYERS * HEADS
     for width in (84, 174):
@@ -224,7 +224,7 @@ def test_what_cannot_be_composed_or_judged_is_refused() -> None:
     with pytest.raises(TraceError, match="needs two-stage at several alpha, got .* alone"):
         alpha(trace_of(moved[:, [0, 2]], [CONFIGS[place] for place in (0, 2)]))
     other = [replace(one, window=16) for one in CONFIGS]
-    with pytest.raises(TraceError, match="one policy, budget and granularity, got .*w=32.*; .*w=16"):
+    with pytest.raises(TraceError, match="one policy, budget, granularity and correction, got .*w=32.*; .*w=16"):
         alpha(trace_of(np.concatenate([moved, moved], axis=1), [*CONFIGS, *other]))
     with pytest.raises(TraceError, match="policy 'snapkv' gives heads other budgets at another alpha"):
         counts = np.full(moved.shape, 3)
