@@ -88,7 +88,7 @@ STEPS = (
     Step(
         "shares",
         (
-            f"bound-tightness {_NEWS} --window 8 {_SHARES} --compare {_CHAIN},random",
+            f"bound-tightness {_SIXTEEN} --window 8 {_SHARES} --compare {_CHAIN},random",
             f"assumption {_TRACE}",
             f"layers {_TRACE} --per-sample --budgets",
         ),
@@ -107,14 +107,15 @@ STEPS = (
         ),
     ),
     Step("link", (f"link --trace {_ANSWERED}/ruler-niah_single_1/trace.h5 --trace {_ANSWERED}/needle/trace.h5",)),
-    Step("chats", ("generate --dataset {chats} --samples 16 --budget 64 --compress-every 256 --max-new-tokens 384 "
+    Step("chats", ("generate --dataset {chats} --samples 12 --budget 64 --compress-every 256 --max-new-tokens 320 "
                    "--divergence --output {folder}", "divergence {folder}/generation.jsonl")),
     Step("measures", (f"measures {_TEXTS} --samples 8 --budget 128",)),
     Step("alpha", (f"alpha {_SIXTEEN}",)),
-    Step("regret", (f"regret {_TEXTS} --samples 8 --heads 32 --proven 1",)),
+    Step("regret", (f"regret {_TEXTS} --samples 8 --heads 16 --proven 1",)),
     Step("split", (f"split {_SIXTEEN}",)),
     Step("swap", (f"swap {_TEXTS} --samples 8 --baseline-in 0 --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
     Step("cliff", (f"cliff {_SIXTEEN}",)),
-    Step("stability", ("stability {output}/heads/trace.h5 {output}/quality/needle/trace.h5 --budget 128",)),
+    Step("stability", (f"stability {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
+                       "--selection snapkv:two-stage --baseline snapkv:attention",)),
 )  # fmt: skip
