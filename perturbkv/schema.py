@@ -130,6 +130,10 @@ VARIABLES: dict[str, Variable] = {
         ("config",), "byte", "entries of the evicted cache as stored, scales and minima among them", optional=True
     ),
     "full_bytes": Variable((), "byte", "entries of the full cache in 16 bits", optional=True),
+    "prefill_seconds": Variable(
+        ("config",), "s", "prefill of its own, lines chosen, masks dense; NaN where it has none", optional=True
+    ),
+    "prefill_seconds_full": Variable((), "s", "the full cache's prefill beside it, nothing watched", optional=True),
     "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
     "stage1_count": Variable(("config", "layer", "head"), "entry", "prefix entries that stage 1 took", "int64"),
     "kept_offset": Variable(
