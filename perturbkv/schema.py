@@ -235,6 +235,9 @@ KEPT = ("kept_offset", "kept_length", "kept_code")
 DIGEST = "kept_digest"
 """What tells equal kept sets from others where a trace goes without their positions."""
 
+PREFILLS = ("prefill_seconds", "prefill_seconds_full")
+"""What prefills took, of configurations that have one of their own; NaN where none has."""
+
 SUMS = ("cache_bytes", "cache_padding_bytes")
 """Variables of all configurations together: of some of them nothing is known."""
 

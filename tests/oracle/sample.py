@@ -13,7 +13,7 @@ from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from tests.oracle import correction, lines, pages, policies, quantisation, selection, theory
-from tests.oracle.decoder import Along, Chosen, Decoder, Step
+from tests.oracle.decoder import Chosen, Decoder, Step
 from tests.support.configs import flat
 
 QUESTION = 7
@@ -103,16 +103,26 @@ class Reference:
         norms = self.euclidean(layer) if flat(config).norm == "l2" else self.norms(layer, 0)[:, : self.n]
         return lines.choose(flat(config), queries, keys, norms, self.decoder.scale)
 
-    @functools.cache  # noqa: B019
     def read_along(self, config: EvictionConfig) -> Decoder:
         """What has read what is compressed along lines."""
-        decoder = Decoder(self.model)
-        decoder.prefill(self.ids[: self.n], self.along(config, decoder))
-        return decoder
+        return self._read_along(config)[0]
 
-    def along(self, config: EvictionConfig, decoder: Decoder) -> Along:
-        """What a prefill of its own sees."""
-        return lines.along(flat(config), decoder)
+    def looked_at(self, config: EvictionConfig) -> list[int]:
+        """Per layer, how many entries all queries of all heads look at in that."""
+        return self._read_along(config)[1]
+
+    @functools.cache  # noqa: B019
+    def _read_along(self, config: EvictionConfig) -> tuple[Decoder, list[int]]:
+        decoder, counts = Decoder(self.model), []
+        along = lines.along(flat(config), decoder)
+
+        def counted(*layer: Any) -> list[list[list[int]]]:
+            seen = along(*layer)
+            counts.append(sum(len(entries) for head in seen for entries in head))
+            return seen
+
+        decoder.prefill(self.ids[: self.n], counted)
+        return decoder, counts
 
     def stored(self, layer: int, config: EvictionConfig, inside: bool = False) -> list[dict[int, tuple[Any, Any]]]:
         """Per query head what a configuration in few bits keeps, as it is stored; nothing in 16 bits."""

@@ -147,18 +147,8 @@ def same(found: np.generic, expected: float) -> None:
 def test_the_share_is_of_all_pairs_of_query_and_entry(case: Case) -> None:
     """Of the prefill of its own, whose lines are chosen layer by layer from what came before."""
     sample, reference = case
-    pairs = reference.n * (reference.n + 1) / 2
+    pairs, decoder = reference.n * (reference.n + 1) / 2, reference.decoder
     for place, config in lined_of(reference):
-        decoder, looked = reference.read_along(config), 0
-        again, counted = type(decoder)(reference.model), []
-        along = reference.along(config, again)
-
-        def counting(*layer: Any, along: Any = along, counted: list[int] = counted) -> Any:
-            seen = along(*layer)
-            counted.append(sum(len(entries) for head in seen for entries in head))
-            return seen
-
-        again.prefill(reference.ids[: reference.n], counting)
-        looked = sum(counted) / (decoder.layers * decoder.heads * pairs)
+        looked = sum(reference.looked_at(config)) / (decoder.layers * decoder.heads * pairs)
         assert float(sample.arrays["held_share"][place]) == pytest.approx(looked)
         assert bool(sample.arrays["evicted"][place]) == (looked < 1)
