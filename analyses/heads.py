@@ -34,7 +34,7 @@ class HeadComparison(OfPair):
         flagged: (layer, head) True where the treatment's mean σ is at most 0.5: no evidence for Theorem 3.
         retained_mass: mean S of baseline and treatment, in [0, 1].
         held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
-        prefill_seconds: of prefills of their own of baseline and treatment, and of the full one; NaN where there is none.
+        prefill_seconds: of baseline's and treatment's own prefills, and of the full one; NaN where there is none.
         identity: of the run.
     """
 
@@ -66,7 +66,10 @@ class HeadComparison(OfPair):
             "retained_mass_treatment": self.retained_mass[1],
             "held_over_full_baseline": self.held[0],
             "held_over_full_treatment": self.held[1],
-            **{f"prefill_seconds_{name}": seconds for name, seconds in zip(_PREFILLS, self.prefill_seconds, strict=True)},
+            **{
+                f"prefill_seconds_{name}": seconds
+                for name, seconds in zip(_PREFILLS, self.prefill_seconds, strict=True)
+            },
             "isolated": self.isolated.to_dict(),
             "propagated": self.propagated.to_dict(),
         }

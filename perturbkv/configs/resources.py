@@ -85,7 +85,7 @@ class Shape:
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total.
 
-        Of one that reads pages of the full cache, what these are chosen by; of one with a prefill of its own all of its.
+        Of one that reads pages of the full cache, what these are chosen by; of one with its own prefill all of that.
         """
         if config.reads:
             return self._entries_bytes(self.kv_heads * config.blocks(tokens).before)

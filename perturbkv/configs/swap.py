@@ -103,7 +103,7 @@ def parse_layers(option: str, text: str) -> tuple[int, ...]:
 
 
 def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
-    """Raise ConfigError for sides that are equal, corrected, evict nothing, or whose kept sets cannot lie in one cache."""
+    """Raise ConfigError for sides that are equal, keep everything, correct, or whose sets cannot lie in one cache."""
     if baseline == treatment:
         msg = f"expected two different configurations to swap kept sets of, got '{baseline.label()}' twice"
         raise ConfigError(msg)

@@ -81,11 +81,11 @@ def measure_layer(
     working = working_bytes(keys.device, resources.chunk_bytes)
     for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
         masks = _masks(group, rows, adapter.heads, len(steps))
-        alphas = _every_alpha(configs, group, rows, layer, adapter)
+        alphas = _every_alpha(configs, group, rows, layer, adapter.heads, keys.device)
         parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
         gone.append(lost.largest_lost(added, masks[0].kept))
     for lines in along:
-        alphas = _every_alpha(configs, lines, slice(None), layer, adapter)
+        alphas = _every_alpha(configs, lines, slice(None), layer, adapter.heads, keys.device)
         queries = before.statistics.queries[lines.measured][layer]
         parts.append([lined.isolated(adapter, layer, lines, queries, keys[:, :n], summands, slices, alphas)])
         gone.append(lost.largest_lost(added, lines.whole(adapter.heads)))
@@ -117,11 +117,11 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 
 
 def _every_alpha(
-    configs: Sequence[EvictionConfig], group: AnyGroup, rows: slice, layer: int, adapter: Adapter
+    configs: Sequence[EvictionConfig], group: AnyGroup, rows: slice, layer: int, heads: int, device: torch.device
 ) -> Tensor:
     """(config, head) of some of a group's configurations."""
-    shares = [_alphas(configs[place], layer, adapter.heads, group) for place in group.places[rows]]
-    return on_device(shares, adapter.attentions[layer].o_proj.weight.device, theory.WORK)
+    shares = [_alphas(configs[place], layer, heads, group) for place in group.places[rows]]
+    return on_device(shares, device, theory.WORK)
 
 
 def _alphas(config: EvictionConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:

@@ -135,7 +135,7 @@ class _Attention:
         mask: Tensor,
     ) -> Float[Tensor, "head query d_head"]:
         work, groups = torch.promote_types(query.dtype, torch.float32), len(key)
-        asked = query.to(work).unflatten(0, (groups, -1)).flatten(1, 2)
+        asked = query.to(work).reshape(groups, -1, query.shape[-1])
         logits = (asked @ key.to(work).mT * self.adapter.scale(layer)).view(len(query), -1, key.shape[1])
         logits.masked_fill_(~mask.repeat_interleave(len(query) // len(mask), dim=0), -torch.inf)
         weights = softmax_with_sinks(logits, self.adapter.sinks(layer))[0]

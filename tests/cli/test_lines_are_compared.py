@@ -1,4 +1,4 @@
-"""A prefill along lines, from the command line: its own choice against the criterion's, its cost said, misuse refused."""
+"""A prefill along lines, from the command line: its own choice against the criterion's, its cost, what is refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_its_options_are_listed(perturbkv: Run) -> None:
 
 
 @pytest.mark.parametrize(("asked", "said"), [
-    (["trace", "--selection", "attention", "--precision", "quantise"], "in a prefill of its own: expected precision full"),
+    (["trace", "--selection", "attention", "--precision", "quantise"], "prefill of its own: expected precision full"),
     (["trace", "--selection", "attention", "--correction", "corrected"], "expected correction none, got corrected"),
     (["trace", "--selection", "attention", "--granularity", "layer"], "granularity 'layer' has one set for all"),
     (["trace", "--selection", "attention", "--protect-first", "4"], "expected protect_first 0, got 4"),
