@@ -114,7 +114,7 @@ def _columns(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head ke
 
 def _weights(config: EvictionConfig, given: LastQueries) -> tuple[Tensor, Tensor | None]:
     """A of each kept head, and A ν where there is a stage 2: what is summed along lines."""
-    options, attention = config.granularity.options, given.attention.to(WORK)
+    options, attention = config.granularity.options, _counted(config, given.attention.to(WORK))
     kept = _kept_heads(config, given)
     shared = _reduced(attention, kept, options.get("reduce", "mean"))
     if config.selection.name != "two-stage":
@@ -123,6 +123,17 @@ def _weights(config: EvictionConfig, given: LastQueries) -> tuple[Tensor, Tensor
     if options.get("product") == "mean-of-products":
         return shared, _reduced(attention * norms.unsqueeze(1), kept, "mean")
     return shared, shared * reduce_group(norms, kept).unsqueeze(1)
+
+
+def _counted(config: EvictionConfig, attention: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
+    """The attention that sums are of: all, or without first entries and band, which every query looks at anyway."""
+    policy = cast("VerticalSlash", registry.build(config.policy))
+    if policy.sums == "all":
+        return attention
+    queries, n = attention.shape[1:]
+    entry = torch.arange(n, device=attention.device)
+    offset = entry[n - queries :].unsqueeze(-1) - entry
+    return attention.masked_fill((entry < policy.first) | (offset < config.window), 0.0)
 
 
 def _kept_heads(config: EvictionConfig, given: LastQueries) -> int:

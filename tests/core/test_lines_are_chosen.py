@@ -101,6 +101,20 @@ def test_planted_lines_are_chosen() -> None:
     assert places(both.lines.vertical[0]) == [0, 1, 6, 7] and places(both.stage1.vertical[0]) == [0, 1, 7]
 
 
+def test_a_sink_lends_its_weight_to_slashes_unless_it_is_left_out() -> None:
+    """Entry 0 holds 0.6 of every query: five offsets, 18 … 22, get it once each, above a diagonal of 5 · 0.08."""
+    weights = torch.full((1, 5, N), 0.001, dtype=torch.float64)
+    for row in range(5):
+        position = N - 5 + row
+        weights[0, row, position + 1 :] = 0
+        weights[0, row, 0], weights[0, row, position - 9], weights[0, row, position] = 0.6, 0.08, 0.3
+    given = LastQueries(weights, torch.ones(1, N, dtype=torch.float64), 1, 0, "s")
+    every = choose(lined(budget=8, vertical=0.0), given).lines
+    assert places(every.slash[0]) == [0, 1, 2, 18, 19, 20]
+    free = choose(lined(budget=8, vertical=0.0, sums="free"), given).lines
+    assert places(free.slash[0]) == [0, 1, 2, 3, 4, 9], "the diagonal, and of those that are alike the first"
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("budget", [6, 7, 12, 20, 22])
 def test_no_query_looks_at_more_than_the_budget(budget: int, share: float) -> None:

@@ -56,6 +56,8 @@ def choose(
     free = budget - config.window - config.first
     upright = math.floor(config.vertical * free + 1e-9)
     own = [rows(queries[head][-min(config.last, n) :], keys[head // sharing], scale) for head in range(heads)]
+    if config.sums == "free":
+        own = [[_free(config, row) for row in head] for head in own]
     group, found = sharing if config.granularity == "kv" else 1, []
     for begin in range(0, heads, group):
         members = range(begin, begin + group)
@@ -66,6 +68,13 @@ def choose(
         lines = tuple(Lines(chosen[0][stage], chosen[1][stage]) for stage in (0, 1))
         found += [lines] * group
     return found  # type: ignore[return-value]
+
+
+def _free(config: Any, row: list[float]) -> list[float]:
+    """A query's weights of what it does not look at anyway; the query's own entry is the last."""
+    position = len(row) - 1
+    taken = [entry < config.first or position - entry < config.window for entry in range(len(row))]
+    return [0.0 if gone else weight for weight, gone in zip(row, taken, strict=True)]
 
 
 def _weights(config: Any, own: list[list[list[float]]], norms: list[Array]) -> tuple[list[list[float]], ...]:

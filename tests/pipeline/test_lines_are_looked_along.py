@@ -48,6 +48,8 @@ def every_way(granularity: str) -> tuple[EvictionConfig, ...]:
         lined("two-stage(alpha=0.3, norm=l2)", 20, granularity=granularity, **group),
         lined("two-stage(alpha=0)", 0.5, granularity=granularity, options={"vertical": 0.0, "first": 0}),
         lined("attention", 13, granularity=granularity, options={"vertical": 1.0, "last": 64}),
+        lined("attention", 14, granularity=granularity, options={"sums": "free"}),
+        lined("two-stage(alpha=0.4)", 18, granularity=granularity, options={"sums": "free", "last": 20}),
         lined("attention", 1.0, granularity=granularity),
         configuration(17, kernel=3, window=WINDOW, granularity=granularity),
     ]

@@ -12,6 +12,10 @@ and the `first` = 4 entries among them; their code has 100 offsets and 30 entrie
 how many lines of each kind. Lines are single entries, not blocks of 64 as their kernel has them, and the masked prefill
 is computed exactly, which shows what is lost and not how fast a sparse kernel is. `two-stage` is no part of the paper:
 ⌊α · verticals⌋ by ΣA, the rest by ΣA·ν of the line's entries, and slashes likewise. `random` draws its lines.
+
+Their sums count all weights, as `sums=all` does: a first entry that every query looks at lends its weight to one slash
+per last query. That hardly matters to thousands of lines and fills dozens: `sums=free`, no part of the paper either,
+leaves out what every query looks at anyway, the first entries and the band.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ class VerticalSlash(Policy):
     vertical: float = option(0.5, "share of the chosen lines that are entries; the others are offsets", high=1)
     last: int = option(64, "last queries, whose attention says which lines", low=1)
     first: int = option(4, "first entries that every query looks at")
+    sums: str = option("all", "of the last queries' attention: all, or free of what every query looks at anyway",
+                       known=("all", "free"))  # fmt: skip
     seed: int = option(0, "of the queries at which isolated quantities are measured")
 
     @classmethod
