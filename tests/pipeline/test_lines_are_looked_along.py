@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.pipeline import lined as pipeline_lined
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.kept_sets import KeptSets
+from perturbkv.selection.lined import LinedGroup
 from perturbkv.selection.prompt_queries import measured
 from perturbkv.trace import SampleTrace
 from tests.oracle import selection, theory
@@ -106,16 +111,51 @@ def at(reference: Reference, config: EvictionConfig, layer: int, head: int, posi
     }
 
 
+def mean_at(reference: Reference, config: EvictionConfig, layer: int, head: int) -> dict[str, float]:
+    """The means over the queries that are measured."""
+    each = [at(reference, config, layer, head, position) for position in measured(config, reference.n, "s")]
+    return {name: float(np.mean([one[name] for one in each])) for name in each[0]}
+
+
 def test_isolated_quantities_are_means_over_the_prompts_queries(case: Case) -> None:
     sample, reference = case
     for place, config in lined_of(reference):
-        positions = measured(config, reference.n, "s")
         for layer, head in np.ndindex(reference.decoder.layers, reference.decoder.heads):
-            each = [at(reference, config, layer, head, position) for position in positions]
-            for name in each[0]:
+            for name, expected in mean_at(reference, config, layer, head).items():
                 found = float(sample.arrays[name][place, 0, layer, head])
-                expected = np.mean([one[name] for one in each])
                 assert found == pytest.approx(expected, rel=RELATIVE, abs=1e-12), (name, place, layer, head)
+
+
+def before_them(group: LinedGroup, positions: torch.Tensor) -> KeptSets:
+    return _seen(group, positions - 1)
+
+
+def first_alone(*asked: Any) -> dict[str, torch.Tensor]:
+    group = replace(asked[2], measured=asked[2].measured[:1])
+    return _isolated(*asked[:2], group, *asked[3:])
+
+
+_seen, _isolated = LinedGroup.seen, pipeline_lined.isolated
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"), [(LinedGroup, "seen", before_them), (pipeline_lined, "isolated", first_alone)]
+)
+def test_wrong_isolated_quantities_are_found(
+    where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, ids = exact_adapter("llama", *HEADS["GQA"]), token_ids(LENGTH, seed=3)
+    run = RunConfig("m", "d", (lined(),))
+    reference = Reference(adapter.model, ids, run)
+    expected = mean_at(reference, lined(), 1, 2)["perturbation_isolated"]
+
+    def off() -> float:
+        found = trace_sample(adapter, Prompt("s", ids, 0), run).arrays["perturbation_isolated"][0, 0, 1, 2]
+        return abs(float(found) - expected)
+
+    assert off() < 1e-9
+    monkeypatch.setattr(where, name, wrong)
+    assert off() > 1e-3
 
 
 def test_bounds_stand_in_their_order(case: Case) -> None:
