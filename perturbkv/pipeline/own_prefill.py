@@ -18,7 +18,7 @@ from perturbkv.cache.entries import KeptEntries, borrow
 from perturbkv.cache.whole import full_cache
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.devices import working_bytes
+from perturbkv.devices import on_device, stack_on, working_bytes
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import lined
 from perturbkv.pipeline.capture import AttentionFunction, intercept_attention
@@ -61,7 +61,7 @@ def own_prefill(
         seconds, logits = _timed(adapter, token_ids, cache)
     check.look(LOGITS, logits)
     held = [adapter.held(cache, layer) for layer in range(len(adapter.layers))]
-    looked, n = float(torch.stack(attention.looked).mean()), len(token_ids)
+    looked, n = float(stack_on(adapter.device, attention.looked).mean()), len(token_ids)
     rows = [borrow(layer.keys[0], layer.values[0]) for layer in held]
     return OwnPrefill(rows, looked / (n * (n + 1) / 2), seconds)
 
@@ -122,7 +122,7 @@ class _Attention:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
         else:
             norms = layer_norms(value, projection, self.resources)
-        queries = query[:, list(last(self.config, n))]
+        queries = query[:, on_device(last(self.config, n), query.device)]
         seen = lined.last_queries(self.adapter, layer, queries, key, norms, self.sample)
         return of_budget(self.config, seen, n).lines
 
