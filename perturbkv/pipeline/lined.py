@@ -79,7 +79,7 @@ def isolated(
 ) -> dict[str, Tensor]:
     """As `measure.isolated`, the mean over the prompt's queries that are asked, each of the entries that it sees.
 
-    `keys` and `summands` are of the prompt's entries alone.
+    `keys` are of the prompt's entries alone; behind theirs `summands` may hold more.
     """
     found, sharing = group.seen(on_device(group.measured, keys.device)), adapter.heads // group.kept_heads
     kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (found.kept, found.stage1))

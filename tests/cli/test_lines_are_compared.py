@@ -38,7 +38,7 @@ def test_its_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tiny: l
 
 
 def test_cost_and_share_stand_in_json(perturbkv: Run, tiny: list[object]) -> None:
-    sides = f"snapkv:attention,{SLASH}:attention,{SLASH}:random"
+    sides = f"snapkv:attention,{SLASH}:attention,vertical-slash:random"
     ran = perturbkv("heads", *tiny, "--compare", sides, "-o", "out", "--json")
     assert ran.code == 0, ran.err
     trace, found = read_trace(Path("out/trace.h5")), ran.json()["comparisons"]

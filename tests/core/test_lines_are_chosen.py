@@ -22,7 +22,8 @@ PINNED = (52, 71, 101, 137, 165, 209)
 def lined(
     selection: str = "attention", budget: float = 12, granularity: str = "query", **options: Any
 ) -> EvictionConfig:
-    told = ", ".join(f"{name}={value}" for name, value in {"first": 2, "last": 5, **options}.items())
+    looks = {} if selection.startswith("random") else {"last": 5}
+    told = ", ".join(f"{name}={value}" for name, value in {"first": 2, **looks, **options}.items())
     policy = f"vertical-slash({told})"
     return configuration(budget, policy=policy, selection=selection, window=WINDOW, granularity=granularity)
 

@@ -36,7 +36,7 @@ PROMPT = Prompt("s", IDS, 0, question_tokens=QUESTION)
 
 
 def lined(selection: str = "attention", budget: float = 17, **more: Any) -> EvictionConfig:
-    policy = "vertical-slash(last=9, first=2)"
+    policy = "vertical-slash(first=2)" if selection.startswith("random") else "vertical-slash(last=9, first=2)"
     return configuration(budget, policy=policy, selection=selection, **{"window": WINDOW, **more})
 
 
@@ -183,6 +183,11 @@ def test_a_whole_cache_of_its_own_is_planned_for() -> None:
         ({"selection": "two-stage(score=pooled)"}, "score of selection 'two-stage' has no effect here"),
         ({"selection": "two-stage(split=total)"}, "split of selection 'two-stage' has no effect here"),
         ({"selection": "random", "granularity": "kv(reduce=max)"}, "reduce of granularity 'kv' has no effect here"),
+        (
+            {"selection": "random", "policy": "vertical-slash(sums=free)"},
+            "sums of policy 'vertical-slash' has no effect",
+        ),
+        ({"selection": "random", "policy": "vertical-slash(last=9)"}, "last of policy 'vertical-slash' has no effect"),
         ({"policy": "vertical-slash(vertical=1.5)"}, "vertical of policy 'vertical-slash' must lie in [0, 1], got 1.5"),
         ({"policy": "vertical-slash(last=0)"}, "last of policy 'vertical-slash' must be at least 1, got 0"),
         ({"policy": "vertical-slash(first=-1)"}, "first of policy 'vertical-slash' must be at least 0, got -1"),
