@@ -14,11 +14,12 @@ from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.head_kind import HeadKind, compare
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.pairing import OfPair
-from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, values
+from perturbkv.analyses.reading import EVIDENCE, Floats, at_step, held_shares, prefill_seconds, values
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
+_PREFILLS = ("baseline", "treatment", "full")
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,6 +34,7 @@ class HeadComparison(OfPair):
         flagged: (layer, head) True where the treatment's mean σ is at most 0.5: no evidence for Theorem 3.
         retained_mass: mean S of baseline and treatment, in [0, 1].
         held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
+        prefill_seconds: of baseline's and treatment's own prefills, and of the full one; NaN where there is none.
         identity: of the run.
     """
 
@@ -45,6 +47,7 @@ class HeadComparison(OfPair):
     flagged: NDArray[np.bool_]
     retained_mass: tuple[float, float]
     held: tuple[float, float]
+    prefill_seconds: tuple[float, float, float]
     identity: RunIdentity
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,6 +66,10 @@ class HeadComparison(OfPair):
             "retained_mass_treatment": self.retained_mass[1],
             "held_over_full_baseline": self.held[0],
             "held_over_full_treatment": self.held[1],
+            **{
+                f"prefill_seconds_{name}": seconds
+                for name, seconds in zip(_PREFILLS, self.prefill_seconds, strict=True)
+            },
             "isolated": self.isolated.to_dict(),
             "propagated": self.propagated.to_dict(),
         }
@@ -83,7 +90,7 @@ def summarise(
     sides = (held.config_index(baseline.label()), held.config_index(treatment.label()))
     flagged = values(held, "sigma_stage1", ANALYSIS, step)[:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = values(held, "retained_mass", ANALYSIS, step).mean(axis=(0, 2, 3))
-    shares = held_shares(held, ANALYSIS)
+    shares, (seconds, full) = held_shares(held, ANALYSIS), prefill_seconds(held)
     kinds = [_kind(held, kind, distance, sides, step, flagged) for kind in ("isolated", "propagated")]
     return HeadComparison(
         baseline=baseline,
@@ -95,6 +102,7 @@ def summarise(
         flagged=flagged,
         retained_mass=(float(mass[sides[0]]), float(mass[sides[1]])),
         held=(float(shares[sides[0]]), float(shares[sides[1]])),
+        prefill_seconds=(float(seconds[sides[0]]), float(seconds[sides[1]]), full),
         identity=identity(trace, (baseline, treatment), step),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 from perturbkv.analyses import conclusions, numbers
 from perturbkv.analyses.conclusions import ALIKE, FEW, LESS, MORE, UNDECIDED, Outcome
@@ -43,9 +44,27 @@ def notes(pairs: Sequence[HeadComparison]) -> str:
         "σ ≤ 0.5: heads that are no evidence for Theorem 3." if single else "",
         "Isolated (isol.): each layer cut on its own; propagated (prop.): earlier layers' errors included.",
         numbers.ABOUT_HELD,
+        _prefills(pairs),
         numbers.about_floor(first.floor_relative_median),
     ]
     return "\n".join(filter(None, lines))
+
+
+def _prefills(pairs: Sequence[HeadComparison]) -> str:
+    """What prefills of their own took, beside the full one; empty where there are none."""
+    sides = [
+        side
+        for pair in pairs
+        for side in zip((pair.baseline, pair.treatment), pair.held, pair.prefill_seconds, strict=False)
+    ]
+    lined = {config: (share, seconds) for config, share, seconds in sides if not isnan(seconds)}
+    if not lined:
+        return ""
+    names = [name or config.label() for name, config in zip(short(tuple(lined)), lined, strict=True)]
+    told = [f"{name} {seconds:.2f} s ({numbers.percent(share)} looked at)"
+            for name, (share, seconds) in zip(names, lined.values(), strict=True)]  # fmt: skip
+    full = f"the full one {pairs[0].prefill_seconds[2]:.2f} s"
+    return f"Prefill, mean over samples, masks dense: {', '.join(told)}; {full}."
 
 
 def _of_pair(pair: HeadComparison) -> str:

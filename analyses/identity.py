@@ -75,8 +75,10 @@ class RunIdentity:
 
     def about_read(self) -> str:
         """What held / full counts of configurations that evict nothing; empty where there are none."""
-        names = dict.fromkeys(config.policy.name for config in self.configs if config.reads)
-        return f"{', '.join(names)}: {numbers.ABOUT_READ}" if names else ""
+        read = dict.fromkeys(config.policy.name for config in self.configs if config.reads)
+        lined = dict.fromkeys(config.policy.name for config in self.configs if config.lined)
+        said = ((read, numbers.ABOUT_READ), (lined, numbers.ABOUT_LINED))
+        return " ".join(f"{', '.join(names)}: {about}" for names, about in said if names)
 
     def lines(self) -> list[str]:
         """The foot: the run, its configurations, and what those hold that evict nothing."""

@@ -19,7 +19,8 @@ def isolated(trace: Trace, first: int, second: int) -> Same:
     """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
 
     Only where both configurations store them alike, in as many bits, and correct alike for what went; and not of pages
-    that each step and each run reads anew, of which a trace holds those of the full run's first step.
+    that each step and each run reads anew, of which a trace holds those of the full run's first step, nor of lines, of
+    which it holds what the prompt's last query looks at.
     """
     return np.asarray(trace.same_kept(first, second) & _stored_alike(trace, first, second)[:, None, None])
 
@@ -52,7 +53,7 @@ def _stored_alike(trace: Trace, first: int, second: int) -> Same:
     """(sample,) True where equal kept sets are the same cache: corrections that differ are alike where nothing went."""
     one, other = (trace.run.configs[place] for place in (first, second))
     whole = trace.arrays["evicted"][trace.ok][:, first] == 0
-    alike = one.precision == other.precision and not (one.reads or other.reads)
+    alike = one.precision == other.precision and one.evicts and other.evicts
     return np.asarray(np.where(whole, one.precision == other.precision, alike & (one.correction == other.correction)))
 
 

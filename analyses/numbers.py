@@ -70,6 +70,10 @@ ABOUT_DRIFT = "Drift: distance of the evicted run's residual stream from the ful
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
 ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."
 ABOUT_READ = "nothing is evicted; held / full is what each head reads at a step, and all stays in memory."
+ABOUT_LINED = (
+    "nothing is evicted; held / full is the share of pairs of query and entry that its own prefill looks at; "
+    "isolated is a mean over 32 queries of the prompt."
+)
 HELD_AT_START = "#held / full\nat the start"
 """A column's name where caches are compressed again later."""
 _ABOVE_FULL = (

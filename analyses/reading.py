@@ -105,6 +105,14 @@ def held_by_sample(trace: Trace, analysis: str) -> Floats:
     return np.asarray(kept.mean(axis=2).sum(axis=-1) / stored / tokens[:, None])
 
 
+def prefill_seconds(trace: Trace) -> tuple[Floats, float]:
+    """(config,) seconds of prefills of their own, NaN where there is none, and of the full one; means over samples."""
+    if "prefill_seconds" not in trace.arrays:
+        return np.full(len(trace.run.configs), np.nan), np.nan
+    own, full = (trace.arrays[name][trace.ok] for name in ("prefill_seconds", "prefill_seconds_full"))
+    return np.asarray(own.mean(axis=0)), float(full.mean())
+
+
 def byte_shares(trace: Trace, analysis: str) -> Floats:
     """(config,) bytes of the evicted cache over those of the full one in 16 bits, mean over samples.
 

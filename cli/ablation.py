@@ -15,7 +15,7 @@ from perturbkv.cli.spreading import with_options
 from perturbkv.cli.study import open_study
 from perturbkv.configs.choice import Choice, as_choice, halves, parse, split
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.pages import READERS
+from perturbkv.configs.lines import EVICT_NOTHING
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _fits(run: RunOptions, policy: type[Policy]) -> bool:
     shared = any(one.name == "layer" for one in asked) and policy.budgets == "by head"
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in asked) and policy().first_stage is not None
     scored = run.head_scores is not None or not policy.needs_scores
-    return policy.name not in READERS and scored and run.cache in policy.caches() and not shared and not in_blocks
+    return policy.name not in EVICT_NOTHING and scored and run.cache in policy.caches() and not shared and not in_blocks
 
 
 def _meant(method: str) -> str:

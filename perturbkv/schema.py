@@ -130,6 +130,10 @@ VARIABLES: dict[str, Variable] = {
         ("config",), "byte", "entries of the evicted cache as stored, scales and minima among them", optional=True
     ),
     "full_bytes": Variable((), "byte", "entries of the full cache in 16 bits", optional=True),
+    "prefill_seconds": Variable(
+        ("config",), "s", "prefill of its own, lines chosen, masks dense; NaN where it has none", optional=True
+    ),
+    "prefill_seconds_full": Variable((), "s", "the full cache's prefill beside it, nothing watched", optional=True),
     "kept_count": Variable(("config", "layer", "head"), "entry", "entries kept of the prompt", "int64"),
     "stage1_count": Variable(("config", "layer", "head"), "entry", "prefix entries that stage 1 took", "int64"),
     "kept_offset": Variable(
@@ -230,6 +234,9 @@ KEPT = ("kept_offset", "kept_length", "kept_code")
 """What shows which entries were kept, not only how many: a trace may go without."""
 DIGEST = "kept_digest"
 """What tells equal kept sets from others where a trace goes without their positions."""
+
+PREFILLS = ("prefill_seconds", "prefill_seconds_full")
+"""What prefills took, of configurations that have one of their own; NaN where none has."""
 
 SUMS = ("cache_bytes", "cache_padding_bytes")
 """Variables of all configurations together: of some of them nothing is known."""

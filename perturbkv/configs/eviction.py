@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs import pages
+from perturbkv.configs import lines, pages
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.blocks import Blocks, most_always
 from perturbkv.configs.budget import Budget, entries, parse_entries
@@ -163,6 +163,16 @@ class EvictionConfig:
         return pages.reads(self.policy)
 
     @property
+    def lined(self) -> bool:
+        """Whether its prompt has a prefill of its own along some lines: then b counts what a query looks at at most."""
+        return lines.lined(self.policy)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether entries go for good; where not, all stay in the cache, whatever is looked at."""
+        return not self.reads and not self.lined
+
+    @property
     def evicts_alone(self) -> bool:
         """Whether nothing but eviction changes its outputs, so that the theorems speak of it."""
         return not self.quantised and not self.corrected
@@ -262,9 +272,9 @@ class EvictionConfig:
     def flat(self) -> dict[str, Any]:
         """Every choice as a plain value: names, numbers, and each option behind its owner's: `selection_alpha`.
 
-        Single entries are blocks of one, whether or not that was said; who reads pages has no blocks.
+        Single entries are blocks of one, whether or not that was said; who evicts nothing has no blocks.
         """
-        found: dict[str, Any] = {} if self.reads else {"granularity_block": self.block}
+        found: dict[str, Any] = {} if not self.evicts else {"granularity_block": self.block}
         for name, value in self._choices():
             found[name] = value.name if isinstance(value, Choice) else _plain(value)
             if isinstance(value, Choice):

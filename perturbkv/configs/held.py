@@ -15,8 +15,10 @@ def held_bits(
 ) -> int:
     """Of kept sets of `kept` entries each, which all of a layer's query heads share evenly.
 
-    Of one that reads pages every entry, and what these are chosen by.
+    Of one that reads pages every entry, and what these are chosen by; of one with a prefill of its own every entry.
     """
+    if config.lined:
+        return stored_bits(config.precision, prompt_tokens, config.window, d_head) * kv_heads
     if config.reads:
         chooses = config.kept_entries(prompt_tokens) < prompt_tokens
         return pages.held_bits(config.blocks(prompt_tokens), prompt_tokens, kv_heads, d_head, chooses)

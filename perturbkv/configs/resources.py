@@ -85,10 +85,12 @@ class Shape:
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total.
 
-        Of one that reads pages of the full cache, what these are chosen by.
+        Of one that reads pages of the full cache, what these are chosen by; of one with its own prefill all of that.
         """
         if config.reads:
             return self._entries_bytes(self.kv_heads * config.blocks(tokens).before)
+        if config.lined:
+            return self._entries_bytes(self.kv_heads * tokens)
         sets = self.heads if config.granularity.name == "query" else self.kv_heads
         return self._entries_bytes(sets * config.kept_entries(tokens))
 
@@ -100,6 +102,7 @@ class Shape:
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
         kept = self.kept_bytes(config, tokens)
         held = kept * _PLACE_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
+        held = kept if config.lined else held
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
         return held + tails + recorded * steps + logits

@@ -103,9 +103,12 @@ def parse_layers(option: str, text: str) -> tuple[int, ...]:
 
 
 def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
-    """Raise ConfigError for sides that are equal, corrected, or whose kept sets cannot lie in one cache."""
+    """Raise ConfigError for sides that are equal, keep everything, correct, or whose sets cannot lie in one cache."""
     if baseline == treatment:
         msg = f"expected two different configurations to swap kept sets of, got '{baseline.label()}' twice"
+        raise ConfigError(msg)
+    if whole := [config.policy.name for config in (baseline, treatment) if not config.evicts]:
+        msg = f"expected configurations that evict, so that there are kept sets to swap; policy '{whole[0]}' does not"
         raise ConfigError(msg)
     if corrected := [config for config in (baseline, treatment) if config.corrected]:
         msg = f"expected kept sets alone, with no correction of what goes, got {corrected[0].correction}; leave it out"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import grading, quantised
 from perturbkv.pipeline.layer import LayerResult, order
 from perturbkv.pipeline.measure import Arrays, to_numpy
+from perturbkv.pipeline.own_prefill import OwnPrefill
 from perturbkv.schema import VARIABLES
 
 
@@ -44,6 +45,7 @@ class BatchResult:
             None; empty where nothing is generated.
         isolated: of configurations in few bits, or corrected, by their place (step, name, layer, head), names as
             `quantised.NAMES`; NaN where that changes nothing.
+        own: of configurations that have one, by their place, the prefill along lines.
     """
 
     places: tuple[int, ...]
@@ -54,6 +56,7 @@ class BatchResult:
     padding_bytes: int
     generated: dict[int | None, list[int]]
     isolated: dict[int, Tensor]
+    own: Mapping[int, OwnPrefill] = field(default_factory=dict)
 
 
 def sample_arrays(
@@ -159,6 +162,22 @@ def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) ->
     """(config,) entries of all layers and kept sets over those of the full cache (METHOD: a budget is not a share)."""
     held = [sum(sum(layer[place]) for layer in lengths) for place in range(len(lengths[0]))]
     return np.array(held, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
+
+
+def prefill_arrays(
+    batches: Sequence[BatchResult], configs: Sequence[EvictionConfig], held: NDArray[np.float64], seconds: float
+) -> Arrays:
+    """Of configurations with a prefill along lines what it took, and `held_share` as what its queries look at.
+
+    That of a budget which covers the prompt is the full one, which took `seconds`; the others have none: NaN.
+    """
+    shares, took = held.copy(), np.full(len(configs), np.nan)
+    for place in (place for place, config in enumerate(configs) if config.lined):
+        shares[place], took[place] = 1.0, seconds
+    for batch in batches:
+        for place, own in batch.own.items():
+            shares[place], took[place] = own.share, own.seconds
+    return {"held_share": shares, "prefill_seconds": took, "prefill_seconds_full": np.array(seconds)}
 
 
 def held_bytes(

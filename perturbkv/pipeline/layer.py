@@ -16,7 +16,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_device, working_bytes
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import lost, measure, reading
+from perturbkv.pipeline import lined, lost, measure, reading
 from perturbkv.pipeline.decoding import StepRecord
 from perturbkv.pipeline.measure import LayerMasks
 from perturbkv.pipeline.prefill import Prefill, layer_norms
@@ -72,6 +72,7 @@ def measure_layer(
             *before.statistics.groups(configs, layer, keys[:, :n], values[:, :n], attention[0]),
             *reading.groups(adapter, before.statistics, layer, configs, keys, [one.query[layer][0] for one in full]),
         ]
+        along = lined.groups(adapter, before.statistics, layer, configs, keys[:, :n])
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summands = theory.stack_summands(values, norms)
     steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices, sink) for step, sink in weights]
@@ -80,13 +81,19 @@ def measure_layer(
     working = working_bytes(keys.device, resources.chunk_bytes)
     for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
         masks = _masks(group, rows, adapter.heads, len(steps))
-        shares = [_alphas(configs[place], layer, adapter.heads, group) for place in group.places[rows]]
-        alphas = on_device(shares, keys.device, theory.WORK)
+        alphas = _every_alpha(configs, group, rows, layer, adapter.heads, keys.device)
         parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
         gone.append(lost.largest_lost(added, masks[0].kept))
+    for lines in along:
+        alphas = _every_alpha(configs, lines, slice(None), layer, adapter.heads, keys.device)
+        queries = before.statistics.queries[lines.measured][layer]
+        parts.append([lined.isolated(adapter, layer, lines, queries, keys[:, :n], summands, slices, alphas)])
+        gone.append(lost.largest_lost(added, lines.whole(adapter.heads)))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
+    if along:
+        isolated[0] |= _largest_floors([step[0] for step in parts])
     most = _joined(gone) | {"weighted_norm": steps[0].total}
-    return LayerResult(found, isolated, most, attention if keep_attention else [])
+    return LayerResult([*found, *along], isolated, most, attention if keep_attention else [])
 
 
 def _parts(found: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
@@ -109,10 +116,24 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
 
 
+def _every_alpha(
+    configs: Sequence[EvictionConfig], group: AnyGroup, rows: slice, layer: int, heads: int, device: torch.device
+) -> Tensor:
+    """(config, head) of some of a group's configurations."""
+    shares = [_alphas(configs[place], layer, heads, group) for place in group.places[rows]]
+    return on_device(shares, device, theory.WORK)
+
+
 def _alphas(config: EvictionConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:
     """α of each query head: that of its kept set."""
     sharing = heads // group.kept_heads
     return [share for share in config.alphas(layer, group.kept_heads) for _ in range(sharing)]
+
+
+def _largest_floors(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Noise floors of the decode step and of the prompt's queries: one for all, the larger is the careful one."""
+    floors = [name for name, tensor in parts[0].items() if tensor.ndim == 1]
+    return {name: torch.stack([part[name] for part in parts]).amax(dim=0) for name in floors}
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import room
 from perturbkv.cache import positions
-from perturbkv.configs import alpha_table
+from perturbkv.configs import alpha_table, lines
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.configs.precision import check_fill
@@ -135,6 +135,7 @@ def plan(
     sources.check(configs, files.config, files.name)
     alpha_table.check([config.alpha for config in configs], files.config)
     generate = _own_length(prompts) if settings.generate is None else settings.generate
+    lines.check([config.policy for config in configs], settings.steps, generate, files.config, files.name)
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
     graded = _grading(prompts, settings.scored) if generate else {}
     run = RunConfig(

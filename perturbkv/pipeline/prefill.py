@@ -18,6 +18,7 @@ from perturbkv.cache.sliding import Window
 from perturbkv.cache.whole import full_cache, windows
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
+from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.capture import Observer, capture
 from perturbkv.pipeline.finite import FINAL_NORM, LOGITS, FiniteCheck
@@ -31,6 +32,8 @@ from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value
 from perturbkv.selection.given import Group, kept_groups
 from perturbkv.selection.layer_statistics import Ends, LayerStatistics
 from perturbkv.selection.policies import registry
+from perturbkv.selection.prompt_queries import Positions
+from perturbkv.selection.prompt_queries import wanted as wanted_queries
 from perturbkv.selection.ranking import Scores
 from perturbkv.theory import WORK
 
@@ -56,6 +59,7 @@ class Statistics:
         made: what budgets that look at all layers were made of.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), where what went is
             corrected for.
+        queries: positions -> per layer their queries after rotation (head, query, d_head), for who looks along lines.
     """
 
     sample: str
@@ -69,6 +73,7 @@ class Statistics:
     made: dict[Hashable, Any] = field(default_factory=dict)
     euclidean: list[Tensor] = field(default_factory=list)
     mean_queries: dict[int, list[Tensor]] = field(default_factory=dict)
+    queries: dict[Positions, list[Tensor]] = field(default_factory=dict)
 
     def groups(
         self,
@@ -183,11 +188,12 @@ def prefill(
     for it: a layer's keys and values are let go when the layer is done. Scores that look at a replay come last. `given`
     says what configurations keep that do not rank.
     """
-    ranked = [config for config in configs if not config.given]
+    ranked = [config for config in configs if not config.given and not config.lined]
     wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
     found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
     found.mean_queries.update((window, []) for window in stand_in.windows(configs))
-    euclidean = any(config.euclidean for config in ranked)
+    found.queries.update((asked, []) for asked in wanted_queries(configs, len(token_ids), sample))
+    euclidean = any(config.euclidean for config in configs)
     reading = _Reading(adapter, found, resources, taken, whole, euclidean)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):
@@ -228,6 +234,8 @@ class _Reading:
             self._euclidean(view)
         for window, means in self.found.mean_queries.items():
             means.append(query[0, :, -window:].to(WORK).mean(dim=1))
+        for positions, queries in self.found.queries.items():
+            queries.append(query[0][:, on_device(positions, query.device)])
         with phase("scores"):
             self._score(view)
         if self.taken is not None:

@@ -34,6 +34,7 @@ from perturbkv.pipeline.assembly import (
     isolated_arrays,
     kept_arrays,
     lost_arrays,
+    prefill_arrays,
     sample_arrays,
     step_arrays,
     with_all_steps,
@@ -43,6 +44,7 @@ from perturbkv.pipeline.decoding import StepRecord, decode_evicted, decode_full,
 from perturbkv.pipeline.finite import FiniteCheck
 from perturbkv.pipeline.generation import end_tokens, generate
 from perturbkv.pipeline.layer import LayerResult, measure_layer
+from perturbkv.pipeline.own_prefill import OwnPrefill, own_prefill, plain_seconds
 from perturbkv.pipeline.prefill import Prefill, prefill
 from perturbkv.pipeline.sources import KeptMasks, sources
 from perturbkv.pipeline.timing import phase
@@ -102,9 +104,11 @@ def trace_sample(
     full, tokens = reference(adapter, before, question, run.steps, planned.rows)
     layers, kept = _selected(adapter, before, full, run, resources)
     before.finite.raise_if_not(prompt.sample_id)
-    decode = _Decoding(adapter, run, before, full, tokens, question, layers, kept, planned.rows)
+    decode = _Decoding(adapter, run, resources, before, full, tokens, context, question, layers, kept, planned.rows)
     batches = [decode.batch(places) for places in planned.places]
     arrays = _arrays(adapter, prompt, run, tokens, batches, layers, kept)
+    if any(config.lined for config in run.configs):
+        arrays |= prefill_arrays(batches, run.configs, arrays["held_share"], plain_seconds(adapter, context))
     decode.finite.raise_if_not(prompt.sample_id)
     return SampleTrace(prompt.sample_id, with_all_steps(arrays, run.steps))
 
@@ -179,22 +183,26 @@ class _Decoding:
         self,
         adapter: Adapter,
         run: RunConfig,
+        resources: Resources,
         before: Prefill,
         full: Sequence[StepRecord],
         tokens: Tensor,
+        context: Sequence[int],
         question: Sequence[int],
         layers: Sequence[LayerResult],
         kept: Sequence[Lengths],
         rows: int,
     ) -> None:
-        self.adapter, self.run, self.before, self.full = adapter, run, before, full
-        self.tokens, self.question, self.layers, self.kept, self.rows = tokens, question, layers, kept, rows
+        self.adapter, self.run, self.resources, self.before, self.full = adapter, run, resources, before, full
+        self.tokens, self.context, self.question = tokens, context, question
+        self.layers, self.kept, self.rows = layers, kept, rows
         self.finite, self.passing = FiniteCheck(), passing(run)
 
     def batch(self, places: tuple[int, ...]) -> BatchResult:
         """One batch: evict, decode, compare."""
         with phase("evict"):
-            found = [self._evict(layer, places) for layer in range(len(self.layers))]
+            own = self._own(places)
+            found = [self._evict(layer, places, own) for layer in range(len(self.layers))]
             layers = beside(self.adapter, [one.entries for one in found], self.before.windows)
             cache = CompactCache(layers, self._behind(places))
         with phase("decode"):
@@ -206,9 +214,19 @@ class _Decoding:
         answers = self._answers(cache, asked, places) if self.run.generate else {}
         moved = {place: torch.stack([one.moved[place] for one in found], dim=-2) for place in found[0].moved}
         kept = [one.masks for one in found]
-        return BatchResult(places, steps, found[0].order, kept, held, padding, answers, moved)
+        return BatchResult(places, steps, found[0].order, kept, held, padding, answers, moved, own)
 
-    def _evict(self, layer: int, places: tuple[int, ...]) -> _Evicted:
+    def _own(self, places: tuple[int, ...]) -> dict[int, OwnPrefill]:
+        """The prefills along lines of configurations whose budget does not cover the prompt."""
+        configs = {place: self.run.configs[place] for place in places}
+        n, sample = len(self.context), self.before.statistics.sample
+        return {
+            place: own_prefill(self.adapter, self.context, config, sample, self.resources, self.finite)
+            for place, config in configs.items()
+            if config.lined and config.kept_entries(n) < n
+        }
+
+    def _evict(self, layer: int, places: tuple[int, ...], own: Mapping[int, OwnPrefill]) -> _Evicted:
         """One layer: its rows are one that keeps everything, the configurations, and more of the first kind."""
         held, n = self.adapter.held(self.before.cache, layer), self.before.statistics.tokens
         keys, values = held.keys[0], held.values[0]
@@ -217,6 +235,8 @@ class _Decoding:
         kept, moved = self._stored(layer, kept, (keys, values))
         everything = borrow(keys[:, :n], values[:, :n])
         held_by = kept.entries | self._read(layer, places, keys, values)
+        held_by |= {place: everything for place in places if self.run.configs[place].lined}
+        held_by |= {place: prefilled.rows[layer] for place, prefilled in own.items()}
         rows = [everything, *(held_by[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))
         stand_ins = {row: corrected[place] for row, place in enumerate(places, start=1) if place in corrected}

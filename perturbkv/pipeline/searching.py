@@ -79,7 +79,7 @@ def _other(config: EvictionConfig) -> str:
     kind = registry.info(config.policy.name)
     reasons = {
         "policies that keep what they keep": config.given,
-        f"policy {config.policy.name}, which evicts nothing": config.reads,
+        f"policy {config.policy.name}, which evicts nothing": not config.evicts,
         f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
         f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
         f"precision {config.precision}": config.quantised,

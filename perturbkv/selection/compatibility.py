@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.pages import READERS
+from perturbkv.configs.lines import EVICT_NOTHING
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies.registry import build, info, known, names
@@ -119,7 +119,7 @@ def check_compressible(config: EvictionConfig) -> None:
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
         raise ConfigError(msg)
-    if config.reads:
+    if not config.evicts:
         msg = f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed: leave --compress-every out"
         raise ConfigError(msg)
     if config.quantised and build(config.policy).in_cache:
@@ -150,7 +150,7 @@ def check_compressible(config: EvictionConfig) -> None:
 
 
 def _compressible(policy: Policy) -> bool:
-    return not policy.score.carries_history() and not policy.whole_model and policy.name not in READERS
+    return not policy.score.carries_history() and not policy.whole_model and policy.name not in EVICT_NOTHING
 
 
 def needs_all_layers(config: EvictionConfig) -> bool:

@@ -20,6 +20,7 @@ _POOLED = "a selection or policy that looks at pooled attention"
 _POOLS = "a pool other than none"
 _BLOCKS = "a block of several entries"
 _PAGES = "a policy that keeps entries or blocks: pages are as long as page of the policy says"
+_LINES = "a policy that keeps entries or blocks: a line is a line of entries"
 _SCORES = "a selection by score"
 
 
@@ -51,6 +52,9 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
     if config.reads:
         found |= {("granularity", name): _PAGES for name in ("block", "block_score")}
         found["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
+    elif config.lined:
+        found |= {("granularity", name): _LINES for name in ("block", "block_score")}
+        found |= {("selection", name): "a score of entries: lines are summed" for name in ("epsilon", "score", "split")}
     elif config.block == 1:
         found |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
     elif config.selection.name == "position":

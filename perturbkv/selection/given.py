@@ -70,9 +70,9 @@ def kept_groups(
 ) -> list[Group]:
     """`ranking_groups` of the configurations that rank, and what the others were given, in one order in all layers.
 
-    Those that read pages, as each query chooses them, are left out.
+    Those that evict nothing are left out.
     """
-    ours = [place for place, config in enumerate(configs) if config not in given and not config.reads]
+    ours = [place for place, config in enumerate(configs) if config not in given and config.evicts]
     ranked = ranking_groups([configs[place] for place in ours], scores, prompt_tokens)
     found: list[Group] = [
         dataclasses.replace(group, places=tuple(ours[place] for place in group.places)) for group in ranked

@@ -13,6 +13,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.budgets import Budgets, Rows
 from perturbkv.selection.given import Group
 from perturbkv.selection.kept_sets import KeptSets, RankingGroup, ranking_groups
+from perturbkv.selection.lined import LinedGroup
 from perturbkv.selection.pages import PagedLayer, PageScores
 
 Layers = Callable[[EvictionConfig], PagedLayer]
@@ -52,8 +53,8 @@ class ReadGroup:
         return [step.kept_sets(rows) for step in self.steps]
 
 
-AnyGroup = Group | ReadGroup
-"""What some configurations keep, or read, in one layer."""
+AnyGroup = Group | ReadGroup | LinedGroup
+"""What some configurations keep, read, or look along, in one layer."""
 
 
 def read_groups(

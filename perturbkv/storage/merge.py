@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv import kept_code
 from perturbkv.errors import TraceError
-from perturbkv.schema import DIGEST, KEPT, SUMS, VARIABLES
+from perturbkv.schema import DIGEST, KEPT, PREFILLS, SUMS, VARIABLES
 from perturbkv.trace import SampleTrace
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -25,6 +25,8 @@ FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps
 """What tells one full-cache run from another: alike in all parts of a sample, or their numbers are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
+_FILLED = (*KEPT, DIGEST, *PREFILLS)
+"""What a part without it gets where another part of the sample has it."""
 
 
 class Part(Protocol):
@@ -64,7 +66,7 @@ def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[st
 
     Noise floors are the larger ones of the parts: what lies below counts as rounding, so the larger is the careful
     one. Bytes of caches are added. Everything else without a `config` axis is the first part's. A variable that some
-    part lacks is left out, but for kept positions: those that there are stay.
+    part lacks is left out, but for kept positions and what prefills took: those that there are stay.
 
     Raises TraceError where the parts do not hold each of `labels` once, or their full-cache runs differ.
     """
@@ -91,8 +93,11 @@ def single_whole_part(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels
 
 
 def with_kept_alike(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
-    """The parts of a sample: where some have kept positions, or digests, all have such, of no set or their own."""
-    some = {name for sample in samples for name in (*KEPT, DIGEST) if name in sample.arrays}
+    """The parts of a sample: where some have kept positions, or digests, all have such, of no set or their own.
+
+    Where some have prefills of their own, all say what these took, or that there are none.
+    """
+    some = {name for sample in samples for name in _FILLED if name in sample.arrays}
     return [
         sample
         if some <= sample.arrays.keys()
@@ -112,6 +117,7 @@ def _kept_of(arrays: Arrays, names: set[str]) -> Arrays:
     """Of the named variables those that a part without them has."""
     nothing = np.zeros_like(arrays["kept_count"])
     none = dict(zip(KEPT, (nothing, nothing, np.zeros(0, dtype=np.uint8)), strict=True))
+    none |= {"prefill_seconds": np.full(len(nothing), np.nan), "prefill_seconds_full": np.array(np.nan)}
     return {name: digests(arrays) if name == DIGEST else none[name] for name in names}
 
 
@@ -129,14 +135,20 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
 
 def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
     """Variable name -> shape of what `join` makes of parts of these shapes."""
-    some = {name for part in parts for name in (*KEPT, DIGEST) if name in part}
-    parts = [{**{name: (0,) if name == KEPT[2] else part["kept_count"] for name in some}, **part} for part in parts]
+    some = {name for part in parts for name in _FILLED if name in part}
+    parts = [{**{name: _filled(name, part) for name in some}, **part} for part in parts]
     first, *others = parts
     shapes = {name: shape for name, shape in first.items() if all(name in other for other in others)}
     for name, shape in shapes.items():
         if VARIABLES[name].dims[:1] in (("config",), ("kept_byte",)):
             shapes[name] = (shape[0] + sum(other[name][0] for other in others), *shape[1:])
     return shapes
+
+
+def _filled(name: str, part: Shapes) -> tuple[int, ...]:
+    """The shape of a variable that a part lacks and another has."""
+    own = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
+    return own.get(name, part["kept_count"])
 
 
 def code_bytes(arrays: Arrays) -> int:
@@ -154,6 +166,8 @@ def _joined(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> N
         return np.asarray(np.maximum.reduce(values))
     if name in SUMS:
         return np.asarray(np.add.reduce(values))
+    if name == PREFILLS[1]:
+        return np.asarray(next((value for value in values if not np.isnan(value)), values[0]))
     return np.asarray(values[0])
 
 

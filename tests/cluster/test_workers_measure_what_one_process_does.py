@@ -25,7 +25,7 @@ from perturbkv.engines.worker import Place
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.plan import Plan, Settings
 from perturbkv.pipeline.run import run_in_memory, run_to_file
-from perturbkv.schema import KEPT
+from perturbkv.schema import KEPT, PREFILLS
 from tests.support.alike import assert_close_where_rounded, differing
 from tests.support.every_policy import head_scores, of_every_policy
 from tests.support.mischief import Mischief
@@ -61,6 +61,17 @@ def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Sche
     assert told == [(done, 6) for done in range(7)]
     assert engine.alive() == "2 of 2 workers"
     assert not list(tmp_path.glob("*.journal"))
+
+
+def test_prefills_of_their_own_are_read_elsewhere_too(
+    model: Adapter, data: Path, two: Scheduler, tmp_path: Path
+) -> None:
+    """But for how long they took."""
+    plan = plan_of(model, data, pk.grid(30, policy="vertical-slash", selection=("attention", "random"), window=8))
+    alone = run_to_file(plan, Here(), tmp_path / "here.h5")
+    spread = run_to_file(plan, Spread(EngineConfig("workers"), [plan], two), tmp_path / "spread.h5")
+    assert set(differing(alone, spread)) <= set(PREFILLS)
+    assert (pk.read_trace(spread).arrays["held_share"] < 1).all()
 
 
 def test_configurations_are_shared_out_and_joined_again(

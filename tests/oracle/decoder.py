@@ -25,6 +25,9 @@ Stored = list[dict[int, tuple[Array, Array]]]
 Chosen = Callable[[Array], Array]
 """From a step's query (head, d_head) in a measured layer to what each head sees of older entries."""
 
+Along = Callable[[int, list[Array], list[list[Array]], list[list[Array]]], list[list[list[int]]]]
+"""From a layer's queries (head, d_head) at all positions, keys and values to what each sees: per head, per position."""
+
 
 @dataclass
 class Step:
@@ -104,18 +107,13 @@ class Decoder:
         """
         record, config = Step(), self.config
         hidden = self.weights["model.embed_tokens.weight"][token] * self._embedding_scale()
-        residual = getattr(config, "residual_multiplier", 1.0)
         for layer in range(config.num_hidden_layers):
             mask = None if kept is None or layer not in self.places else kept[self.places.index(layer)]
-            after = f"model.layers.{layer}.post_feedforward_layernorm.weight" in self.weights
             normed = self._norm(hidden, f"{layer}.input_layernorm")
             held = None if stored is None or mask is None else stored[self.places.index(layer)]
             more = None if extras is None or mask is None else extras[self.places.index(layer)]
             made = self._attention(layer, normed, mask, in_cache, record, held, more)
-            hidden = hidden + residual * (self._norm(made, f"{layer}.post_attention_layernorm") if after else made)
-            name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
-            made = self._mlp(layer, self._norm(hidden, f"{layer}.{name}"))
-            hidden = hidden + residual * (self._norm(made, f"{layer}.post_feedforward_layernorm") if after else made)
+            hidden = self._behind(layer, hidden, made)
             if layer in self.places:
                 record.hidden.append(hidden.copy())
         record.final = self._norm(hidden, "model.norm.weight")
@@ -123,6 +121,46 @@ class Decoder:
         record.logits = head @ record.final / getattr(config, "logits_scaling", 1.0)
         self.position += 1
         return record
+
+    def prefill(self, tokens: Sequence[int], along: Along) -> None:
+        """Read a prompt layer by layer instead: `along` says what each query of a layer sees, knowing all of them."""
+        hidden = [self.weights["model.embed_tokens.weight"][token] * self._embedding_scale() for token in tokens]
+        for layer in range(self.config.num_hidden_layers):
+            queries = []
+            for position, state in enumerate(hidden):
+                query, key, value = self._projections(
+                    f"model.layers.{layer}.self_attn", self._norm(state, f"{layer}.input_layernorm")
+                )
+                queries.append(self._rotate(query, position, layer))
+                for head in range(self.kv_heads):
+                    self._keys[layer][head].append(self._rotate(key[head : head + 1], position, layer)[0])
+                    self._values[layer][head].append(value[head])
+            seen = along(layer, queries, self._keys[layer], self._values[layer])
+            for position, state in enumerate(hidden):
+                mixed = [
+                    self._mean(
+                        queries[position][head], seen[head][position], layer, head // (self.heads // self.kv_heads)
+                    )
+                    for head in range(self.heads)
+                ]
+                made = self._linear(f"model.layers.{layer}.self_attn.o_proj", np.concatenate(mixed))
+                hidden[position] = self._behind(layer, state, made)
+        self.position = len(tokens)
+
+    def _mean(self, query: Array, seen: Sequence[int], layer: int, kv_head: int) -> Array:
+        """A query's values, weighted by its softmax over the entries that it sees."""
+        keys, values = self._keys[layer][kv_head], self._values[layer][kv_head]
+        weights = softmax([float(query @ keys[i]) * self.scale for i in seen])
+        return np.sum([weight * values[i] for weight, i in zip(weights, seen, strict=True)], axis=0)
+
+    def _behind(self, layer: int, hidden: Array, made: Array) -> Array:
+        """The residual stream after a layer, from what its attention made."""
+        after = f"model.layers.{layer}.post_feedforward_layernorm.weight" in self.weights
+        residual = getattr(self.config, "residual_multiplier", 1.0)
+        hidden = hidden + residual * (self._norm(made, f"{layer}.post_attention_layernorm") if after else made)
+        name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
+        made = self._mlp(layer, self._norm(hidden, f"{layer}.{name}"))
+        return hidden + residual * (self._norm(made, f"{layer}.post_feedforward_layernorm") if after else made)
 
     def _embedding_scale(self) -> float:
         if self.config.model_type == "gemma3_text":

@@ -12,7 +12,7 @@ from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from tests.oracle import correction, pages, policies, quantisation, selection, theory
+from tests.oracle import correction, lines, pages, policies, quantisation, selection, theory
 from tests.oracle.decoder import Chosen, Decoder, Step
 from tests.support.configs import flat
 
@@ -64,7 +64,12 @@ class Reference:
         return theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads, euclidean=True)
 
     def kept(self, layer: int, config: EvictionConfig, step: int = 0) -> list[tuple[list[int], list[int]]]:
-        """Per query head, what stays and stage 1 of it; where pages are read, what the full run's step reads."""
+        """Per query head, what stays and stage 1 of it; where pages are read, what the full run's step reads.
+
+        Where the prompt is read along lines, what its last query looks at.
+        """
+        if config.lined:
+            return [tuple(own.seen(self.n - 1) for own in one) for one in self.lines(layer, config)]  # type: ignore[misc]
         return self.read_at(layer, config, step) if config.reads else self._kept(layer, config)
 
     @functools.cache  # noqa: B019
@@ -89,6 +94,35 @@ class Reference:
         place = (layer, self.decoder.layers, self.run.head_scores)
         other = self.euclidean(layer) if flat(config).norm == "l2" else None
         return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place, other)
+
+    @functools.cache  # noqa: B019
+    def lines(self, layer: int, config: EvictionConfig) -> list[tuple[lines.Lines, lines.Lines]]:
+        """Per query head all lines and those of stage 1, as the full prefill's queries choose them."""
+        keys = [list(head[: self.n]) for head in self.decoder.keys[layer]]
+        queries = [[step.query[layer][head] for step in self.prompt[: self.n]] for head in range(self.decoder.heads)]
+        norms = self.euclidean(layer) if flat(config).norm == "l2" else self.norms(layer, 0)[:, : self.n]
+        return lines.choose(flat(config), queries, keys, norms, self.decoder.scale)
+
+    def read_along(self, config: EvictionConfig) -> Decoder:
+        """What has read what is compressed along lines."""
+        return self._read_along(config)[0]
+
+    def looked_at(self, config: EvictionConfig) -> list[int]:
+        """Per layer, how many entries all queries of all heads look at in that."""
+        return self._read_along(config)[1]
+
+    @functools.cache  # noqa: B019
+    def _read_along(self, config: EvictionConfig) -> tuple[Decoder, list[int]]:
+        decoder, counts = Decoder(self.model), []
+        along = lines.along(flat(config), decoder)
+
+        def counted(*layer: Any) -> list[list[list[int]]]:
+            seen = along(*layer)
+            counts.append(sum(len(entries) for head in seen for entries in head))
+            return seen
+
+        decoder.prefill(self.ids[: self.n], counted)
+        return decoder, counts
 
     def stored(self, layer: int, config: EvictionConfig, inside: bool = False) -> list[dict[int, tuple[Any, Any]]]:
         """Per query head what a configuration in few bits keeps, as it is stored; nothing in 16 bits."""
@@ -134,6 +168,9 @@ class Reference:
 
     def decoded(self, config: EvictionConfig) -> list[Step]:
         """The same with the question's own steps, of the tokens that there are now."""
+        if config.lined:
+            decoder = self.read_along(config).copy()
+            return [decoder.step(token) for token in (*self.ids[self.n :], *self.tokens[: self.run.steps])]
         decoder = self.read().copy()
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]

@@ -11,7 +11,7 @@ import pytest
 import perturbkv as pk
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import samples
+from perturbkv.pipeline import own_prefill, samples
 from perturbkv.pipeline.sharding import ShardDone
 from perturbkv.schema import ANSWER_TEXT, KEPT, SUMS
 from perturbkv.selection.policies import registry
@@ -49,11 +49,19 @@ def prompts(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[pk.Promp
     return made
 
 
+@pytest.fixture
+def a_still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills that are timed take no time."""
+    timed = own_prefill._timed
+    monkeypatch.setattr(own_prefill, "_timed", lambda *asked: (0.0, timed(*asked)[1]))
+
+
 def in_shards(path: Path, *asked: Any, count: int = SHARDS, **options: Any) -> Iterator[Trace | ShardDone]:
     for number in range(count, 0, -1):
         yield pk.measure(*asked, path=path, shard=f"{number}/{count}", progress=False, **options)
 
 
+@pytest.mark.usefixtures("a_still_clock")
 @pytest.mark.parametrize(("scenario", "text"), [("regular", True), ("context-only", False)])
 def test_seven_shards_give_the_file_of_one_process(
     adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path, scenario: str, text: bool

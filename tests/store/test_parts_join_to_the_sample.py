@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.errors import TraceError
+from perturbkv.schema import PREFILLS
 from perturbkv.storage.merge import code_bytes, join, joined_shapes, single_whole_part
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, sample_trace
@@ -132,7 +133,18 @@ def test_a_variable_that_a_part_lacks_is_left_out() -> None:
     labels = ["a", "b", "c", "d"]
     for parts in ((first, second), (second, first)):
         found = join([(part, labels[2 * place :][:2]) for place, part in enumerate(parts)], labels)
-        assert set(found.arrays) == set(second.arrays)
+        assert set(found.arrays) == {*second.arrays, *PREFILLS}, "what prefills took stays"
+
+
+def test_what_prefills_took_is_filled_with_nothing() -> None:
+    first, second = sample_trace(optional=True), sample_trace()
+    same = {name: first.arrays[name] for name in ("token_id", "prompt_tokens", "cut_tokens")}
+    first = with_arrays(first, prefill_seconds=np.array([1.5, np.nan]), prefill_seconds_full=np.array(0.5))
+    found = join([(with_arrays(second, **same), ["a", "b"]), (first, ["c", "d"])], ["c", "a", "b", "d"]).arrays
+    np.testing.assert_array_equal(found["prefill_seconds"], [1.5, np.nan, np.nan, np.nan])
+    assert found["prefill_seconds_full"] == 0.5
+    without = join([(second, ["a", "b"]), (second, ["c", "d"])], ["a", "b", "c", "d"])
+    assert set(PREFILLS).isdisjoint(without.arrays)
 
 
 @pytest.mark.parametrize("name", ["token_id", "prompt_tokens", "question_tokens", "cut_tokens"])

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
+from perturbkv.configs.lines import LINED
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
 
 
 def of_every_policy() -> list[pk.EvictionConfig]:
-    """Each with its own score, where it has one, and some with two stages."""
-    known = [(name, registry.info(name).selections) for name in registry.names()]
+    """Each with its own score, where it has one, and some with two stages; none that neither steps nor answers."""
+    known = [(name, registry.info(name).selections) for name in registry.names() if name not in LINED]
     own = [(name, "attention" if "attention" in selections else selections[0]) for name, selections in known]
     chosen = [*own, ("snapkv", "two-stage"), ("adakv", "two-stage"), ("pyramidkv", "two-stage")]
     return [one for name, selection in chosen for one in pk.grid(40, policy=name, selection=selection, window=8)]

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from perturbkv.configs.budget import whole_entries
 from perturbkv.configs.choice import Choice
+from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
+from perturbkv.configs.precision import FULL
 from perturbkv.configs.selections import GIVEN, SELECTIONS
+from perturbkv.errors import ConfigError
 from perturbkv.scoring import registry as scores
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores.snapkv import SnapKV
@@ -181,6 +184,26 @@ class ByScore(Policy):
         }
         made = [(one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options]
         return dataclasses.make_dataclass(scored.__name__, made, bases=(ByScore,), namespace=told, frozen=True)
+
+
+def check_whole(config: EvictionConfig, chosen: str, does: str) -> None:
+    """Raise ConfigError for one set for all heads, protected ends, few bits and corrections: nothing is evicted.
+
+    `chosen` is what a head chooses, and `does` what its policy does instead of evicting.
+    """
+    name = config.policy.name
+    if config.granularity.name == "layer":
+        msg = f"policy '{name}' chooses {chosen} by head; granularity 'layer' has one set for all: choose query or kv"
+        raise ConfigError(msg)
+    for what, got, usual in (
+        ("protect_first", config.protect_first, 0),
+        ("protect_recent", config.protect_recent, 0),
+        ("precision", str(config.precision), FULL),
+        ("correction", str(config.correction), NONE),
+    ):
+        if got != usual:
+            msg = f"policy '{name}' evicts nothing and {does}: expected {what} {usual}, got {got}; leave it out"
+            raise ConfigError(msg)
 
 
 def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:

@@ -17,13 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.configs.pages import PAGE
-from perturbkv.configs.precision import FULL
-from perturbkv.errors import ConfigError
-from perturbkv.selection.policies.base import Policy
+from perturbkv.selection.policies.base import Policy, check_whole
 
 
 @dataclass(frozen=True)
@@ -41,18 +38,4 @@ class Quest(Policy):
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
         """Raise ConfigError for one set for all heads, for protected ends, few bits and corrections."""
-        if config.granularity.name == "layer":
-            msg = "policy 'quest' chooses pages by head; granularity 'layer' has one set for all: choose query or kv"
-            raise ConfigError(msg)
-        for what, got, usual in (
-            ("protect_first", config.protect_first, 0),
-            ("protect_recent", config.protect_recent, 0),
-            ("precision", str(config.precision), FULL),
-            ("correction", str(config.correction), NONE),
-        ):
-            if got != usual:
-                msg = (
-                    f"policy 'quest' evicts nothing and reads pages of the model's own cache: expected {what} {usual}, "
-                    f"got {got}; leave it out"
-                )
-                raise ConfigError(msg)
+        check_whole(config, "pages", "reads pages of the model's own cache")
