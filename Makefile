@@ -13,6 +13,7 @@ SIXTEEN = $(subst --samples 40,--samples 16,$(NEWS))
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attention,two-stage
 CHAIN  = attention,two-stage,two-stage-uniform,attention-unpooled
 METHODS = $(subst --samples 40,--samples 20,$(NEWS)) --budget 128 --budget 0.2 --granularity kv
+ALONG  = vertical-slash:attention,vertical-slash:two-stage(alpha=0),vertical-slash(sums=free):attention,vertical-slash(sums=free):two-stage(alpha=0),vertical-slash:random
 TASKS  = niah_single_1 niah_multikey_2 niah_multikey_3 vt cwe fwe
 OFFLINE = ruler:niah_single_1,ruler:niah_multikey_2,ruler:niah_multikey_3,ruler:vt,ruler:cwe,ruler:fwe
 EVICTED = --compare attention,two-stage,adakv:attention,adakv:two-stage,defensive,obcache-joint,random --granularity kv $(foreach share,0.1 0.2 0.4,--budget $(share))
@@ -215,6 +216,7 @@ questions: longbench develop
 	$(BIN) split $(SIXTEEN) --output runs/questions/split
 	$(BIN) swap --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
 	$(BIN) heads $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
+	$(BIN) heads $(SIXTEEN) --compare '$(ALONG)' --output runs/questions/lines
 	$(BIN) cliff $(SIXTEEN) --output runs/questions/cliff
 
 # docs/paper.md: every claim of the paper, in steps of at most 20 minutes, under two hours on two cores; killed, it goes on.

@@ -94,6 +94,22 @@ def _pages(output: Path) -> Told:
     return Told(text, _answer(one["propagated"]["sum_ratio_interval"]))
 
 
+def _lines(output: Path) -> Told:
+    """The criterion over attention, with all sums and without what every query looks at anyway."""
+    found = {
+        str(one["treatment"]["label"]).partition(" ")[0]: one
+        for one in analysis(output, "lines", "heads")["comparisons"]
+    }
+    one = found["vertical-slash:two-stage(alpha=0.0)"]
+    free = [found[f"vertical-slash(sums=free):{way}"] for way in ("attention", "two-stage(alpha=0.0)")]
+    text = (
+        f"vertical-slash, lines by A ν over lines by A: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}; sums "
+        f"without first entries and band (control), by A {ratio(free[0], 'isolated')} and {ratio(free[0])}, by A ν "
+        f"{ratio(free[1], 'isolated')} and {ratio(free[1])}; n = {one['samples']}"
+    )
+    return Told(text, joined(_answer(one[kind]["sum_ratio_interval"]) for kind in ("isolated", "propagated")))
+
+
 def _option(config: Document) -> str:
     shown = str(parse(config["selection"]))
     return shown.removeprefix(selection(config))
@@ -158,7 +174,8 @@ ROWS = (
     Row("figure 7", "and still better than SnapKV", "alpha", _still_better, "alpha, tables"),
     Row("open question 1", "is an α of its own for each head worth it?", "alpha", _tuned, "alpha"),
     Row("open question 2, appendix G", "would L2 or cosine do better than L1?", "measures", _distances, "heads"),
-    Row("open question 3, appendix J", "does the criterion refine sparse attention?", "pages", _pages, "sparse"),
+    Row("open question 3, appendix J", "does the criterion refine sparse decoding?", "pages", _pages, "sparse"),
+    Row("open question 3", "does it refine a sparse prefill?", "lines", _lines, "sparse"),
     Row("conclusion", "how far is the selection from the best one?", "regret", _regret, "regret"),
     Row("section 3.2", "is a head hurt by how much goes, or by what goes?", "split", _split, "heads"),
     Row("section 5.2", "which layers decide what comes out?", "swap", _swap, "swap"),

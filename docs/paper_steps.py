@@ -79,6 +79,11 @@ _TRACE = "{folder}/trace.h5"
 _CHAIN = "attention,two-stage,two-stage-uniform,attention-unpooled"
 _SYSTEMS = ",".join(f"{one}:{way}" for one in ("snapkv", "pyramidkv", "adakv") for way in ("attention", "two-stage"))
 _PAGES = "quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,quest:random"
+_SPARSE = ",".join(
+    f"{one}:{way}"
+    for one in ("vertical-slash", "vertical-slash(sums=free)")
+    for way in ("attention", "two-stage(alpha=0)", "random")[: 2 if "free" in one else 3]
+)
 _ANSWERED = "{output}/quality"
 _ASKED = "--dataset needle,ruler:niah_single_1,ruler:vt,ruler:fwe --length 1000 --samples 16"
 STEPS = (
@@ -115,6 +120,7 @@ STEPS = (
     Step("split", (f"split {_SIXTEEN}",)),
     Step("swap", (f"swap {_TEXTS} --samples 8 --baseline-in 0 --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
+    Step("lines", (f"heads {_TEXTS} --samples 8 --compare {_SPARSE}",)),
     Step("cliff", (f"cliff {_SIXTEEN}",)),
     Step("stability", (f"stability {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
                        "--selection snapkv:two-stage --baseline snapkv:attention",)),
