@@ -22,8 +22,6 @@ from paper_read import (
 )
 from tables import number, percent, selection
 
-from perturbkv.configs.choice import parse
-
 ANSWERED = "answered"
 """What a row says of a question that is no claim, where its interval decides."""
 
@@ -82,11 +80,8 @@ def _distances(output: Path) -> Told:
 
 
 def _pages(output: Path) -> Told:
-    found = {
-        selection(one["treatment"]) + _option(one["treatment"]): one
-        for one in analysis(output, "pages", "heads")["comparisons"]
-    }
-    one, best = found["two-stage(alpha=0)"], found["hindsight-attention"]
+    found = {selection(one["treatment"]): one for one in analysis(output, "pages", "heads")["comparisons"]}
+    one, best = found["two-stage"], found["hindsight-attention"]
     text = (
         f"quest, pages by A ν over pages by A: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}; by a page's "
         f"true A (control): isolated {ratio(best, 'isolated')}; n = {one['samples']}"
@@ -96,23 +91,16 @@ def _pages(output: Path) -> Told:
 
 def _lines(output: Path) -> Told:
     """The criterion over attention, with all sums and without what every query looks at anyway."""
-    found = {
-        str(one["treatment"]["label"]).partition(" ")[0]: one
-        for one in analysis(output, "lines", "heads")["comparisons"]
-    }
-    one = found["vertical-slash:two-stage(alpha=0.0)"]
-    free = [found[f"vertical-slash(sums=free):{way}"] for way in ("attention", "two-stage(alpha=0.0)")]
+    compared = analysis(output, "lines", "heads")["comparisons"]
+    found = {(one["treatment"]["policy_options"]["sums"], selection(one["treatment"])): one for one in compared}
+    one, *free = (found[key] for key in (("all", "two-stage"), ("free", "attention"), ("free", "two-stage")))
     text = (
-        f"vertical-slash, lines by A ν over lines by A: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}; sums "
+        f"vertical-slash, by A ν over by A: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}; sums "
         f"without first entries and band (control), by A {ratio(free[0], 'isolated')} and {ratio(free[0])}, by A ν "
         f"{ratio(free[1], 'isolated')} and {ratio(free[1])}; n = {one['samples']}"
     )
-    return Told(text, joined(_answer(one[kind]["sum_ratio_interval"]) for kind in ("isolated", "propagated")))
-
-
-def _option(config: Document) -> str:
-    shown = str(parse(config["selection"]))
-    return shown.removeprefix(selection(config))
+    verdicts = [_answer(one[kind]["sum_ratio_interval"]) for kind in ("isolated", "propagated")]
+    return Told(text, ANSWERED if ANSWERED in verdicts else UNDECIDED)
 
 
 def _regret(output: Path) -> Told:
