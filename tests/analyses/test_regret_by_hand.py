@@ -142,6 +142,17 @@ def test_a_result_shows_itself_in_80_columns() -> None:
     assert {row["part"] for row in rows} == {"prompt", "prefix"}
 
 
+@pytest.mark.parametrize("width", [84, 174])
+def test_each_panel_says_of_how_many_heads_it_is(width: int) -> None:
+    """Of the prompts' 18 heads 6 lose nothing but rounding and are not drawn."""
+    panels = [axes for axes in regret().plot(width).axes if axes.lines]
+    assert [axes.get_title("left") for axes in panels] == [
+        "prompts, b=128: n = 12 heads",
+        "prefixes, b=16: n = 12 heads",
+    ]
+    assert {len(line.get_xdata()) - 1 for axes in panels for line in axes.lines} == {12}
+
+
 def test_budgets_are_told_apart() -> None:
     configs = [*CONFIGS, *(replace(one, budget=config("attention", 64).budget) for one in CONFIGS)]
     asked = found(configs=configs)

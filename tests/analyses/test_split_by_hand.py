@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from perturbkv.analyses import kept_sets
 from perturbkv.analyses.bound_tightness import bound_tightness
@@ -197,6 +198,11 @@ def test_a_trace_of_corrected_configurations_alone_is_refused() -> None:
         bound_tightness(made(6, CORRECTED))
 
 
+def _legend(figure: Figure) -> tuple[list[Any], list[Any]]:
+    (legend,) = figure.legends
+    return list(legend.get_texts()), list(legend.legend_handles)
+
+
 @pytest.mark.parametrize("width", [84, 174])
 def test_the_figure_shows_heads_middles_and_corrections(width: int) -> None:
     result = split(made())
@@ -206,6 +212,14 @@ def test_the_figure_shows_heads_middles_and_corrections(width: int) -> None:
     assert set(drawn) == {"heads 0", "centre 0", "heads 1", "centre 1"}
     mass = np.asarray(drawn["heads 0"].get_xdata(), dtype=float)
     np.testing.assert_allclose(mass, [0.1, 0.2, 0.4, np.nan], rtol=1e-9)
+    marks = {one.get_text(): line for one, line in zip(*_legend(figure), strict=True)}
+    for place, name in enumerate(
+        ("attention", "two-stage")
+    ):  # hollow here as in the panel, and said to be what they are
+        assert [one.get_markerfacecolor() for one in (drawn[f"centre {place}"], marks[name])] == ["none", "none"]
+        assert drawn[f"centre {place}"].get_markeredgecolor() == marks[name].get_markeredgecolor()
+    said = " ".join(figure.texts[-1].get_text().split())
+    assert "dots: heads of attention and two-stage; hollow marks: the geometric mean of all heads" in said
     equal = [np.asarray(line.get_xdata()) * np.asarray(line.get_ydata())
              for line in scatter.lines if line.get_gid() == "equal L"]  # fmt: skip
     assert equal and all(one[0] == pytest.approx(one[1]) for one in equal)
