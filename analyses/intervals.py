@@ -48,7 +48,7 @@ class Interval(Generic[End]):
     Attributes:
         low, high: its ends.
         kind: `interval` (95 %; of medians `median_level`), or `range`: the least and the largest single sample, of
-            fewer than five.
+            fewer than five; the number itself is of all together, and can lie outside (a median of heads' sums).
     """
 
     low: End

@@ -53,7 +53,7 @@ def about_intervals(samples: int, exact: bool = False, medians: bool = False) ->
         own = f" (medians: {100 * median_level(samples):.0f} %)" if medians else ""
         return f"n = {samples} samples; in brackets: 95 % intervals over samples{own}."
     also = " In brackets: exact 95 % intervals of shares of samples." if exact else ""
-    return f"n = {samples} samples, too few for intervals; in parentheses: the range of single samples.{also}"
+    return f"n = {samples} samples, too few for intervals; in parentheses: {ABOUT_RANGES}.{also}"
 
 
 def about_shares(samples: int) -> str:
@@ -66,6 +66,8 @@ def about_floor(relative: float) -> str:
     return f"Noise floor: {relative:.1e} of ‖o_h‖ (median)."
 
 
+ABOUT_RANGES = "the range of single samples, outside which a number of all of them together can lie"
+"""As a median over heads of what each loses in all samples is not the mean of each sample's median."""
 ABOUT_DRIFT = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 ABOUT_TIES = "A tie differs by at most 2 noise floors, or keeps the same entries."
 ABOUT_HELD = "held / full: entries that the evicted cache holds over those of the full cache."

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ANALYSIS = "regret"
-_FACTORS = ("#= pooling,\nstages", "#× query\nunknown", "#× the\ncriterion")
-_WHERE = ("", "#mean\nfactor", *_FACTORS)
-_COLUMNS = ("", "#Σ of all\nheads", "#median\nhead", "#mean\nfactor", *_FACTORS)
+_COLUMNS = ("", "#heads", "#Σ of all\nheads", "#median\nhead", "#mean\nfactor")
+_PARTS = ("", "#heads", "#mean\nfactor", "#pooling,\nstages", "#query\nunknown", "#criterion")
+_NAME = 13
+"""Width of a name at which four ranges fit beside it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +48,7 @@ class RegretResult(Result):
 
     def conclusion(self) -> str:
         """By which factor each method misses the best known set, and what of it is the query's."""
-        told = [one for one in (self.parts[0].regrets if self.parts else ()) if _asked(one)]
+        told = [self.parts[0].regrets[place] for place in _asked(self.parts[0])] if self.parts else []
         if not told:
             return "No head loses more than rounding under every kept set of its size."
         names = named([one.config for one in told])
@@ -56,34 +57,34 @@ class RegretResult(Result):
             f"{name}{verb} {factor(one.factor.value, one.factor.interval)}"
             for name, verb, one in zip(names, verbs, told, strict=True)
         )
-        last = told[-1]
-        said = (
-            f"{missed} what the best known set of the same size does; of {names[-1]}'s, "
-            f"{factor(last.form.value, last.form.interval)} is pooling and stages, "
-            f"{factor(last.query.value, last.query.interval)} not knowing the query and "
-            f"{factor(last.criterion.value, last.criterion.interval)} the criterion"
-        )
+        said = f"{missed} what the best known set of the same size does{_parts_of(names[-1], told[-1])}"
         return sentence(f"{said} (isolated, geometric means; {over(self.identity.samples)})", *names)
 
     def tables(self) -> list[Table | str]:
-        """Of each part every method's ratios, and what was proven."""
+        """Of each part every method's ratios, what they are made of, and what was proven."""
         found: list[Table | str] = []
         for part in self.parts:
-            found += [_table(part), *self._apart(part), _searched(part)]
+            found += [_table(part), *self._made_of(part), _searched(part)]
         return found
 
-    def _apart(self, part: Part) -> list[Table]:
-        """Of prompts the first layer's heads beside all others, of methods that a hindsight ranks like."""
+    def _made_of(self, part: Part) -> list[Table]:
+        """The mean factors of methods that a hindsight ranks like, taken apart."""
+        names = named(part.configs)
+        rows = [
+            row
+            for place in _asked(part)
+            if _known(part.regrets[place])
+            for row in [[folded(names[place], _NAME), *_factors(part.regrets[place])], *self._by_layer(part, place)]
+        ]
+        title = f"{part.where}: mean factor = pooling, stages × query unknown × criterion"
+        return [Table(title, _PARTS, rows)] if rows else []
+
+    def _by_layer(self, part: Part, place: int) -> list[list[str]]:
+        """Of prompts a method's heads of the first layer, and all others, where both were drawn."""
         if part.part != PROMPT or not (part.first and part.others):
             return []
-        first = f"layer {self.identity.layer(0)}"
-        rows = [
-            [f"{folded(name, 20)}, {where}", *_factors(found[place])]
-            for place, name in enumerate(named(part.configs))
-            for where, found in ((first, part.first), ("others", part.others))
-            if found and _asked(found[place])
-        ]
-        return [Table(f"{part.setting}: {first} and the others", _WHERE, rows)]
+        apart = ((f"layer {self.identity.layer(0)}", part.first), ("others", part.others))
+        return [[f"· {where}", *_factors(found[place])] for where, found in apart]
 
     def notes(self) -> str:
         """What columns mean."""
@@ -93,8 +94,8 @@ class RegretResult(Result):
             "all protect. Pooling, stages: over Top-k of the window's unpooled mean A, of two-stage A ν; query "
             "unknown: that over Top-k of the realised one; the criterion: that over the best. Swaps exchange entries "
             "of the best set given until none helps; integer programs (HiGHS in Dinkelbach's iteration) prove a bound. "
-            "Heads are drawn anew for each prompt. A prefix: the prompt's first token and "
-            f"{self.asked['prefix'] - 1} of its middle."
+            "Heads are drawn anew for each prompt, and counted over all; a row without ends rests on one prompt's. A "
+            f"prefix: the prompt's first token and {self.asked['prefix'] - 1} of its middle."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,24 +148,43 @@ def _table(part: Part) -> Table:
     rows = [
         [
             folded(name, 20),
+            f"{one.heads:,}",
             numbers.decimal(one.sum_ratio, one.sum_ratio_interval, apart="\n"),
             numbers.decimal(one.median_ratio, one.median_ratio_interval, apart="\n"),
-            *_factors(one),
+            numbers.decimal(one.factor.value, one.factor.interval, apart="\n"),
         ]
         for name, one in zip(names, part.regrets, strict=True)
     ]
     return Table(f"{part.setting}: isolated L1 over that of the best known set", _COLUMNS, rows)
 
 
-def _asked(one: Regret) -> bool:
-    """Whether it is a method whose parts are known, and no part of another's chain."""
-    return one.query.value == one.query.value and chain.plain(one.config) != one.config
+def _asked(part: Part) -> list[int]:
+    """Places of the methods that a part is about: whose parts are known, and that are no part of another's chain.
+
+    Where there is none, of all that do not know the query.
+    """
+    free = [place for place, one in enumerate(part.regrets) if one.config.selection.name not in chain.KNOWING]
+    own = [place for place in free if _known(one := part.regrets[place]) and chain.plain(one.config) != one.config]
+    return own or free
+
+
+def _known(one: Regret) -> bool:
+    """Whether what its factor is made of is known."""
+    return one.query.value == one.query.value
+
+
+def _parts_of(name: str, one: Regret) -> str:
+    """What a method's factor is made of, where that is known."""
+    if not _known(one):
+        return ""
+    form, query, criterion = (factor(part.value, part.interval) for part in (one.form, one.query, one.criterion))
+    return f"; of {name}'s, {form} is pooling and stages, {query} not knowing the query and {criterion} the criterion"
 
 
 def _factors(one: Regret) -> list[str]:
-    """L over the best's, and its three parts."""
+    """Of how many heads, L over the best's, and its three parts."""
     parts = (one.factor, one.form, one.query, one.criterion)
-    return [numbers.decimal(each.value, each.interval, apart="\n") for each in parts]
+    return [f"{one.heads:,}", *(numbers.decimal(each.value, each.interval, apart="\n") for each in parts)]
 
 
 def _searched(part: Part) -> str:

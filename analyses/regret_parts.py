@@ -52,8 +52,16 @@ class Part:
     @property
     def setting(self) -> str:
         """What its configurations share."""
-        where = "prefixes" if self.part == PREFIX else "prompts"
-        return f"{where}: {setting(self.configs[0])}"
+        return f"{self._searched}: {setting(self.configs[0])}"
+
+    @property
+    def where(self) -> str:
+        """On what heads were searched, and at which budget."""
+        return f"{self._searched}, b={self.configs[0].budget}"
+
+    @property
+    def _searched(self) -> str:
+        return "prefixes" if self.part == PREFIX else "prompts"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, not yet plain."""

@@ -42,6 +42,7 @@ class Regret:
 
     Attributes:
         config: the method.
+        heads: how many it is of, all samples together; `samples`: of how many, those that have one of them.
         sum_ratio: Σ L over Σ L of the best, all heads of all samples.
         sum_ratio_interval: over samples.
         median_ratio: of the median head of each sample, their median over samples.
@@ -54,6 +55,8 @@ class Regret:
     """
 
     config: EvictionConfig
+    heads: int
+    samples: int
     sum_ratio: float
     sum_ratio_interval: Scalar
     median_ratio: float
@@ -99,6 +102,8 @@ def _regret(configs: Sequence[EvictionConfig], place: int, samples: Sequence[Hea
     parts = [_steps(one, along) for one in samples]
     return Regret(
         config=configs[place],
+        heads=sum(one.best.size for one in samples),
+        samples=len(samples),
         sum_ratio=float(ratio(*sums.sum(axis=0))),
         sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
         median_ratio=float(np.median(medians)),

@@ -42,6 +42,8 @@ def compared(treatment: str, baseline: str, cases: Sequence[Case], where: str = 
         return f"{treatment} cannot be compared with {baseline}{where}: too little is perturbed"
     if all(same(ratio, interval) for _, ratio, interval in known):
         return f"{treatment} perturbs exactly as much as {baseline}{where}"
+    if all(_hardly(ratio, interval) for _, ratio, interval in known):
+        return f"{treatment} perturbs as much as {baseline}{where}, within 0.5 %"
     verdicts = [decided(interval, 1) for _, _, interval in known]
     told = ends([(name, ratio, difference(ratio, interval)) for name, ratio, interval in known])
     if None in verdicts or verdicts in ([1], [-1]):
@@ -61,6 +63,12 @@ def _contest(treatment: str, baseline: str) -> Words:
 def same(ratio: float, interval: Scalar) -> bool:
     """True where the two sides are equal in every sample, as where they keep the same entries."""
     return ratio == 1 and (interval is None or interval.low == interval.high)
+
+
+def _hardly(ratio: float, interval: Scalar) -> bool:
+    """True where the difference and its ends would read 0 %."""
+    ends = () if interval is None else (interval.low, interval.high)
+    return all(round(100 * (1 - one)) == 0 for one in (ratio, *ends))
 
 
 def difference(ratio: float, interval: Scalar = None) -> str:

@@ -15,39 +15,49 @@ from perturbkv.display import Table
 _SPREADS = ("", "#sd of\nlog L", "#Var\nlog(1−S)", "#Var\nlog D", "#2 Cov", "#by mass")
 _CONTESTS = ("", "#L", "#1 − S", "#D", "#heads where\n1−S falls", "#heads where\nD falls")
 _HEADS = ("", "#isolated", "#propagated", "#heads\nbetter", "#isolated\n/ oracle", "#propagated\n/ oracle")
-_OUTPUT = ("", "#last layer's\ndrift", "#KL of the next\ntoken, median", "#KL, mean", "#prompts of\nless KL")
+_OUTPUT = ("", "#drift,\n× none", "#median KL,\nnat", "#mean KL,\n× none", "#prompts of\nless KL")
 _APART = {
     1: ("how much goes tells heads apart more than what goes", "how much"),
     -1: ("what goes tells heads apart more than how much goes", "what"),
     0: ("whether heads differ by how much or by what goes is undecided", "undecided"),
 }
+_CONTROL = "random"
 
 
 def conclusion(
     spreads: Sequence[Spread], contests: Sequence[Contest], corrections: Sequence[Setting], samples: int
 ) -> str:
-    """What tells heads apart, then each contest, then what corrections win; or that nothing is lost at all."""
+    """A line per finding: what tells heads apart, each contest, each correction; or that nothing is lost at all."""
     if not any(one.heads for one in spreads):
         return sentence(f"no configuration loses anything in any head: nothing goes, or too little ({over(samples)})")
-    said = [_spreads(spreads), *(_contest(*sides, found) for sides, found in _contests(contests).items())]
-    told = [sentence(f"{'; '.join(said)} ({over(samples)})")]
-    if corrections:
-        names = [row.name for setting in corrections for row in setting.rows]
-        won = "; ".join(_corrections(corrections))
-        told.append(sentence(f"{won} (KL of the next token: share of prompts)", *names))
-    return " ".join(told)
+    said = [f"{_spreads(spreads)} ({over(samples)})"]
+    said += [_contest(*sides, found) for sides, found in _contests(contests).items()]
+    said += _corrections(corrections)
+    names = [side for sides in _contests(contests) for side in sides]
+    names += [row.name for setting in corrections for row in setting.rows]
+    return "\n".join(sentence(one, *names) for one in said)
 
 
 def _spreads(spreads: Sequence[Spread]) -> str:
+    """'how much goes explains 81 % … with attention to 84 % … of what tells heads apart, 44 % … with random (control)'.
+
+    Before it which of both it is that tells more, where that is decided.
+    """
     known = [(name, one) for name, one in zip(_names(spreads), spreads, strict=True) if not isnan(one.by_mass)]
     if not known:
         return "what tells heads apart cannot be told: too little goes"
     verdicts = [decided(one.by_mass_interval, 0.5) for _, one in known]
-    shares = ends(
+    clause = "how much goes" if None in verdicts else f"{tally(verdicts, _APART, 'configuration')}: how much goes"
+    controls = [(name, one) for name, one in known if one.config.selection.name == _CONTROL]
+    others = [pair for pair in known if pair not in controls]
+    told = f"{clause} explains {_shares(others or controls)} of what tells heads apart"
+    return f"{told}, {_shares(controls)} with {_CONTROL} (control)" if others and controls else told
+
+
+def _shares(known: Sequence[tuple[str, Spread]]) -> str:
+    return ends(
         [(name, one.by_mass, numbers.percent(one.by_mass, one.by_mass_interval)) for name, one in known], "with"
     )
-    clause = "heads differ" if None in verdicts else tally(verdicts, _APART, "configuration")
-    return f"{clause}: {shares} of Var(log L) is by mass"
 
 
 def _contests(contests: Sequence[Contest]) -> dict[tuple[str, str], list[Contest]]:
@@ -66,7 +76,7 @@ def _contest(baseline: str, treatment: str, found: Sequence[Contest]) -> str:
     names = short([one.treatment for one in found])
     loss = ends([(name, one.loss, factor(one.loss, one.loss_interval)) for name, one in zip(names, found, strict=True)])
     mass, difference = ([getattr(one, part) for one in found] for part in ("mass", "difference"))
-    return f"{treatment}'s L is {loss} that of {baseline}, 1 − S {_reach(mass)} and D {_reach(difference)}"
+    return f"{treatment}'s L is {loss} that of {baseline}: 1 − S {_reach(mass)}, D {_reach(difference)}"
 
 
 def _reach(ratios: Sequence[float]) -> str:
@@ -88,8 +98,13 @@ def _correction(name: str, rows: Sequence[tuple[str, Row]]) -> str:
     cases: list[Case] = [
         (words, row.compared.propagated.sum_ratio, row.compared.propagated.sum_ratio_interval) for words, row in rows
     ]
-    kl = ends([(words, row.kl_falls, numbers.percent(row.kl_falls, row.kl_falls_interval)) for words, row in rows])
-    return f"{compared(name, 'no correction', cases)} (propagated), KL falls in {kl}"
+    kl = ends(
+        [
+            (words, row.kl_falls, f"{numbers.percent(row.kl_falls, row.kl_falls_interval)} of prompts")
+            for words, row in rows
+        ]
+    )
+    return f"{compared(name, 'no correction', cases)} (propagated), and lowers KL in {kl}"
 
 
 def tables(spreads: Sequence[Spread], contests: Sequence[Contest], corrections: Sequence[Setting]) -> list[Table | str]:
@@ -110,7 +125,13 @@ def tables(spreads: Sequence[Spread], contests: Sequence[Contest], corrections: 
     for words, setting in zip(_names_of(corrections), corrections, strict=True):
         about = words or setting.setting
         made.append(Table(f"{about}: L1 over uncorrected", _HEADS, [_heads_row(row) for row in setting.rows]))
-        made.append(Table(f"{about}: what comes out", _OUTPUT, _output_rows(setting)))
+        made.append(
+            Table(
+                f"{about}: what comes out, the last layer's drift and KL of the next token",
+                _OUTPUT,
+                _output_rows(setting),
+            )
+        )
     return made
 
 
@@ -174,7 +195,8 @@ def notes(spreads: Sequence[Spread], contests: Sequence[Contest], corrections: S
     said = [
         numbers.about_intervals(samples, exact=bool(corrections), medians=bool(corrections)),
         "1 − S: attention that goes; D = ‖μ_gone − μ_kept‖₁: how unlike what stays it is. Var(log L) over the heads of "
-        "a prompt = Var(log(1 − S)) + Var(log D) + 2 Cov; by mass: the first and half of 2 Cov.",
+        "a prompt = Var(log(1 − S)) + Var(log D) + 2 Cov; by mass: what how much goes "
+        "explains, the first and half of 2 Cov.",
         f"Left out: {left:,} of {every:,} heads (of all prompts and configurations), of which nothing goes, or too "
         "little to tell from rounding.",
     ]
@@ -191,6 +213,6 @@ def _about_corrections() -> str:
         "of the window's queries, its weight as predicted: stored at that query, or linear in the query at hand. "
         "corrected-oracle knows the true mass of what went: a control, which tells what the mean alone costs; with the "
         "true mean it would be 0. L1 is Σ over all heads; it, drift and mean KL are over those of the same kept "
-        "sets uncorrected; heads better: propagated; / oracle: what predicting the mass costs. KL's median is in nat; "
+        "sets uncorrected; heads better: propagated; / oracle: what predicting the mass costs; "
         "less KL: by more than two noise floors."
     )

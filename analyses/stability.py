@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.analyses import stability_told
 from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.identity import RunIdentity, identity, together
+from perturbkv.analyses.name_meant import meant
 from perturbkv.analyses.objects import columns_of
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.result import Result
@@ -93,7 +94,7 @@ def stability(
     Args:
         traces: from `measure` or `read_trace`, one or several.
         selection: a selection, a policy, or policy:selection, of which every trace has one configuration, alike in all
-            but the budget.
+            but the budget; of several the one without options that the name leaves unsaid, nor a correction.
         baseline: what its gain is over; where a trace lacks it, no gain is told.
         budget: as the runs have it, 128 or 0.05; by default the one that all traces hold.
 
@@ -122,13 +123,14 @@ def stability(
 
 
 def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side: str) -> list[EvictionConfig]:
-    """Of each trace the side's configuration of the same budget; empty where one has none, or the sides are one."""
+    """Of each trace what the side means at the same budget; empty where one has no such, or the sides are one."""
     try:
         places = [of_selection(trace.run, side) for trace in traces]
     except TraceError:
         return []
-    fitting = [
-        [one for place in held if (one := trace.run.configs[place]).budget == config.budget and one != config]
+    found = [
+        meant([one for place in held if (one := trace.run.configs[place]).budget == config.budget], side)
         for trace, held, config in zip(traces, places, configs, strict=True)
     ]
-    return [one[0] for one in fitting] if all(len(one) == 1 for one in fitting) else []
+    known = [one for one, config in zip(found, configs, strict=True) if one is not None and one != config]
+    return known if len(known) == len(traces) else []

@@ -9,6 +9,7 @@ import numpy as np
 
 from perturbkv.analyses.arithmetic import ratio
 from perturbkv.analyses.growth import KINDS
+from perturbkv.analyses.name_meant import one_meant
 from perturbkv.analyses.pairing import of_selection
 from perturbkv.analyses.reading import Floats, at_step, measured_steps, values
 from perturbkv.analyses.thirds import LEAST_STEPS, Steps, taken
@@ -62,7 +63,7 @@ def chosen(traces: Sequence[Trace], side: str, budget: str | None) -> list[Evict
     """One configuration of each trace: of the side and of one budget, alike in all else.
 
     Raises TraceError where a trace has none, or they differ in more than the budget; ConfigError where it has several
-    budgets, or more than one configuration of the budget.
+    budgets, or the side means none of several configurations of the budget.
     """
     found = [[trace.run.configs[place] for place in of_selection(trace.run, side)] for trace in traces]
     wanted = _shared_budget(found, budget)
@@ -89,11 +90,7 @@ def _one(fitting: Sequence[EvictionConfig], held: Sequence[EvictionConfig], side
         got = ", ".join(dict.fromkeys(str(config.budget) for config in held))
         msg = f"expected the same budget of '{side}' in every trace, got one of {got}; choose one that all hold"
         raise TraceError(msg)
-    if len(fitting) > 1:
-        got = ", ".join(one.label() for one in fitting[:3])
-        msg = f"expected one configuration of '{side}', got {got}; say which: policy:selection(option=value)"
-        raise ConfigError(msg)
-    return fitting[0]
+    return one_meant(fitting, side)
 
 
 def _check_alike(picked: Sequence[EvictionConfig]) -> None:

@@ -159,8 +159,15 @@ def _about_extra(extra: str, command: Any) -> str:
     names = [str(one.name).upper() for one in command.params if one.param_type_name == "argument"]
     most = f"no argument but {' and '.join(names)}" if names else "no argument"
     too = " too" if names else ""
-    further = "; give further traces with --trace" if any("--trace" in one.opts for one in command.params) else ""
-    return f"expected {most}, got '{extra}'{too}{further}"
+    return f"expected {most}, got '{extra}'{too}{_about_traces(command, bool(names))}"
+
+
+def _about_traces(command: Any, takes: bool) -> str:
+    """Where further traces go; of an analysis that takes none, that it measures for itself."""
+    if any("--trace" in one.opts for one in command.params):
+        return "; give further traces with --trace"
+    measures = not takes and command.name in {one.__name__ for one in (*ANALYSES, *OPEN)}
+    return "; it measures for itself and takes no finished trace" if measures else ""
 
 
 def _about_owner(option: str) -> str:

@@ -20,7 +20,7 @@ _CORRECTED = 2
 """How many of the sides are corrected too: the first ones."""
 
 
-@showing(correction="three")
+@showing(correction=", ".join(_CORRECTIONS))
 @telling("correction")
 @with_options
 def split(
@@ -33,8 +33,8 @@ def split(
 ) -> None:
     """Tell whether heads are hurt by how much goes or by what goes.
 
-    L = (1 − S) ‖μ_gone − μ_kept‖₁ per head; which methods win by which; and what is won by a stored mean that stands in
-    for what went. Without a trace the first two of --compare are corrected in three ways, or as --correction says.
+    L = (1 − S) ‖μ_gone − μ_kept‖₁ per head; which methods win by which; what a stored mean of what went wins, without a
+    trace in the first two of --compare.
     """
     names = None if compare is None else parse_compare(compare)
     study = open_study("split", run, look, lambda: _configs(run, names or _COMPARE.split(",")))

@@ -21,7 +21,7 @@ from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import run_folder
 from perturbkv.configs import swap as swapping
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.swap import BY, OUTCOMES, SwapConfig
+from perturbkv.configs.swap import BY, LEAST, OUTCOMES, SwapConfig
 from perturbkv.errors import ConfigError
 from perturbkv.storage.swap_file import FILE
 
@@ -50,7 +50,7 @@ def swap(
     ] = None,
     permutations: Annotated[
         int | None,
-        Option(metavar="N", help="Orders for Shapley values; 0: none", show_default="16"),
+        Option(metavar="N", help=f"Orders for Shapley values: even, from {LEAST} on, or 0", show_default="16"),
     ] = None,
     exact: Annotated[bool, Option("--exact", help="All subsets, not orders; of up to 8 unasked, up to 12")] = False,
     greedy: Annotated[

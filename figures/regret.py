@@ -16,7 +16,6 @@ from perturbkv.analyses.regret_parts import Part
 from perturbkv.analyses.regret_rows import Heads
 from perturbkv.figures import style
 from perturbkv.optimum.chain import KNOWING
-from perturbkv.optimum.found import PREFIX
 
 _PANEL_MM, _AROUND_MM, _LEGEND_MM = 48, 22, 3.6
 _FARTHEST = 1000.0
@@ -69,5 +68,5 @@ def _panel(axes: Axes, part: Part, looks: list[dict[str, Any]]) -> None:
     axes.set(ylim=(0, 1.02), xlabel="L over that of the best set known (log axis)")
     if part.tried:
         style.note(axes, f"proven best in {part.closed} of {part.tried} heads")
-    axes.set_title(f"{'prefixes' if part.part == PREFIX else 'prompts'}, b={part.configs[0].budget}", loc="left")
+    axes.set_title(f"{part.where}: n = {counted(len(heads.best), 'head')}", loc="left")
     axes.grid(visible=True)

@@ -47,7 +47,8 @@ def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
             first = first or axes
         handles = [*_marks([one for one, _ in clouds[0][1]]), *([*legend(), drift_mark()] if corrections else [])]
         figure.legend(handles=handles, loc="outside upper left", ncols=2 * columns)
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        said = f"{_about_marks([one for one, _ in clouds[0][1]])} · {style.about(result.identity.samples)}"
+        style.foot(figure, result.identity, said)
     return figure
 
 
@@ -80,8 +81,8 @@ def _scatter(axes: Axes, name: str, cloud: _Clouds) -> None:
             axes.plot(mass, distance, linestyle="", marker=".", markersize=2.2, alpha=0.45, color=colours[place],
                       gid=f"heads {place}", zorder=2)  # fmt: skip
         centre = [np.exp(np.nanmean(np.log(part))) if np.isfinite(part).any() else np.nan for part in (mass, distance)]
-        axes.plot(*([number] for number in centre), linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=5,
-                  markerfacecolor="none", markeredgecolor=colours[place], markeredgewidth=1.3, gid=f"centre {place}",
+        axes.plot(*([number] for number in centre), linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=6,
+                  markerfacecolor="none", markeredgecolor=colours[place], markeredgewidth=1, gid=f"centre {place}",
                   zorder=4)  # fmt: skip
     style.log_axes(axes, x=True, y=True)
     _without_the_least(axes, [_geometric(found.mass) for _, found in cloud[:_WIDE]])
@@ -128,15 +129,22 @@ def _equal_loss(axes: Axes) -> None:
 
 
 def _marks(cloud: Sequence[Spread]) -> list[Line2D]:
-    """What the clouds and their middles are."""
-    names = short([one.config for one in cloud])
+    """The middles of the clouds, as they are drawn."""
     return [
-        Line2D([], [], linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=4, color=colour,
-               label=name or one.config.selection.name)
-        for place, (one, name, colour) in enumerate(
-            zip(cloud, names, _colours(len(cloud)), strict=True)
-        )
+        Line2D([], [], linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=5,
+               markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1, label=name)
+        for place, (name, colour) in enumerate(zip(_sides(cloud), _colours(len(cloud)), strict=True))
     ]  # fmt: skip
+
+
+def _about_marks(cloud: Sequence[Spread]) -> str:
+    """What a dot is, and a hollow mark."""
+    return f"dots: heads of {' and '.join(_sides(cloud)[:_WIDE])}; hollow marks: the geometric mean of all heads"
+
+
+def _sides(cloud: Sequence[Spread]) -> list[str]:
+    names = short([one.config for one in cloud])
+    return [name or one.config.selection.name for name, one in zip(names, cloud, strict=True)]
 
 
 def _corrections(axes: Axes, one: Setting, name: str) -> None:

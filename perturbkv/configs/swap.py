@@ -81,8 +81,8 @@ class SwapConfig:
                 msg = f"{what} (--{what}) must be at least 0, got {number}"
                 raise ConfigError(msg)
         if self.permutations and (self.permutations % 2 or self.permutations < LEAST):
-            told = f"0, {LEAST}, {LEAST + 2}, …; got {self.permutations}"
-            msg = f"permutations (--permutations) come in pairs, 4 or more to tell an error: {told}"
+            wanted = f"an even number from {LEAST} on, or 0 for none"
+            msg = f"permutations (--permutations) are orders and their reverses: {wanted}; got {self.permutations}"
             raise ConfigError(msg)
         if self.exact and self.permutations is not None:
             msg = "exact (--exact) measures all subsets, and permutations (--permutations) draws some; give one of them"

@@ -102,7 +102,9 @@ def _failed(trace: Trace) -> str:
 def _few(samples: int) -> str:
     if samples == 1:
         return "One sample: no number here has an interval."
-    return f"{samples} samples: ranges of single samples instead of 95 % intervals." if samples < LEAST else ""
+    if samples >= LEAST:
+        return ""
+    return f"{samples} samples, too few for 95 % intervals; instead: {numbers.ABOUT_RANGES}."
 
 
 def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:

@@ -282,3 +282,13 @@ def test_parts_of_sentences() -> None:
     assert tally([1, 1], words, "case") == "it grows in both cases"
     assert ends([("a", 2.0, "two"), ("b", 1.0, "one"), ("c", float("nan"), "–")]) == "one at b to two at a"
     assert compared("a", "b", [("", 1.0, None)]) == "a perturbs exactly as much as b"
+
+
+@pytest.mark.parametrize("kind", ["range", "interval"])
+def test_what_rounds_to_nothing_is_no_difference(kind: str) -> None:
+    """It read '0 % (0 … 0) more'; with an end that is seen, or a case that is, the numbers stand."""
+    near, seen = Interval(0.996, 1.004, kind), Interval(0.99, 1.002, kind)
+    assert compared("a", "b", [("", 1.003, near)], " there") == "a perturbs as much as b there, within 0.5 %"
+    assert compared("a", "b", [("x", 1.003, near), ("y", 0.997, None)]).endswith("as much as b, within 0.5 %")
+    assert "within" not in compared("a", "b", [("", 0.998, seen)])
+    assert "within" not in compared("a", "b", [("x", 1.003, near), ("y", 1.2, Interval(1.1, 1.3, kind))])

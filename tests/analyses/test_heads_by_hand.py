@@ -12,6 +12,7 @@ import pytest
 from perturbkv.analyses import head_kind, kept_sets
 from perturbkv.analyses.heads import HeadComparison, summarise
 from perturbkv.analyses.intervals import Interval
+from perturbkv.analyses.numbers import about_intervals
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.reading import held_shares, values
 from perturbkv.analyses.verdicts import verdicts
@@ -65,6 +66,18 @@ def test_means_verdicts_and_shares() -> None:
         assert kind.half_share == 0.5  # 4 of 9.001 is less than half of it, 4 + 3 is more
         assert kind.floor_relative_median == pytest.approx(1e-4)
     assert result.retained_mass == pytest.approx((0.7, 0.6))
+
+
+def test_a_number_of_all_samples_can_lie_outside_the_range_of_single_ones_which_the_note_says() -> None:
+    """Heads of 0, 1, 1 and 1, 0, 1 over 1, 1, 1: either sample's median head is at 1, that of both together at 1/2."""
+    treatment = np.array([[[0.0, 1.0, 1.0]], [[1.0, 0.0, 1.0]]])
+    arrays = {
+        f"perturbation_{kind}": np.stack([np.ones((2, 1, 3)), treatment], axis=1) for kind in ("isolated", "propagated")
+    }
+    found = summarise(hand_measured(PAIR, arrays, heads=3), *PAIR)
+    kind, ends = found.isolated, found.isolated.median_ratio_interval
+    assert ends is not None and (kind.median_ratio, ends.low, ends.high, ends.kind) == (0.5, 1.0, 1.0, "range")
+    assert "range of single samples, outside which a number of all of them together can lie" in about_intervals(2)
 
 
 def test_flagged_heads_are_those_whose_mean_sigma_is_at_most_a_half() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -77,8 +78,48 @@ def test_the_first_layer_is_told_apart() -> None:
     assert [one.sum_ratio for one in prompt.first] == [one.sum_ratio for one in regret().parts[0].regrets]
     assert (prompt.others[1].query.value, prompt.others[1].criterion.value) == pytest.approx((3.0, 2.0))
     assert prefix.others == ()
-    text = " ".join(repr(regret_of(replace(asked, rows=rows))).split())
-    assert "layer 0 and the others" in text and max(map(len, repr(regret_of(asked)).splitlines())) <= 80
+    assert [(one.heads, one.samples) for one in (prompt.regrets[0], prompt.first[0], prompt.others[0])] == [
+        (18, 6), (12, 6), (6, 6)
+    ]  # fmt: skip
+    text = repr(regret_of(replace(asked, rows=rows)))
+    assert re.search(r"^two-stage +18 .*\n.*]\n· layer 0 +12 .*\n.*]\n· others +6 ", text, re.MULTILINE), text
+
+
+def test_a_row_of_one_prompts_heads_says_so() -> None:
+    """The other layers were drawn in the first of three prompts alone: one head, and no range."""
+    asked = found(3)
+    asked.rows[0]["heads"].append(head("prompt", 1.0, [9.0, 6.0, 8.0, 3.0, 6.0, 3.0, 2.0], layer=4))
+    other = regret_of(asked).parts[0].others[1]
+    assert (other.heads, other.samples, other.factor.interval) == (1, 1, None)
+    assert re.search(r"^· others +1 +6\.00 +1\.00 +3\.00 +2\.00$", repr(regret_of(asked)), re.MULTILINE)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 6])
+def test_headings_stay_whole_words(samples: int) -> None:
+    """Columns as wide as their longest words: none is broken, and no sign stands alone."""
+    lines = repr(regret(samples)).splitlines()
+    rules = [place for place, line in enumerate(lines) if set(line) == {"─"}]
+    assert len(rules) == 4
+    words = {word for place in rules for line in lines[place - 2 : place] for word in line.split()}
+    assert words - set(" ".join(lines[place - 3] for place in rules).split()) <= {
+        "heads", "Σ", "of", "all", "median", "head", "mean", "factor", "pooling,", "stages", "query", "unknown",
+        "criterion",
+    }  # fmt: skip
+    assert {"criterion", "pooling,", "heads"} <= words
+
+
+def test_methods_without_parts_are_told_too() -> None:
+    """random, and what is a part of another's chain, by themselves: it was said that no head loses anything."""
+    places = {"random": [METHODS.index("random")], "attention-unpooled": [METHODS.index("attention-unpooled")]}
+    asked = found()
+    for name, (place,) in places.items():
+        rows = [
+            {**row, "heads": [{**one, "perturbation": [one["perturbation"][place]]} for one in row["heads"]]}
+            for row in asked.rows
+        ]
+        run = run_config(configs=(CONFIGS[place],))
+        said = regret_of(replace(asked, run=run, rows=rows)).conclusion()
+        assert said.startswith(f"{name} perturbs") and "best known set" in said and "criterion" not in said
 
 
 def test_heads_are_counted_and_unproven_ones_never_called_optimal() -> None:
@@ -99,6 +140,17 @@ def test_a_result_shows_itself_in_80_columns() -> None:
     rows = regret(2).records()
     assert len(rows) == 2 * 5 * 7
     assert {row["part"] for row in rows} == {"prompt", "prefix"}
+
+
+@pytest.mark.parametrize("width", [84, 174])
+def test_each_panel_says_of_how_many_heads_it_is(width: int) -> None:
+    """Of the prompts' 18 heads 6 lose nothing but rounding and are not drawn."""
+    panels = [axes for axes in regret().plot(width).axes if axes.lines]
+    assert [axes.get_title("left") for axes in panels] == [
+        "prompts, b=128: n = 12 heads",
+        "prefixes, b=16: n = 12 heads",
+    ]
+    assert {len(line.get_xdata()) - 1 for axes in panels for line in axes.lines} == {12}
 
 
 def test_budgets_are_told_apart() -> None:

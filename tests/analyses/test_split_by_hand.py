@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from perturbkv.analyses import kept_sets
 from perturbkv.analyses.bound_tightness import bound_tightness
 from perturbkv.analyses.split import split
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -128,11 +130,42 @@ def test_equal_kept_sets_with_different_corrections_are_no_tie() -> None:
 def test_what_is_said() -> None:
     result = split(made())
     said = result.conclusion()
-    assert "two-stage's L is 0.71 ×" in said and "1 − S 1.00 × and D 0.71 ×" in said
-    assert ". corrected(mass=stored) perturbs 25 % [25, 25] less than no correction (propagated)" in said
-    assert "corrected-oracle perturbs 75 % [75, 75] less than no correction (propagated), KL falls in 83 %" in said
+    lines = said.splitlines()
+    assert len(lines) == 5  # what tells heads apart, a contest, three corrections
+    assert lines[0].startswith("Whether heads differ by how much or by what goes is undecided")
+    assert ": how much goes explains −25 % [" in lines[0] and lines[0].endswith(
+        "of what tells heads apart (n = 6 samples)."
+    )
+    assert lines[1].startswith("two-stage's L is 0.71 × [") and lines[1].endswith(
+        "that of attention: 1 − S 1.00 ×, D 0.71 ×."
+    )
+    assert lines[2].startswith("corrected(mass=stored) perturbs 25 % [25, 25] less than no correction (propagated)")
+    assert lines[4] == (
+        "corrected-oracle perturbs 75 % [75, 75] less than no correction (propagated), and lowers KL in 83 % [36, 100] "
+        "of prompts."
+    )
     assert "Left out: 12 of 48 heads" in " ".join(result.notes().split())
     json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_the_control_stands_apart() -> None:
+    """random is no end of the range of methods, it is told behind them; by itself it is what there is to tell."""
+    control = config("random")
+    said = split(made(3, (BASELINE, TREATMENT, control))).conclusion().splitlines()[0]
+    share = "−67 % (−150 … 100)"  # of every configuration: all rows are the baseline's but for scale
+    assert said.startswith(
+        f"How much goes explains {share} of what tells heads apart, {share} with random (control) (n"
+    )
+    assert "(control)" not in split(made(3, (control,))).conclusion()
+
+
+def test_each_heading_of_what_comes_out_has_its_unit() -> None:
+    """The median of KL is in nat, its mean a ratio over none: beside each other they looked alike."""
+    table = next(one for one in split(made()).tables() if isinstance(one, Table) and "what comes out" in one.title)
+    assert [" ".join(one.removeprefix("#").split()) for one in table.columns[1:4]] == [
+        "drift, × none", "median KL, nat", "mean KL, × none",
+    ]  # fmt: skip
+    assert [table.rows[0][place].split("\n")[0] for place in (1, 2, 3)] == ["1", "0.035", "1"]
 
 
 @pytest.mark.parametrize("samples", [1, 3, 6])
@@ -165,6 +198,11 @@ def test_a_trace_of_corrected_configurations_alone_is_refused() -> None:
         bound_tightness(made(6, CORRECTED))
 
 
+def _legend(figure: Figure) -> tuple[list[Any], list[Any]]:
+    (legend,) = figure.legends
+    return list(legend.get_texts()), list(legend.legend_handles)
+
+
 @pytest.mark.parametrize("width", [84, 174])
 def test_the_figure_shows_heads_middles_and_corrections(width: int) -> None:
     result = split(made())
@@ -174,6 +212,14 @@ def test_the_figure_shows_heads_middles_and_corrections(width: int) -> None:
     assert set(drawn) == {"heads 0", "centre 0", "heads 1", "centre 1"}
     mass = np.asarray(drawn["heads 0"].get_xdata(), dtype=float)
     np.testing.assert_allclose(mass, [0.1, 0.2, 0.4, np.nan], rtol=1e-9)
+    marks = {one.get_text(): line for one, line in zip(*_legend(figure), strict=True)}
+    for place, name in enumerate(
+        ("attention", "two-stage")
+    ):  # hollow here as in the panel, and said to be what they are
+        assert [one.get_markerfacecolor() for one in (drawn[f"centre {place}"], marks[name])] == ["none", "none"]
+        assert drawn[f"centre {place}"].get_markeredgecolor() == marks[name].get_markeredgecolor()
+    said = " ".join(figure.texts[-1].get_text().split())
+    assert "dots: heads of attention and two-stage; hollow marks: the geometric mean of all heads" in said
     equal = [np.asarray(line.get_xdata()) * np.asarray(line.get_ydata())
              for line in scatter.lines if line.get_gid() == "equal L"]  # fmt: skip
     assert equal and all(one[0] == pytest.approx(one[1]) for one in equal)
@@ -201,4 +247,4 @@ def test_a_contest_in_which_one_side_loses_nothing_says_so() -> None:
     mass = found.arrays["retained_mass"].copy()
     mass[:, 1] = 1
     said = split(dataclasses.replace(found, arrays={**found.arrays, "retained_mass": mass})).conclusion()
-    assert "no head loses anything under both two-stage and attention" in said and "–" not in said
+    assert "No head loses anything under both two-stage and attention" in said and "–" not in said

@@ -63,6 +63,11 @@ def test_heads_are_split_and_two_selections_corrected(perturbkv: Run, tiny: list
     assert Path("out/split.pdf").exists()
 
 
+def test_the_help_of_split_names_its_corrections(perturbkv: Run) -> None:
+    told = " ".join(perturbkv("split", "--help").out.split())
+    assert "[corrected, corrected(mass=linear), corrected-oracle]" in told
+
+
 def test_sides_and_corrections_of_a_split_are_chosen(perturbkv: Run, tiny: list[object]) -> None:
     asked = [*tiny, "--compare", "two-stage,random", "--correction", "corrected", "--dry-run", "--json"]
     told = [one["config"] for one in perturbkv("split", *asked).json()["kept"]]

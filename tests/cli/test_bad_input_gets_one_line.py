@@ -101,6 +101,11 @@ def test_options(perturbkv: Run, tiny: list[object], options: list[str], words: 
         (["heads", "a", "b"], ["expected no argument but TRACE, got 'b' too; perturbkv heads --help"]),
         (["link", "a", "b"], ["expected no argument but TRACE, got 'b' too; give further traces with --trace"]),
         (["quality", "a"], ["expected no argument, got 'a'; give further traces with --trace"]),
+        (
+            ["swap", "a"],
+            ["expected no argument, got 'a'; it measures for itself and takes no finished trace; perturbkv"],
+        ),
+        (["regret", "a"], ["got 'a'; it measures for itself and takes no finished trace; perturbkv regret --help"]),
         (["bench", "compare", "--tolerance"], ["'--tolerance' requires an argument"]),
         (["bench", "--nothing"], ["No such option: --nothing", "perturbkv bench --help"]),
     ],

@@ -97,7 +97,8 @@ def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> No
         (["--outcome", "score"], "ask for them with --answers"),
         (["--max-new-tokens", 4], "--max-new-tokens has no effect here: it needs --answers; leave it out"),
         (["--permutations", 0, "--greedy", 0, "--outcome", "kl"], "--outcome has no effect here: it needs"),
-        (["--permutations", 7], "come in pairs, 4 or more to tell an error: 0, 8, 10, …; got 7"),
+        (["--permutations", 7], "an even number from 8 on, or 0 for none; got 7"),
+        (["--permutations", 4], "an even number from 8 on, or 0 for none; got 4"),
         (["--permutations", 8, "--exact"], "give one of them"),
         (["--samples", 1, "--greedy", 1], "expects at least 2 samples, one to choose and one to judge, got 1"),
         (["--compare", "attention,two-stage,random"], "expected one baseline and one treatment at one budget, got 3"),
@@ -119,6 +120,11 @@ def test_what_cannot_be_asked_gets_one_line(perturbkv: Run, tiny: list[object], 
     assert ran.code == 2
     assert said in " ".join(ran.err.split())
     assert len(ran.err.splitlines()) == 1 and not Path("out/swap.jsonl").exists()
+
+
+def test_the_help_says_which_numbers_of_orders_are_taken(perturbkv: Run) -> None:
+    assert "even, from 8 on, or 0 [16]" in " ".join(perturbkv("swap", "-h").out.split())
+    assert SwapConfig(permutations=8).permutations == 8
 
 
 def test_measurements_of_another_run_stay(perturbkv: Run, tiny: list[object]) -> None:
