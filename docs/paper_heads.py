@@ -136,7 +136,7 @@ def _small_budgets(output: Path) -> Told:
 
 def _first_layer(output: Path) -> Told:
     """What giving the first layer back to attention does."""
-    found = document(output, "swap", "swap.json")
+    found = document(output, "first-layer", "swap.json")
     everywhere, without = found["named"][:2]
     text = (
         f"two-stage everywhere: last layer's drift × {value(everywhere, 'drift_ratio')} of attention's, heads' "
@@ -158,6 +158,6 @@ ROWS = (
     Row("section 5.2", "it falls against attention's layer by layer", "shares", _gradually, "heads"),
     Row("figures 3b, 6", "in the last layer it is lower for nearly all contexts", "shares", _contexts, "heads"),
     Row("appendix B", "the lower the budget, the larger the gain", "shares", _small_budgets, "heads"),
-    Row("appendix A", "harm in heads of the first layer is not significant", "swap", _first_layer, "swap"),
+    Row("appendix A", "harm in heads of the first layer is not significant", "first-layer", _first_layer, "swap"),
     Row("later version", "also where the context alone is compressed", "context-only", _context, "heads"),
 )  # fmt: skip
