@@ -68,7 +68,7 @@ def _context(output: Path) -> Told:
 
 def _norms(output: Path) -> Told:
     """What ν brings on top of un-pooling, with a set per query head, at the paper's α."""
-    one = _brought(output, "ν")
+    one = _brought(output, "the value norms ν")
     verdicts = [verdict(one[kind]["sum_ratio_interval"], 1, -1) for kind in ("isolated", "propagated")]
     text = f"ν on top of the same stages with ν ≡ 1: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}"
     return Told(f"{text}; n = {one['samples']}", joined(verdicts))
@@ -88,7 +88,7 @@ def _brought(output: Path, part: str) -> Document:
     for setting in analysis(output, "ablation", "ablation")["settings"]:
         if setting["granularity"] == "query":
             for one in setting["brings"]:
-                if one["name"].startswith(part) and one["alpha"] == 0.25:
+                if (one["name"], one["alpha"]) == (part, 0.25):
                     found: Document = one
                     return found
     raise LookupError(part)

@@ -90,14 +90,17 @@ def _pages(output: Path) -> Told:
 
 
 def _lines(output: Path) -> Told:
-    """The criterion over attention, with all sums and without what every query looks at anyway."""
-    compared = analysis(output, "lines", "heads")["comparisons"]
-    found = {(one["treatment"]["policy_options"]["sums"], selection(one["treatment"])): one for one in compared}
-    one, *free = (found[key] for key in (("all", "two-stage"), ("free", "attention"), ("free", "two-stage")))
+    """The criterion over attention: with all sums, and where neither sums what every query looks at anyway."""
+    found = {}
+    for one in analysis(output, "lines", "heads")["comparisons"]:
+        sides = one["baseline"], one["treatment"]
+        found[*(side["policy_options"].get("sums") for side in sides), selection(sides[1])] = one
+    keys = ("all", "all", "two-stage"), ("all", "free", "attention"), ("free", "free", "two-stage")
+    one, free, own = (found[key] for key in keys)
     text = (
-        f"vertical-slash, by A ν over by A: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}; sums "
-        f"without first entries and band (control), by A {ratio(free[0], 'isolated')} and {ratio(free[0])}, by A ν "
-        f"{ratio(free[1], 'isolated')} and {ratio(free[1])}; n = {one['samples']}"
+        f"vertical-slash, by A ν over by A: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}; control, sums "
+        f"without first entries and band: by A {ratio(free, 'isolated')} and {ratio(free)}, by A ν over that "
+        f"{ratio(own, 'isolated')} and {ratio(own)}; n = {one['samples']}"
     )
     verdicts = [_answer(one[kind]["sum_ratio_interval"]) for kind in ("isolated", "propagated")]
     return Told(text, ANSWERED if ANSWERED in verdicts else UNDECIDED)

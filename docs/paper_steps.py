@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = 20 * 60
-"""Seconds that a step may take on two cores."""
+"""Processor seconds that a step may take, with one thread: what else the machine does is left out."""
 DONE = "step.json"
-"""What a finished step leaves in its folder: what was called, and how long it took."""
+"""What a finished step leaves in its folder: what was called, and the processor seconds that it took."""
 CHATS = Path(__file__).parent / "paper_chats.jsonl"
 _CALL = "from perturbkv.cli.start import main; main()"
 
@@ -52,21 +52,27 @@ def run(steps: Sequence[Step], longbench: Path, output: Path) -> None:
 def _run(step: Step, calls: list[list[str]], folder: Path) -> None:
     spent = folder / "spent.json"  # by a run that was killed
     before = json.loads(spent.read_text()) if spent.exists() else 0.0
-    begun = time.monotonic()
+    begun = _processor()
     for call in calls:
         sys.stderr.write(f"{step.name}: perturbkv {' '.join(call)}\n")
         try:
             subprocess.run([sys.executable, "-c", _CALL, *call], check=True)
         finally:
             if folder.exists():
-                spent.write_text(json.dumps(before + time.monotonic() - begun))
+                spent.write_text(json.dumps(before + _processor() - begun))
     told = {"calls": calls, "seconds": json.loads(spent.read_text())}
     (folder / DONE).write_text(json.dumps(told, indent=1))
     spent.unlink()
 
 
+def _processor() -> float:
+    """Seconds of all commands that have ended, in and for them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def seconds(step: Step, longbench: Path, output: Path) -> float | None:
-    """How long a step took that is finished and was called the same; None of any other."""
+    """Processor seconds of a step that is finished and was called the same; None of any other."""
     path = output / step.name / DONE
     told = json.loads(path.read_text()) if path.exists() else {}
     return float(told["seconds"]) if told.get("calls") == step.calls(longbench, output) else None

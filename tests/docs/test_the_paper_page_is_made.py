@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,7 +96,7 @@ def test_a_page_without_its_marks_is_refused() -> None:
 
 
 def test_a_killed_run_goes_on_and_a_finished_step_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, called = functions("paper_steps"), []
+    steps, called, clock = functions("paper_steps"), [], iter(range(100))
 
     def run(words: list[str], check: bool) -> None:
         called.append(words[3])
@@ -103,15 +105,16 @@ def test_a_killed_run_goes_on_and_a_finished_step_stays(tmp_path: Path, monkeypa
             raise subprocess.CalledProcessError(1, words)
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_utime=next(clock), ru_stime=0.5))
     made = [steps["Step"]("a", ("trace --data-dir {longbench}", "heads {folder}/trace.h5"))]
     with pytest.raises(subprocess.CalledProcessError):
         steps["run"](made, Path("data"), tmp_path)
     assert steps["seconds"](made[0], Path("data"), tmp_path) is None
-    before = json.loads((tmp_path / "a" / "spent.json").read_text())
+    assert json.loads((tmp_path / "a" / "spent.json").read_text()) == 2
     steps["run"](made, Path("data"), tmp_path)
     steps["run"](made, Path("data"), tmp_path)
     assert called == ["trace", "heads"] * 2
-    assert steps["seconds"](made[0], Path("data"), tmp_path) > before
+    assert steps["seconds"](made[0], Path("data"), tmp_path) == 4
     assert steps["seconds"](made[0], Path("other"), tmp_path) is None
 
 
