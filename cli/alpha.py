@@ -70,7 +70,8 @@ def _planned(run: RunOptions, folds: int | None) -> Plan:
     """The run, of which all but the samples' number is looked at again later. Raises PerturbkvErrors."""
     from perturbkv.analyses.alpha_choice import check_folds
 
-    check_folds(None, run.samples)
+    if run.samples is not None:  # told before anything is read
+        check_folds(None, run.samples)
     planned = plan(run, _configs(run))
     check_folds(folds, len(planned.prompts))
     return planned
