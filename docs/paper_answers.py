@@ -7,6 +7,7 @@ import math
 import statistics
 from pathlib import Path
 
+import numpy as np
 from paper_read import (
     CONTRADICTS,
     OPEN,
@@ -25,6 +26,9 @@ from paper_read import (
     verdict,
 )
 from tables import number, percent, selection
+
+from perturbkv.analyses import intervals
+from perturbkv.analyses.arithmetic import plain
 
 _BENCH = Path(__file__).parent / "bench" / "cpu.json"
 _SUITES = {"quality": "four retrieval tasks", "summaries": "multi_news"}
@@ -175,23 +179,20 @@ def _linked(output: Path) -> Told:
 def _chats(output: Path) -> Told:
     """12 instructions, answers of at most 320 tokens, compressed to 64 entries beyond 256."""
     found = {selection(one["config"]): one for one in document(output, "chats", "divergence.json")["configs"]}
-    kls = [[row for row in found[way]["forced"]["kl"] if row is not None] for way in ("attention", "two-stage")]
-    lower = sum(two < one for one, two in zip(*kls, strict=True))
+    sides = [found[way] for way in ("attention", "two-stage")]
+    kls = [both for both in zip(*(one["forced"]["kl"] for one in sides), strict=True) if None not in both]
+    lower = np.array([two < one for one, two in kls])
+    interval = plain(intervals.of_samples(lower))
     cells = [
-        f"{way}: first difference after {found[way]['median_first_difference']:.0f} tokens, "
-        f"KL {statistics.median(own):.3f} nat"
-        for way, own in zip(("attention", "two-stage"), kls, strict=True)
+        f"{selection(one['config'])} first differs {_tokens(one['median_first_difference'])}, KL {middle:.3f} nat"
+        for one, middle in zip(sides, np.median(kls, axis=0), strict=True)
     ]
-    interval = _binomial(lower, len(kls[0]))
-    text = f"medians, {listed(cells)}; lower KL in {percent(lower / len(kls[0]), interval)} of {len(kls[0])} answers"
+    text = f"medians, {listed(cells)}; lower KL in {percent(lower.mean(), interval)} of the answers, n = {len(kls)}"
     return Told(text, verdict(interval, 0.5, 1))
 
 
-def _binomial(hits: int, count: int) -> Document:
-    from scipy.stats import binomtest
-
-    found = binomtest(hits, count).proportion_ci(method="exact")
-    return {"low": found.low, "high": found.high, "kind": "interval"}
+def _tokens(count: float | None) -> str:
+    return "never" if count is None else f"after {count:.0f} tokens"
 
 
 def _larger(output: Path) -> Told:

@@ -44,7 +44,9 @@ def _tight(output: Path) -> Told:
     """L over the bounds where σ > ½, at each budget: the medians' range and the widest 5 to 95 %."""
     cells = []
     for name in ("L/θ", "L/θ̂"):
-        spreads = [one["ratios"][name]["evidence"] for one in _staged(output)]
+        spreads = [spread for one in _staged(output) if (spread := one["ratios"][name]["evidence"])[0] is not None]
+        if not spreads:
+            return Told("in no head does stage 1 hold more than half", UNDECIDED)
         medians, low, high = [one[2] for one in spreads], min(one[0] for one in spreads), max(one[4] for one in spreads)
         cells.append(
             f"median {name} {number(min(medians))} to {number(max(medians))} over budgets "
@@ -67,6 +69,8 @@ def _orders(output: Path) -> Told:
 
 def _apart(bound: Document, mass: Document) -> str:
     low, high = (one["evidence_interval"] for one in (bound, mass))
+    if low is None or high is None:
+        return UNDECIDED
     if low["low"] > high["high"]:
         return SUPPORTS
     return CONTRADICTS if low["high"] < high["low"] else UNDECIDED

@@ -56,7 +56,7 @@ def test_tables_fit_80_columns_and_show_what_each_cache_holds() -> None:
     for samples in (1, 3, 6):
         text = repr(restriction(made(samples=samples)))
         assert max(map(len, text.splitlines())) <= 80
-        assert "0.50" in text and "held / full: entries that" in text
+        assert "0.50" in text and "held / full: entries that" in " ".join(text.split())
         assert "what it cannot spend on a whole block" in " ".join(text.split())
 
 

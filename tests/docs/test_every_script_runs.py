@@ -13,6 +13,7 @@ from tests.support.scripts import DOCS, perturbkv, script
 
 BY_OTHERS = {
     "coverage.py",
+    *(f"paper{part}.py" for part in ("", "_answers", "_bounds", "_cost", "_heads", "_open", "_read", "_steps")),
     "report_pictures.py",
     "second_figure.py",
     "second_model.py",
