@@ -133,7 +133,7 @@ def _saved(output: Path) -> Told:
             if measure["measure"] == "score":  # what the figure shows; KL is told beside it
                 verdicts += [verdict(_closed(point["saving_interval"]), 0, 1) for point in told]
             shown = [f"b = {point['config']['budget']}: {_saving(point)}" for point in told]
-            cells.append(f"by {measure['measure']}, {', '.join(shown)}")
+            cells.append(f"by {measure['measure']}, {', '.join(shown) or 'outside the budgets measured'}")
     return Told(f"budget saved (below 0: lost) {listed(cells)}", joined(verdicts))
 
 

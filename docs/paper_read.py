@@ -63,10 +63,10 @@ def verdict(interval: Ends, at: float, wanted: int) -> str:
 
 
 def joined(verdicts: Iterable[str]) -> str:
-    """One verdict of several cases: theirs where all agree, else how many say what."""
+    """One verdict of several cases: theirs where all agree, else how many say what; of none undecided."""
     found = Counter(verdicts)
-    if len(found) == 1:
-        return next(iter(found))
+    if len(found) <= 1:
+        return next(iter(found), UNDECIDED)
     return ", ".join(f"{one} {found[one]}" for one in (SUPPORTS, CONTRADICTS, UNDECIDED) if found[one])
 
 

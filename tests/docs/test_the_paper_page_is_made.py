@@ -70,13 +70,12 @@ def _page(longbench: Path, output: Path, page: Path) -> dict[str, list[list[str]
 def test_every_row_is_read_from_what_its_command_leaves(longbench: Path, output: Path, tmp_path: Path) -> None:
     sections = _page(longbench, output, tmp_path / "paper.md")
     rows = [row for title in functions("paper")["SECTIONS"] for row in sections[title]]
-    assert len(rows) >= 40
+    assert len(rows) > 40
     for row in rows:
         assert row[2], row
         said = {part.rstrip("0123456789 ") for part in row[3].strip("*").split(", ")}
         assert said <= UNDECIDED, row
         assert "{" not in row[2] and "None" not in row[2], row
-    assert {row[5] for row in rows for _ in row if row[3] != "**not measured**"}
     costs = {row[0] for row in sections["What it would cost"]}
     assert {name for row in rows for name in row[5].split(", ")} == costs
 
@@ -150,6 +149,7 @@ def test_verdicts_follow_the_interval() -> None:
     assert of(_ends(0.6, 0.7), 0.5, 1) == "supports"
     assert of(None, 1, 1) == of({"low": 2.0, "high": 3.0, "kind": "range"}, 1, 1) == "undecided"
     assert read["joined"](["supports", "supports"]) == "supports"
+    assert read["joined"]([]) == "undecided"
     assert read["joined"](["undecided", "supports", "undecided"]) == "supports 1, undecided 2"
 
 
