@@ -12,7 +12,6 @@ from paper_read import (
     CONTRADICTS,
     OPEN,
     SUPPORTS,
-    UNDECIDED,
     Document,
     Row,
     Told,
@@ -21,6 +20,7 @@ from paper_read import (
     estimate,
     joined,
     listed,
+    lower,
     policy_of,
     value,
     verdict,
@@ -96,7 +96,7 @@ def _ordered(output: Path) -> Told:
     for found in _needles(output):
         for budget in _BUDGETS:
             scores = [_method(found, one, "attention", budget) for one in _RISING]
-            verdicts += [_apart(low, high) for low, high in zip(scores, scores[1:], strict=False)]
+            verdicts += [_below(low, high) for low, high in zip(scores, scores[1:], strict=False)]
             cells.append(f"{found['name']}, b = {budget}: {', '.join(value(one, 'score') for one in scores)}")
     return Told(f"attention's scores in that order, {listed(cells)}; n = {found['samples']} each", joined(verdicts))
 
@@ -106,10 +106,8 @@ def _needles(output: Path) -> list[Document]:
     return [one for one in analysis(output, "quality", "quality")["datasets"] if one["name"] in names]
 
 
-def _apart(low: Document, high: Document) -> str:
-    if high["score_interval"]["low"] > low["score_interval"]["high"]:
-        return SUPPORTS
-    return CONTRADICTS if high["score_interval"]["high"] < low["score_interval"]["low"] else UNDECIDED
+def _below(low: Document, high: Document) -> str:
+    return lower(low["score_interval"], high["score_interval"])
 
 
 def _streaming(output: Path) -> Told:
@@ -120,7 +118,7 @@ def _streaming(output: Path) -> Told:
             poor, good = (
                 _method(found, *one, budget) for one in (("streaming-llm", "position"), ("snapkv", "two-stage"))
             )
-            verdicts.append(_apart(poor, good))
+            verdicts.append(_below(poor, good))
             cells.append(f"{name}, b = {budget}: {value(poor, 'score')} against {value(good, 'score')}")
     return Told(f"streaming-llm's mean score against two-stage's: {listed(cells)}", joined(verdicts))
 
@@ -151,16 +149,16 @@ def _closed(ends: Document) -> Document:
 
 def _half(output: Path) -> Told:
     """How much of attention's loss is left, over all prompts of both suites."""
-    cells = []
+    cells, verdicts = [], []
     for step, name in _SUITES.items():
         found = analysis(output, step, "quality")["average"]
         for budget in _BUDGETS:
-            losses = [_method(found, "snapkv", way, budget)["minus_full"] for way in ("attention", "two-stage")]
-            cells.append(f"{name}, b = {budget}: {value(losses[0], 'difference')} → {value(losses[1], 'difference')}")
-    smaller = [
-        _gain(analysis(output, step, "quality")["average"], "snapkv", budget) for step in _SUITES for budget in _BUDGETS
-    ]
-    verdicts = [CONTRADICTS if one["difference_interval"]["high"] <= 0 else UNDECIDED for one in smaller]
+            before, after = (_method(found, "snapkv", way, budget)["minus_full"] for way in ("attention", "two-stage"))
+            half = {end: part / 2 for end, part in before["difference_interval"].items() if end != "kind"}
+            kept = lower({**half, "kind": "interval"}, after["difference_interval"])
+            worse = _gain(found, "snapkv", budget)["difference_interval"]["high"] < 0
+            verdicts.append(CONTRADICTS if worse else kept)
+            cells.append(f"{name}, b = {budget}: {value(before, 'difference')} → {value(after, 'difference')}")
     return Told(f"score less the full cache's, attention → two-stage: {listed(cells)}", joined(verdicts))
 
 
@@ -181,13 +179,13 @@ def _chats(output: Path) -> Told:
     found = {selection(one["config"]): one for one in document(output, "chats", "divergence.json")["configs"]}
     sides = [found[way] for way in ("attention", "two-stage")]
     kls = [both for both in zip(*(one["forced"]["kl"] for one in sides), strict=True) if None not in both]
-    lower = np.array([two < one for one, two in kls])
-    interval = plain(intervals.of_samples(lower))
+    smaller = np.array([two < one for one, two in kls])
+    interval = plain(intervals.of_samples(smaller))
     cells = [
         f"{selection(one['config'])} first differs {_tokens(one['median_first_difference'])}, KL {middle:.3f} nat"
         for one, middle in zip(sides, np.median(kls, axis=0), strict=True)
     ]
-    text = f"medians, {listed(cells)}; lower KL in {percent(lower.mean(), interval)} of the answers, n = {len(kls)}"
+    text = f"medians, {listed(cells)}; lower KL in {percent(smaller.mean(), interval)} of the answers, n = {len(kls)}"
     return Told(text, verdict(interval, 0.5, 1))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from paper_read import CONTRADICTS, SUPPORTS, UNDECIDED, Document, Row, Told, analysis, joined, listed, verdict
+from paper_read import CONTRADICTS, SUPPORTS, UNDECIDED, Document, Row, Told, analysis, joined, listed, lower, verdict
 from tables import number, percent, selection
 
 _HALF = 0.5
@@ -61,19 +61,10 @@ def _orders(output: Path) -> Told:
     for agreement in analysis(output, "shares", "bound-tightness")["rank_agreement"]:
         ranked = [one for one in agreement["rank_correlations"] if len(one["selections"]) == 4]
         bound, mass = (next(one for one in ranked if one["bound"] == name) for name in ("θ̂", "1 − S"))
-        verdicts.append(_apart(bound, mass))
+        verdicts.append(lower(mass["evidence_interval"], bound["evidence_interval"]))
         texts = [number(one["evidence_mean"], one["evidence_interval"]) for one in (bound, mass)]
         cells.append(f"b = {agreement['setting']['budget']}: {texts[0]}, 1 − S {texts[1]}")
     return Told(f"ρ of θ̂ with L over four selections, σ > ½: {listed(cells)}", joined(verdicts))
-
-
-def _apart(bound: Document, mass: Document) -> str:
-    low, high = (one["evidence_interval"] for one in (bound, mass))
-    if low is None or high is None:
-        return UNDECIDED
-    if low["low"] > high["high"]:
-        return SUPPORTS
-    return CONTRADICTS if low["high"] < high["low"] else UNDECIDED
 
 
 def _assumed(output: Path) -> Told:
@@ -106,7 +97,7 @@ def _in_first(output: Path) -> Told:
     ]
     ends = percent(shares[0]), percent(shares[-1])
     text = f"stage 1 holds more than half in {ends[0]} (b = 0.025) to {ends[1]} (0.4) of layer 0's heads"
-    return Told(text, SUPPORTS if max(shares) < _HALF else UNDECIDED)
+    return Told(text, SUPPORTS if max(shares) < _HALF else CONTRADICTS if min(shares) > _HALF else UNDECIDED)
 
 
 ROWS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from paper_read import (
-    SUPPORTS,
     UNDECIDED,
     Document,
     Row,
@@ -14,6 +13,7 @@ from paper_read import (
     document,
     estimate,
     listed,
+    lower,
     policy_of,
     ratio,
     samples,
@@ -48,8 +48,8 @@ def _still_better(output: Path) -> Told:
     attention = _row(found, "attention")
     text = f"attention's isolated Σ is {value(attention, 'over_paper_sum_ratio')} of that of α = 0.25"
     zero = next(one for one in found["curve"] if one["alpha"] == 0)
-    apart = attention["over_paper_sum_ratio_interval"]["low"] > zero["interval"]["high"]
-    return Told(f"{text}, α = 0's {number(zero['ratio'], zero['interval'])}", SUPPORTS if apart else UNDECIDED)
+    found_lower = lower(zero["interval"], attention["over_paper_sum_ratio_interval"])
+    return Told(f"{text}, α = 0's {number(zero['ratio'], zero['interval'])}", found_lower)
 
 
 def _tuned(output: Path) -> Told:

@@ -62,6 +62,15 @@ def verdict(interval: Ends, at: float, wanted: int) -> str:
     return SUPPORTS if side == wanted else CONTRADICTS if side else UNDECIDED
 
 
+def lower(first: Ends, second: Ends) -> str:
+    """Whether the first number lies below the second, by the interval of each: as long as they overlap, undecided."""
+    if first is None or second is None or "range" in (first["kind"], second["kind"]):
+        return UNDECIDED
+    if first["high"] < second["low"]:
+        return SUPPORTS
+    return CONTRADICTS if second["high"] < first["low"] else UNDECIDED
+
+
 def joined(verdicts: Iterable[str]) -> str:
     """One verdict of several cases: theirs where all agree, else how many say what; of none undecided."""
     found = Counter(verdicts)

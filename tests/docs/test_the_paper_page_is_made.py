@@ -153,6 +153,13 @@ def test_verdicts_follow_the_interval() -> None:
     assert read["joined"](["undecided", "supports", "undecided"]) == "supports 1, undecided 2"
 
 
+def test_two_numbers_are_told_apart_where_their_intervals_part() -> None:
+    lower = functions("paper_read")["lower"]
+    apart, over = (_ends(0.1, 0.2), _ends(0.3, 0.4)), (_ends(0.1, 0.3), _ends(0.3, 0.4))
+    assert [lower(*apart), lower(*apart[::-1]), lower(*over)] == ["supports", "contradicts", "undecided"]
+    assert lower(None, apart[0]) == lower(apart[0], {**apart[1], "kind": "range"}) == "undecided"
+
+
 def test_costs_come_from_shapes_and_the_measured_rate() -> None:
     cost = functions("paper_cost")
     shape = cost["Shape"](100.0, 2, 3)
