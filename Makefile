@@ -120,12 +120,10 @@ $(QUANTISED)/.installed: pyproject.toml
 	$(QUANTISED)/bin/python -m pip install -q -e ".[quantised,test-needs]"
 	touch $@
 
-# mypy reads the installed wheel, as a user's mypy would, from outside the repository's root.
 check: develop check-js
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	rm -rf build/typed && $(PY) -m pip install -q --no-deps --target build/typed .
-	cd build/typed && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p perturbkv
+	$(VENV)/bin/mypy -p perturbkv
 
 # Types and style of the page's JavaScript; npm takes the versions of the lock file.
 check-js:
@@ -262,11 +260,9 @@ bench: install
 	$(BIN) bench report --output docs/bench/report.json --overwrite
 
 # Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing,
-# nor the embedded model: MODEL=folder brings another for the table of ties. The package is laid out under build/gpu,
-# and no folder of the same name beside it is looked at.
+# nor the embedded model: MODEL=folder brings another for the table of ties.
 gpu: $(if $(filter $(PY),$(GPU_PY)),install)
-	rm -rf build/gpu && mkdir -p build/gpu && cp -r perturbkv build/gpu/ && cp -r analyses figures cli build/gpu/perturbkv/
-	PYTHONSAFEPATH=1 PYTHONPATH=build/gpu:$$PYTHONPATH $(GPU_PY) -c "from perturbkv.cli.main import main; main()" \
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PY) -c "from perturbkv.cli.main import main; main()" \
 		selfcheck $(if $(MODEL),--model $(MODEL)) --output docs/bench/gpu.json --overwrite
 
 clean:
