@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.ablation_tables import of_setting
@@ -18,9 +18,6 @@ from perturbkv.analyses.sentences import Case, compared, decided, difference, en
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _METHOD = "two-stage"
 _PARTS = {"un-pooling": "un-pooling by itself", "the value norms ν": "the value norms on top of it"}
@@ -80,12 +77,6 @@ class Ablation(OfSettings[Setting]):
             for row in getattr(setting, part)
             for one in by_head(row.compared, part=part, name=row.name, alpha=row.alpha)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """A panel per setting: each ingredient's perturbation over the baseline's."""
-        from perturbkv.figures.ablation import draw
-
-        return draw(self.settings, self.identity, width_mm)
 
     def _cases(self, name: str, part: str = "rows") -> list[Case]:
         """The propagated ratios of a row, of every setting and α."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from perturbkv.configs.alpha_table import GLOBAL
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,12 +88,6 @@ class Alpha(Choices, Result):
             for row, layer in enumerate(self.sweep.layers)
             for head in range(mean.shape[-1])
         ]  # fmt: skip
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Σ over α with its interval and every choice's (paper, figure 7), and a map of the chosen α."""
-        from perturbkv.figures.alpha import draw
-
-        return draw(self, width_mm)
 
 
 def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()) -> Alpha:

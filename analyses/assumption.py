@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.identity import RunIdentity, identity
@@ -15,9 +15,6 @@ from perturbkv.analyses.sentences import decided, ends, over, sentence
 from perturbkv.analyses.sigma import READINGS, ConfigAssumption, Reading, sigmas
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _STAGE = "sigma_stage1"
 _MOST_LISTED = 40
@@ -97,12 +94,6 @@ class Assumption(Result):
             for layer, heads in enumerate(reading.mean)
             for head, sigma in enumerate(heads)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Maps of σ, layer × head, one per reading and configuration (paper, figure 4)."""
-        from perturbkv.figures.assumption import draw
-
-        return draw(self, width_mm)
 
     def _names(self) -> list[str]:
         return [" ".join(parts) for parts in budgets([one.config for one in self.configs])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.result import Result
 from perturbkv.audit_trace import Audited, AuditTrace, Decoded, Entries
 from perturbkv.display import Table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EXACT, DIFFERS, UNREADABLE = "exact", "differs", "unreadable"
 EXIT_CODES = {EXACT: 0, DIFFERS: 1, UNREADABLE: 2}
@@ -76,12 +73,6 @@ class AuditResult(Result):
     def notes(self) -> str:
         """What the columns mean."""
         return audit_told.notes(self.trace)
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """The kept share by layer and position, and the distance from the reference by layer."""
-        from perturbkv.figures import audit as figure
-
-        return figure.draw(self, width_mm)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON holds it."""

@@ -128,17 +128,9 @@ class BoundTightness(Result):
             for head, share in enumerate(heads)
         ]
 
-    def plot(self, width_mm: float = 174) -> Figure:
-        """The ratios by budget, L/θ against the retained mass, and the rank correlations."""
-        from perturbkv.figures.bound_tightness import draw
-
-        return draw(self, width_mm)
-
     def plot_heads(self, width_mm: float = 174) -> Figure:
         """Maps of L/θ, layer × head, a panel per budget."""
-        from perturbkv.figures.bound_tightness import draw_heads
-
-        return draw_heads(self, width_mm)
+        return self._drawn("BoundTightness.plot_heads", width_mm)
 
     def _loose(self) -> str:
         """θ̂ over L of the median head where σ > 0.5, and of nine heads in ten."""

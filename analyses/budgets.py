@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.several import Sequenced
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,12 +57,6 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         `kept` is the share of a head's entries, `held` that of the whole cache.
         """
         return [row for one in self.members for row in _rows(one, self.distance, self.step)]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Three panels over the held share: drift, KL, same next token."""
-        from perturbkv.figures import budgets
-
-        return budgets.draw(self, width_mm)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from perturbkv.configs.numbers import check
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 THRESHOLDS = (0.1, 1.0)
 """Nat."""
@@ -82,12 +79,6 @@ class Cliffs(Sequenced[Cliff], Result):
             }
         )
         return document
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Median KL over budgets, both logarithmic, with the thresholds and where they are passed."""
-        from perturbkv.figures import cliff as drawing
-
-        return drawing.draw(self, width_mm)
 
 
 def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THRESHOLDS) -> Cliffs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isinf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.sentences import ends, over, sentence
 from perturbkv.display import Table
 from perturbkv.storage.answers_file import WrittenAnswers, check_answers
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ANALYSIS = "divergence"
 _FREE = ("configuration", "#held /\nfull", "#equal\nanswers", "#first\ndifference", "#ROUGE-L")
@@ -136,12 +133,6 @@ class Divergence(Result):
             for one in self.configs
             for place, sample in enumerate(self.samples)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Answers that have not parted yet, and KL, token by token."""
-        from perturbkv.figures.divergence import draw
-
-        return draw(self, width_mm)
 
     @property
     def _read(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import intervals, numbers
 from perturbkv.analyses.arithmetic import plain
@@ -22,9 +22,6 @@ from perturbkv.analyses.sentences import Words, compared, decided, ends, over, s
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NAMED = ("b", "#bits", "#held /\nfull", "#bytes /\nfull")
 _HEADS = (*_NAMED, "#last layer's\nperturbation", "#over evicting\nalone", "#KL of the next\ntoken (nat)")
@@ -160,12 +157,6 @@ class EqualBytes(Result):
             }
             for row in self.rows
         ]  # fmt: skip
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Perturbation, and scores where there are any, against bytes: a line per number of bits."""
-        from perturbkv.figures.equal_bytes import draw
-
-        return draw(self, width_mm)
 
 
 def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:

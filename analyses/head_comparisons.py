@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -19,13 +19,12 @@ from perturbkv.display import Table
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 @dataclass(frozen=True, repr=False)
 class HeadComparisons(Sequenced[HeadComparison], Result):
     """Comparisons of two configurations each, head by head; a sequence of them, whose slices are results again.
+
+    `plot` draws of one pair a scatter per kind, a point per head; of several a panel each, propagated.
 
     Attributes:
         members: the comparisons, those of one baseline together.
@@ -75,14 +74,6 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         that of the corrected tests: 1 less than the baseline, 0 tied or undecided, −1 more; `flagged`: σ ≤ 0.5.
         """
         return [row for pair in self.members for kind in ("isolated", "propagated") for row in _rows(pair, kind)]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Of one pair a scatter per kind, a point per head; of several a panel each, propagated."""
-        from perturbkv.figures import head_panels, heads
-
-        if len(self.members) == 1:
-            return heads.draw(self.members[0], width_mm)
-        return head_panels.draw(self.members, self.identity, width_mm)
 
 
 def compare_heads(

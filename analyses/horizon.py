@@ -113,17 +113,9 @@ class Horizon(Result):
             for step, count in enumerate(self.samples_at)
         ]
 
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Relative L1 of all heads per step, propagated and isolated, and KL."""
-        from perturbkv.figures.horizon import draw
-
-        return draw(self, width_mm)
-
     def plot_heads(self, width_mm: float = 174) -> Figure:
         """Maps of each head's growth, layer × head."""
-        from perturbkv.figures.horizon import draw_heads
-
-        return draw_heads(self, width_mm)
+        return self._drawn("Horizon.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, ConfigHorizon]]:
         names = [name or "evicted" for name in short(self.identity.configs)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.judging.judgements import Judge, Judgement
 from perturbkv.storage.answers_file import WrittenAnswers
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FREEDOM = 3 / 8
 """As of a mean of shares. Drawing scores of 1 to 10, skewed and not, intervals of eight samples with the scale's limits
@@ -147,12 +144,6 @@ class Judged(Result):
             {**columns.get(one.label or "", nobody), "sample": one.sample, "score": one.score, "comment": one.comment}
             for one in self.judgements
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Mean scores with their intervals."""
-        from perturbkv.figures.judged import draw
-
-        return draw(self, width_mm)
 
     @property
     def _unbounded(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import layers_told
 from perturbkv.analyses.identity import RunIdentity, identity
@@ -14,9 +14,6 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.several import Sequenced, Several
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,12 +51,6 @@ class DriftSeries(Sequenced[LayerDrift], Result):
         means, `verdict` 1 where the treatment drifts less, 0 tied, −1 more.
         """
         return [row for drift in self.members for row in _rows(drift)]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Drift after each layer, and the treatment's in percent of the baseline's."""
-        from perturbkv.figures import layers
-
-        return layers.draw(self.members, self.identity, width_mm)
 
 
 class LayerDrifts(Several[DriftSeries]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,6 @@ from perturbkv.analyses.together import as_traces
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Link(Linked, Result):
@@ -83,12 +80,6 @@ class Link(Linked, Result):
             for place, (part, sample) in enumerate(self.prompts)
             for column, config in enumerate(one.configs)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """ρ and areas by measure, a colour per setting; below, how often an answer is lost at how much perturbation."""
-        from perturbkv.figures.link import draw
-
-        return draw(self, width_mm)
 
 
 def link(

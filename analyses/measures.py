@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import measure_tables, measure_told
 from perturbkv.analyses.distances import DISTANCES
@@ -11,9 +11,6 @@ from perturbkv.analyses.of_settings import OfSettings, by_head
 from perturbkv.analyses.pairing import Sides
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Measures(OfSettings[Setting]):
@@ -48,12 +45,6 @@ class Measures(OfSettings[Setting]):
             for distance in DISTANCES
             for one in by_head(row.heads[distance], setting=setting.name, part=part, distance=distance)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """A panel per setting and kind: every treatment over the baseline in three distances, then L2 norms over L1."""
-        from perturbkv.figures.measures import draw
-
-        return draw(self.settings, self.identity, width_mm)
 
 
 def measures(trace: Trace, baseline: str = "attention", treatments: Sides | None = None, *, step: int = 0) -> Measures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.heads import HeadComparison
@@ -16,9 +16,6 @@ from perturbkv.analyses.sentences import capital, decided, over
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _OVER = ("method", "#held /\nfull", "#snapkv", "#random,\nsame ends", "#snapkv,\nsame ends")
 _OUTPUT = ("method", "#isolated", "#last layer's\ndrift", "#KL of the next\ntoken (nat)")
@@ -56,12 +53,6 @@ class MethodRanking(OfSettings[Setting]):
         return [
             one for setting in self.settings for row in setting.rows for one in by_head(row.compared, name=row.name)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """A panel per setting: each method over SnapKV, and over chance with the same protection."""
-        from perturbkv.figures.methods import draw
-
-        return draw(self.settings, self.identity, width_mm)
 
 
 def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRanking:

@@ -108,29 +108,17 @@ class Needle(Result):
                 rows.append({**columns_of(config), **cell, **_outcomes(method, place), **measured})
         return rows
 
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Maps of the share of numbers found, length × depth, one per method (paper, figure 8)."""
-        from perturbkv.figures.needle import draw
-
-        return draw(self, width_mm)
-
     def plot_digits(self, width_mm: float = 174) -> Figure:
-        """The same of their leading digits."""
-        from perturbkv.figures.needle import draw
-
-        return draw(self, width_mm, "digits")
+        """Maps of the share of leading digits that are right, length × depth, one per method."""
+        return self._drawn("Needle.plot_digits", width_mm)
 
     def plot_depths(self, width_mm: float = 174) -> Figure:
-        """Both by depth, over all lengths."""
-        from perturbkv.figures.needle_depths import draw
-
-        return draw(self, width_mm)
+        """Both shares by depth, over all lengths."""
+        return self._drawn("Needle.plot_depths", width_mm)
 
     def plot_correlation(self, width_mm: float = 174) -> Figure:
         """Rank correlation of every measure with what was found."""
-        from perturbkv.figures.retrieval import draw
-
-        return draw(self.link, self.identity, width_mm)
+        return self._drawn("Needle.plot_correlation", width_mm)
 
     def _named(self) -> list[tuple[str, Method]]:
         names = [name or "evicted" for name in short(self.identity.configs)]

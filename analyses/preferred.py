@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.judging.judgements import TIE, Judge, Judgement
 from perturbkv.storage.answers_file import WrittenAnswers
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OUTCOMES = ("win", TIE, "loss")
 """Of the evicted cache's answer against the full cache's."""
@@ -157,12 +154,6 @@ class Preferences(Result):
              "comment": one.comment}
             for one in self.judgements
         ]  # fmt: skip
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Wins, ties and losses as bars."""
-        from perturbkv.figures.judged import draw_pairs
-
-        return draw_pairs(self, width_mm)
 
     def _named(self) -> list[tuple[str, Preferred]]:
         names = [name or "evicted" for name in short(self.identity.configs)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import quality_told
 from perturbkv.analyses.arithmetic import plain
@@ -24,9 +24,6 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _MOST_NAMED = 4
 """Data sets in a figure's foot, which grows with each."""
@@ -91,12 +88,6 @@ class Quality(Result):
         and KL in nat; the full cache has none.
         """
         return [row for task in self.tasks for row in _rows(task, self.configs)]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Score against what the cache holds: a panel per data set, or per kind where there are many."""
-        from perturbkv.figures.quality import draw
-
-        return draw(self, width_mm)
 
     def to_latex(self) -> str:
         """The tables as LaTeX, for booktabs."""

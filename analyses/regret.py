@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.arithmetic import plain
@@ -19,9 +19,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.optimum import chain
 from perturbkv.optimum.found import PROMPT, FoundSets
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ANALYSIS = "regret"
 _COLUMNS = ("", "#heads", "#Σ of all\nheads", "#median\nhead", "#mean\nfactor")
@@ -119,12 +116,6 @@ class RegretResult(Result):
             for row in rows
             for place, config in enumerate(part.configs)
         ]  # fmt: skip
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Of each part, the share of heads within a factor of the best known set, by method."""
-        from perturbkv.figures.regret import draw
-
-        return draw(self, width_mm)
 
 
 def regret_of(found: FoundSets) -> RegretResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import numbers
 from perturbkv.analyses.naming import folded, short
@@ -11,9 +11,6 @@ from perturbkv.analyses.restrictions import BASELINE, Row, Setting, settings
 from perturbkv.analyses.sentences import Case, compared, over, sentence
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _HEADS = (
     "",
@@ -65,12 +62,6 @@ class Restriction(OfSettings[Setting]):
         """
         rows = [row for setting in self.settings for row in setting.rows]
         return [one for row in rows for one in by_head(row.compared, name=row.name, held=row.compared.held[1])]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """A panel per setting: each restriction's perturbation and drift over the baseline's."""
-        from perturbkv.figures.restriction import draw
-
-        return draw(self.settings, self.identity, width_mm)
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:

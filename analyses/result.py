@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,15 +48,20 @@ class Result(ABC):
     def records(self) -> list[dict[str, Any]]:
         """A row of plain values per smallest thing that was measured: what `to_frame` holds."""
 
-    @abstractmethod
     def plot(self, width_mm: float = 174) -> Figure:
         """The figure that the command draws, at its printed width: 174 mm, or 84 for one column of a journal."""
+        return self._drawn(type(self).__name__, width_mm)
 
     def to_frame(self) -> Any:
         """A `pandas.DataFrame` of `records`."""
         import pandas as pd
 
         return pd.DataFrame(self.records())
+
+    def _drawn(self, name: str, width_mm: float) -> Figure:
+        """The figure of a name in `perturbkv.figures.FIGURES`, reached by name: figures lie above and know results."""
+        drawn: Figure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm)
+        return drawn
 
     def __repr__(self) -> str:
         return as_text(self._parts())

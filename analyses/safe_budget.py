@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import first_token, naming, safe_budget_told
 from perturbkv.analyses.arithmetic import plain
@@ -20,9 +20,6 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.several import Sequenced
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
@@ -94,12 +91,6 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         taken = None if self.size is None else self.size.evicted(safe.config, safe.held)
         found = {"budget": safe.config.budget, "config": safe.config, "held": safe.held}
         return {**document, **found, "evicted_bytes": taken}
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """A panel per criterion: means and bounds over budgets, the limit, the smallest safe budgets."""
-        from perturbkv.figures import safe_budget
-
-        return safe_budget.draw(self, width_mm)
 
 
 def safe_budget(

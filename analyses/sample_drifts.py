@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import layers_told
 from perturbkv.analyses.identity import RunIdentity, identity
@@ -14,9 +14,6 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.several import Sequenced, Several
 from perturbkv.display import Table
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,12 +50,6 @@ class SampleSeries(Sequenced[LastLayer], Result):
         `verdict`: 1 where the treatment drifts less, 0 tied, −1 more.
         """
         return [row for one in self.members for row in _rows(one)]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """A panel per budget, a line per sample."""
-        from perturbkv.figures import last_layer
-
-        return last_layer.draw(self.members, self.identity, width_mm)
 
 
 class SampleDrifts(Several[SampleSeries]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ANALYSIS = "savings"
 
@@ -87,12 +84,6 @@ class PairSavings(Result):
         where its curve begins or ends. `both`: no budget measured can be told from it. `reason` says so in words.
         """
         return [row for one in self.measures for row in _rows(one, self.along)]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """A panel per measure: both curves over their budgets, an arrow from the treatment to the baseline's equal."""
-        from perturbkv.figures import savings
-
-        return savings.draw(self, width_mm)
 
 
 class Savings(Several[PairSavings]):

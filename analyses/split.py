@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FIRST = "attention"
 """The selection that others are held against where nobody says otherwise."""
@@ -83,12 +80,6 @@ class Split(Result):
             for one, found in zip(self.spreads, self.parts, strict=True)
             for row in _by_head(one.config, found, self.identity)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """1 − S against D, a point per head, with lines of equal L; corrections as points with their intervals."""
-        from perturbkv.figures.split import draw
-
-        return draw(self, width_mm)
 
 
 def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 0) -> Split:

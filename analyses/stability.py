@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import stability_told
 from perturbkv.analyses.arithmetic import plain
@@ -21,9 +21,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,12 +66,6 @@ class Stability(Result):
              "pairs": [vars(one) for one in self.pairs]}
         )  # fmt: skip
         return document
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Rank correlations between traces, reliability on the diagonal, and the profiles over depth."""
-        from perturbkv.figures import stability as drawing
-
-        return drawing.draw(self, width_mm)
 
 
 def stability(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from perturbkv.configs.swap import Game, SwapConfig
 from perturbkv.display import Table
 from perturbkv.schema import MEASURED
 from perturbkv.storage.swap_file import SwapStore
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Swap(Result, Found):
@@ -123,12 +120,6 @@ class Swap(Result, Found):
             for place, player in enumerate(self.game.players)
             for column, sample in enumerate(self.sample_ids)
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Shapley values with both error bars, the greedy curves, and the mixtures by name."""
-        from perturbkv.figures.swap import draw
-
-        return draw(self, width_mm)
 
 
 def conclude(

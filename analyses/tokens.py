@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perturbkv.analyses import tokens_told
 from perturbkv.analyses.arithmetic import plain
@@ -18,9 +18,6 @@ from perturbkv.configs.budget import Budget
 from perturbkv.display import Part
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ANALYSIS = "tokens"
 _HEADS = 5
@@ -81,12 +78,6 @@ class Tokens(TokenFates, Result):
             {**about, "position": place, "token": token, "text": piece, "fate": fate}
             for place, token, piece, fate in self._tokens()
         ]
-
-    def plot(self, width_mm: float = 174) -> Figure:
-        """The prompt as a strip in rows, a cell per token, coloured by its fate; the largest losses are marked."""
-        from perturbkv.figures import tokens
-
-        return tokens.draw(self, width_mm)
 
     def _tokens(self) -> list[tuple[int, int, str, str]]:
         return list(zip(range(len(self.fates)), self.prompt.tokens, self.prompt.pieces, self.fates, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.ablation import Ablation
 from perturbkv.analyses.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.naming import short
 from perturbkv.figures import style
@@ -17,10 +17,10 @@ from perturbkv.figures.ratio_points import legend, point
 _WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
 
 
-def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     with style.use():
-        ordered = by_held(results, lambda result: result.rows[0].compared.held[0])
+        ordered = by_held(result.settings, lambda one: one.rows[0].compared.held[0])
         names = _names(ordered)
         columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
         chunks = [ordered[start : start + columns] for start in range(0, len(ordered), columns)]
@@ -35,7 +35,7 @@ def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = st
                 else:
                     panel.set_axis_off()
         figure.legend(handles=legend(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
-        style.foot(figure, identity, style.about(identity.samples))
+        style.foot(figure, result.identity, style.about(result.identity.samples))
     return figure
 
 

@@ -9,12 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.distances import DISTANCES
+from perturbkv.analyses.head_comparisons import HeadComparisons
 from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.naming import common, folded, short, sides
-from perturbkv.figures import style
+from perturbkv.figures import heads, style
 from perturbkv.figures.head_points import limits, outside, scatter
-from perturbkv.figures.heads import legend, told
 from perturbkv.figures.labels import by_held, held_sides
 
 _LINE_MM, _AROUND_MM, _BAR_MM, _AXIS_MM = 2.9, 28.0, 12.0, 8.0
@@ -52,33 +51,37 @@ def _grid(pairs: int, width_mm: float) -> _Grid:
     return _Grid(4, 36.0, 5.4, 28, 0.4, split=True)
 
 
-def draw(results: Sequence[HeadComparison], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
-    """The pairs of one baseline together, baselines that hold least first; each title holds both kinds' numbers."""
+def draw(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Figure:
+    """The pairs of one baseline together, baselines that hold least first; each title holds both kinds' numbers.
+
+    A single pair has the figure of `heads`, a panel per kind.
+    """
+    if len(result) == 1:
+        return heads.draw(result[0], width_mm)
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        grid, ordered = _grid(len(results), width_mm), _ordered(results)
+        grid, ordered = _grid(len(result), width_mm), _ordered(result.members)
         titles = _titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _LINE_MM * max(title.count("\n") + 1 for title in titles)
-        shared, said = _shared(ordered), f"{_SAID} · {told(ordered[0])}"
-        further = style.long_foot_mm(identity, said, width_mm) + style.long_title_mm(shared, width_mm)
+        shared, said = _shared(ordered), f"{_SAID} · {heads.told(ordered[0])}"
+        further = style.long_foot_mm(result.identity, said, width_mm) + style.long_title_mm(shared, width_mm)
         further += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
         figure = style.figure(width_mm, rows * height + _AROUND_MM + further + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
-        ends = limits([result.propagated for result in ordered])
-        for panel, result, title in zip(axes.flat, ordered, titles, strict=False):
-            _panel(panel, result, ends, grid.scale)
+        ends = limits([one.propagated for one in ordered])
+        for panel, one, title in zip(axes.flat, ordered, titles, strict=False):
+            _panel(panel, one, ends, grid.scale)
             panel.set_title(title, loc="left", fontsize=grid.font)
         for panel in axes.flat[len(ordered) :]:
             panel.set_axis_off()
         _name_axes(axes.ravel().tolist(), ordered, grid.columns)
         axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
                           handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
-        style.layer_bar(
-            figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right", identity.layer
-        )
+        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
+                        result.identity.layer)  # fmt: skip
         style.title(figure, shared)
-        style.foot(figure, identity, said)
+        style.foot(figure, result.identity, said)
     return figure
 
 
@@ -122,7 +125,7 @@ def _shared(results: Sequence[HeadComparison]) -> str:
 
 def _legend(results: Sequence[HeadComparison]) -> list[object]:
     """Of the panel with the most entries; how many heads are flagged differs from panel to panel."""
-    handles = max((legend(result) for result in results), key=len)
+    handles = max((heads.legend(result) for result in results), key=len)
     handles[1].set_label("σ ≤ 0.5")
     return list(handles)
 

@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.last_layer import LastLayer
 from perturbkv.analyses.naming import counted, sides
+from perturbkv.analyses.sample_drifts import SampleSeries
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held, held_sides
 
@@ -22,25 +22,25 @@ _WIDE, _NARROW, _ROW_MM, _AROUND_MM = 3, 2, 50, 14
 _BETTER, _WORSE, _TIED = "#0173b2", "#de8f05", "0.5"
 
 
-def draw(results: Sequence[LastLayer], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per budget, all on one scale; each sample is a line from the first side (hollow) to the second (filled).
 
     A tie is a grey cross.
     """
     with style.use():
-        ordered = by_held(results, lambda result: sum(result.held))
+        ordered = by_held(result.members, lambda one: sum(one.held))
         narrow = width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(ordered))
         rows = -(-len(ordered) // columns)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM)
         axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
-        for panel, result in zip(axes.flat, ordered, strict=False):
-            _panel(panel, result, 6.5 if narrow else 7.5)
+        for panel, one in zip(axes.flat, ordered, strict=False):
+            _panel(panel, one, 6.5 if narrow else 7.5)
         for panel in axes.flat[len(ordered) :]:
             panel.set_axis_off()
         _name_axes(list(axes.flat), ordered, columns)
         figure.legend(handles=_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
-        style.foot(figure, identity, _told(ordered[0]))
+        style.foot(figure, result.identity, _told(ordered[0]))
     return figure
 
 

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.layer_drifts import DriftSeries
 from perturbkv.analyses.layers import LayerDrift
 from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
@@ -26,10 +26,10 @@ _LINES: tuple[Any, Any] = ("--", "-")
 """Of both sides."""
 
 
-def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
     """Drift after each layer, and the second side's in percent of the first's; small multiples of many budgets."""
     with style.use():
-        ordered = by_held(results, lambda result: sum(result.held))
+        ordered = by_held(result.members, lambda one: sum(one.held))
         narrow = width_mm < style.WIDE_MM
         figure = _together(ordered, width_mm) if len(ordered) <= _TOGETHER else _apart(ordered, width_mm, narrow)
         tie = (
@@ -38,9 +38,9 @@ def draw(results: Sequence[LayerDrift], identity: RunIdentity, width_mm: float =
             else "equal (no floor in this trace)"
         )
         held = f"held / full of {', '.join(f'b={one.baseline.budget}: {held_sides(one.held)}' for one in ordered)}"
-        said = style.about(identity.samples, medians=True)
-        style.foot(figure, identity, f"drift: medians; percent: of the means over samples · {said} · ×: tied, {tie} · "
-                   f"{held}")  # fmt: skip
+        said = style.about(result.identity.samples, medians=True)
+        style.foot(figure, result.identity, f"drift: medians; percent: of the means over samples · {said} · ×: tied, "
+                   f"{tie} · {held}")  # fmt: skip
     return figure
 
 

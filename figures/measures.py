@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.head_kind import HeadKind
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measure_rows import KINDS
 from perturbkv.analyses.measure_settings import Setting
 from perturbkv.analyses.measure_tables import SHORT, baseline_of
+from perturbkv.analyses.measures import Measures
 from perturbkv.figures import style
 
 _LINE_MM, _AROUND_MM = 5.2, 17
 _MARKS = {"l1": ("o", -0.22), "l2": ("s", 0.0), "cosine": ("^", 0.22)}
 
 
-def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: Measures, width_mm: float = style.WIDE_MM) -> Figure:
     """A row of panels per setting, one per kind; left of 1 the treatment perturbs less."""
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else len(KINDS)
-        panels = [(setting, kind) for setting in results for kind in KINDS]
+        panels = [(setting, kind) for setting in result.settings for kind in KINDS]
         rows = -(-len(panels) // columns)
-        longest = max(len(setting.rows) + len(setting.norms) for setting in results)
+        longest = max(len(setting.rows) + len(setting.norms) for setting in result.settings)
         figure = style.figure(width_mm, rows * (longest * _LINE_MM + _AROUND_MM) + 10)
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row" if columns > 1 else False).flat
         for panel, (setting, kind) in zip(axes, panels, strict=True):
             _panel(panel, setting, kind)
         figure.legend(handles=_legend(), loc="outside upper left", ncols=len(_MARKS))
-        style.foot(figure, identity, style.about(identity.samples))
+        style.foot(figure, result.identity, style.about(result.identity.samples))
     return figure
 
 

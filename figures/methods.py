@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.head_kind import HeadKind
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.method_rows import Setting
+from perturbkv.analyses.methods import MethodRanking
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 
@@ -19,21 +17,21 @@ _WIDE, _LINE_MM, _AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
 _MARKS = {"over snapkv": ("o", -0.16), "over random entries with the same protection": ("s", 0.16)}
 
 
-def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per setting, the method that perturbs least on top; left of 1 it perturbs less."""
     with style.use():
-        ordered = by_held(results, lambda result: result.rows[0].compared.held[0])
+        ordered = by_held(result.settings, lambda one: one.rows[0].compared.held[0])
         columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
         rows = -(-len(ordered) // columns)
-        longest = max(len(result.rows) for result in ordered)
+        longest = max(len(one.rows) for one in ordered)
         figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _LINE_MM + _AROUND_MM) + 10))
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
-        for panel, result in zip(panels, ordered, strict=False):
-            _panel(panel, result)
+        for panel, one in zip(panels, ordered, strict=False):
+            _panel(panel, one)
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
         figure.legend(handles=_legend(), loc="outside upper left", ncols=1 if columns < _WIDE else 2)
-        style.foot(figure, identity, style.about(identity.samples))
+        style.foot(figure, result.identity, style.about(result.identity.samples))
     return figure
 
 

@@ -19,8 +19,17 @@ _ROW_MM, _AROUND_MM = 40, 18
 TITLES = {"score": "share of numbers found", "digits": "share of leading digits that are right"}
 
 
-def draw(result: Needle, width_mm: float = style.WIDE_MM, outcome: str = "score") -> Figure:
-    """The full cache, then every method; `outcome` is `score` or `digits`. Blank where no prompt fell."""
+def draw(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
+    """The share of numbers found: the full cache, then every method. Blank where no prompt fell."""
+    return _maps(result, width_mm, "score")
+
+
+def draw_digits(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
+    """The same of leading digits."""
+    return _maps(result, width_mm, "digits")
+
+
+def _maps(result: Needle, width_mm: float, outcome: str) -> Figure:
     with style.use():
         rows = _rows(result, narrow=width_mm < style.WIDE_MM)
         figure = style.figure(width_mm, len(rows) * _ROW_MM + _AROUND_MM)

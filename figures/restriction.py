@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.naming import short
+from perturbkv.analyses.restriction import Restriction
 from perturbkv.analyses.restrictions import BASELINE, Setting
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
@@ -17,21 +17,21 @@ from perturbkv.figures.ratio_points import drift, drift_mark, legend, point
 _WIDE, _LINE_MM, _AROUND_MM = 2, 6.5, 19
 
 
-def draw(results: Sequence[Setting], identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: Restriction, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per setting; right of 1 a restriction perturbs more than the baseline."""
     with style.use():
-        ordered = by_held(results, lambda result: result.rows[0].compared.held[0])
+        ordered = by_held(result.settings, lambda one: one.rows[0].compared.held[0])
         columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
         rows = -(-len(ordered) // columns)
-        longest = max(len(result.rows) for result in ordered)
+        longest = max(len(one.rows) for one in ordered)
         figure = style.figure(width_mm, rows * ((longest + 1) * _LINE_MM + _AROUND_MM) + 10)
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
-        for panel, result, name in zip(panels, ordered, _names(ordered), strict=False):
-            _panel(panel, result, name)
+        for panel, one, name in zip(panels, ordered, _names(ordered), strict=False):
+            _panel(panel, one, name)
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
         figure.legend(handles=[*legend(), drift_mark()], loc="outside upper left", ncols=2 if columns < _WIDE else 4)
-        style.foot(figure, identity, style.about(identity.samples))
+        style.foot(figure, result.identity, style.about(result.identity.samples))
     return figure
 
 

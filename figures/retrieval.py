@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.first_step import MEASURES
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import counted
+from perturbkv.analyses.needle import Needle
 from perturbkv.analyses.needle_grid import OUTCOMES
-from perturbkv.analyses.retrieval import CIRCULAR, BudgetLink, Correlation, Retrieval
+from perturbkv.analyses.retrieval import CIRCULAR, BudgetLink, Correlation
 from perturbkv.figures import style
 
 _ROW_MM, _AROUND_MM = 66, 14
@@ -23,24 +23,25 @@ _GAP = 0.9
 _MARKS = {"score": ("o", "whole number", -0.14), "digits": ("s", "leading digits", 0.14)}
 
 
-def draw(result: Retrieval, identity: RunIdentity, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per budget: ρ of each measure with both outcomes; below the line those that nearly are the score."""
+    budgets = result.link.budgets
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else 2
-        rows = max(1, -(-len(result.budgets) // columns))
+        rows = max(1, -(-len(budgets) // columns))
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM)
         axes = figure.subplots(rows, columns, squeeze=False)
-        for panel, link in zip(axes.flat, result.budgets, strict=False):
+        for panel, link in zip(axes.flat, budgets, strict=False):
             _panel(panel, link)
-        for panel in axes.flat[len(result.budgets) :]:
+        for panel in axes.flat[len(budgets) :]:
             panel.set_axis_off()
-        for place, panel in enumerate(axes.flat[: len(result.budgets)]):
+        for place, panel in enumerate(axes.flat[: len(budgets)]):
             panel.tick_params(labelleft=place % columns == 0)
-        if not result.budgets:
+        if not budgets:
             axes.flat[0].set(xticks=[], yticks=[])
             style.note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
         figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
-        style.foot(figure, identity, _told(result.samples))
+        style.foot(figure, result.identity, _told(result.link.samples))
     return figure
 
 

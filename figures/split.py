@@ -29,7 +29,10 @@ _Clouds = list[tuple[Spread, Parts]]
 
 
 def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
-    """A scatter per budget, then a panel per corrected configuration: left of 1 the correction perturbs less."""
+    """A scatter per budget, 1 − S against D with lines of equal L; then a panel per corrected configuration.
+
+    Left of 1 the correction perturbs less.
+    """
     with style.use():
         clouds, corrections = _clouds(result), result.corrections
         columns = _WIDE if width_mm >= style.WIDE_MM else 1

@@ -22,19 +22,19 @@ _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
 _PER_ROW = {True: 50, False: 100}
 
 
-def draw(found: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
+def draw(result: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
     """Rows of tokens; a triangle stands on the ten largest losses of the baseline (▼) and of the treatment (▲)."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        per_row = max(_PER_ROW[narrow], ceil(sqrt(len(found.fates))))
-        rows = -(-len(found.fates) // per_row)
+        per_row = max(_PER_ROW[narrow], ceil(sqrt(len(result.fates))))
+        rows = -(-len(result.fates) // per_row)
         figure = style.figure(width_mm, max(_LOWEST_MM, _AROUND_MM + rows * _ROW_MM))
         axes = figure.subplots()
-        _strip(axes, found, per_row, rows)
-        _marks(axes, found, per_row)
-        axes.set_title(_title(found), loc="left")
-        figure.legend(handles=_legend(found), loc="outside upper left", ncols=2 if narrow else 4)
-        style.foot(figure, found.identity, f"held / full {held_sides(found.held)} · ▼ ▲: evicted, the largest A ν")
+        _strip(axes, result, per_row, rows)
+        _marks(axes, result, per_row)
+        axes.set_title(_title(result), loc="left")
+        figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 4)
+        style.foot(figure, result.identity, f"held / full {held_sides(result.held)} · ▼ ▲: evicted, the largest A ν")
     return figure
 
 

@@ -11,8 +11,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses import assumption, bound_tightness, budgets, ingredients, last_layer, layers
+from perturbkv.analyses.ablation import Ablation, ablation
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.layer_drifts import DriftSeries
 from perturbkv.analyses.pairing import series
+from perturbkv.analyses.sample_drifts import SampleSeries
 from perturbkv.analyses.sigma import READINGS
 from perturbkv.analyses.tightness import LEVELS, MASS_EDGES, RATIOS
 from perturbkv.figures import ablation as ablation_figure
@@ -133,7 +136,7 @@ def test_budgets_stand_in_order_of_what_they_hold() -> None:
     shown = assumption_figure.draw(assumption.assumption(trace)).axes
     assert [axes.get_title(loc="left").split()[0].strip(",") for axes in shown[:2]] == ["b=128", "b=0.2"]
     (together,) = series(trace.run, "attention", "two-stage")
-    figure = samples_figure.draw([last_layer.summarise(trace, *pair) for pair in together], SHOWN)
+    figure = samples_figure.draw(SampleSeries(tuple(last_layer.summarise(trace, *pair) for pair in together), SHOWN))
     assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["b=128", "b=0.2"]
 
 
@@ -175,7 +178,7 @@ def test_heads_of_theorem_2_are_mapped(width: int) -> None:
 @WIDTHS
 def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
     results = [layers.summarise(TRACE, *pair) for pair in PAIRS]
-    figure = layers_figure.draw(results, SHOWN, width)
+    figure = layers_figure.draw(DriftSeries(tuple(results), SHOWN), width)
     for result in results:
         np.testing.assert_allclose(
             artist(figure, 0, f"baseline {result.baseline.label()}").get_ydata(), result.baseline_median
@@ -195,7 +198,7 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
         for budget, held in ((0.2, 0.6), (128, 0.48), (0.4, 1.2))
     ]
     results[0] = replace(results[0], ratio=results[0].ratio * 3)
-    figure = layers_figure.draw(results, SHOWN, width)
+    figure = layers_figure.draw(DriftSeries(tuple(results), SHOWN), width)
     above, below = figure.axes[:3], figure.axes[3:6]
     assert [axes.get_title(loc="left") for axes in above] == ["b=128", "b=0.2", "b=0.4"]
     for column, result in enumerate((results[1], results[0], results[2])):
@@ -214,7 +217,7 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
 def test_samples_are_pairs_of_drifts_on_one_scale_and_ties_are_crosses(width: int) -> None:
     results = [last_layer.summarise(TRACE, *pair) for pair in PAIRS]
     results[0] = replace(results[0], verdict=np.array([1, 0, -1]))
-    figure = samples_figure.draw(results, SHOWN, width)
+    figure = samples_figure.draw(SampleSeries(tuple(results), SHOWN), width)
     for panel, result in enumerate(results):
         tied = result.verdict == 0
         for gid, drift in (("baseline", result.baseline_drift), ("treatment", result.treatment_drift)):
@@ -258,9 +261,9 @@ def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
 
 @WIDTHS
 def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
-    results = ingredients.settings(TRACE)
-    figure = ablation_figure.draw(results, identity(TRACE, TRACE.run.configs), width)
-    for panel, result in enumerate(results):
+    found = ablation(TRACE)
+    figure = ablation_figure.draw(found, width)
+    for panel, result in enumerate(found.settings):
         for kind in ("isolated", "propagated"):
             ratios = [getattr(row.compared, kind).sum_ratio for row in result.rows]
             boxes = [box for box in figure.axes[panel].containers if box.lines[0].get_gid() == kind]
@@ -278,7 +281,7 @@ def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float
     compared = result.rows[0].compared
     kind = replace(compared.isolated, sum_ratio=ratio, median_ratio=ratio, sum_ratio_interval=None)
     rows = tuple(replace(row, compared=replace(compared, isolated=kind, propagated=kind)) for row in result.rows[:2])
-    figure = ablation_figure.draw([replace(result, rows=rows)], SHOWN, width)
+    figure = ablation_figure.draw(Ablation((replace(result, rows=rows),), 0, SHOWN), width)
     axes = figure.axes[0]
     low, high = axes.get_xlim()
     shown = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks() if low <= tick <= high]
@@ -310,11 +313,11 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
         ["layer", "head", "L/θ, median over samples"],
     ),
     "layers": (
-        lambda: layers_figure.draw([layers.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
+        lambda: layers_figure.draw(DriftSeries(tuple(layers.summarise(TRACE, *pair) for pair in PAIRS), SHOWN)),
         ["decoder layer", "drift of the residual stream (L1)", "% of attention's drift (log axis)"],
     ),
     "samples": (
-        lambda: samples_figure.draw([last_layer.summarise(TRACE, *pair) for pair in PAIRS], SHOWN),
+        lambda: samples_figure.draw(SampleSeries(tuple(last_layer.summarise(TRACE, *pair) for pair in PAIRS), SHOWN)),
         ["sample, by attention", "last layer's drift (L1)"],
     ),
     "budgets": (
@@ -322,7 +325,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
         ["(%)", "medians over samples", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
     ),
     "ablation": (
-        lambda: ablation_figure.draw(ingredients.settings(TRACE), SHOWN),
+        lambda: ablation_figure.draw(Ablation(ingredients.settings(TRACE), 0, SHOWN)),
         ["Σ L1 over attention's (log axis)"],
     ),
 }

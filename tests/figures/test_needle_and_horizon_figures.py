@@ -9,7 +9,6 @@ import pytest
 
 from perturbkv.analyses import horizon, needle
 from perturbkv.analyses.growth import KINDS
-from perturbkv.analyses.identity import identity
 from perturbkv.analyses.intervals import Interval
 from perturbkv.configs.budget import Budget
 from perturbkv.figures import horizon as horizon_figure
@@ -34,7 +33,7 @@ def answered() -> Trace:
 def test_a_map_per_method_holds_its_grid(width: int) -> None:
     result = needle.needle(answered())
     figure = needle_figure.draw(result, width)
-    digits = needle_figure.draw(result, width, "digits")
+    digits = needle_figure.draw_digits(result, width)
     for panel, method in enumerate((result.full, *result.methods)):
         np.testing.assert_allclose(artist(figure, panel, "map").get_array(), method.grid)
         np.testing.assert_allclose(artist(digits, panel, "map").get_array(), method.digits_grid)
@@ -84,11 +83,11 @@ def test_a_dot_per_method_and_depth_is_the_share_found_over_all_lengths(width: i
 def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
     trace = ranked([[0, 0, 0]] * 4, [1, 1, 1, 1], MOVED)
     trace.arrays["digits"][:] = 0  # type: ignore[index]
-    figure = retrieval_figure.draw(needle.needle(trace).link, identity(trace, trace.run.configs), width)
+    figure = retrieval_figure.draw(needle.needle(trace), width)
     assert "whole number: every method lost all" in words(figure)
     assert "leading digits: every method lost all" in words(figure)
     trace.arrays["digits"][:] = [0.1, 0.3, 0.6]  # type: ignore[index]
-    figure = retrieval_figure.draw(needle.needle(trace).link, identity(trace, trace.run.configs), width)
+    figure = retrieval_figure.draw(needle.needle(trace), width)
     axes = figure.axes[0]
     assert "\nwhole number: every method lost all" in axes.get_title(loc="left")
     assert [text.get_text() for text in axes.texts] == ["circular: nearly the score"]  # nothing over the points
@@ -97,7 +96,7 @@ def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
 @WIDTHS
 def test_words_of_the_correlations_touch_no_point(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
-    figure = retrieval_figure.draw(needle.needle(trace).link, identity(trace, trace.run.configs), width)
+    figure = retrieval_figure.draw(needle.needle(trace), width)
     render(figure)
     axes = figure.axes[0]
     (words_,) = [text.get_window_extent() for text in axes.texts if "circular" in text.get_text()]
@@ -110,9 +109,9 @@ def test_words_of_the_correlations_touch_no_point(width: int) -> None:
 def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
-    result = needle.needle(trace).link
-    figure = retrieval_figure.draw(result, identity(trace, trace.run.configs), width)
-    (link,) = result.budgets
+    result = needle.needle(trace)
+    figure = retrieval_figure.draw(result, width)
+    (link,) = result.link.budgets
     drawn = {box.lines[0].get_gid(): float(box.lines[0].get_xdata()[0]) for box in figure.axes[0].containers}
     told = {f"{one.measure} {one.outcome}": one.rho for one in (*link.correlations, *link.circular)}
     assert drawn == pytest.approx(told)
@@ -207,16 +206,15 @@ def test_growth_is_on_a_signed_map_whose_clipped_ends_are_arrows() -> None:
 @WIDTHS
 def test_odd_runs_are_drawn(width: int) -> None:
     nothing = made([[1, 0]], [0], [[0.1, 0.2]])
-    shown = identity(nothing, nothing.run.configs)
-    figure = retrieval_figure.draw(needle.needle(nothing).link, shown, width)
+    figure = retrieval_figure.draw(needle.needle(nothing), width)
     assert "no budget of three methods or more" in words(figure)
     three = ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])
-    alike = retrieval_figure.draw(needle.needle(three).link, shown, width)
+    alike = retrieval_figure.draw(needle.needle(three), width)
     assert "whole number: no method lost any" in words(alike)
     zero = made([[1, 0]], [1], [[0.0, 0.0]])
     for trace in (nothing, zero):
         render(needle_figure.draw(needle.needle(trace), width))
-        render(retrieval_figure.draw(needle.needle(trace).link, shown, width))
+        render(retrieval_figure.draw(needle.needle(trace), width))
     one = growing(1)
     render(horizon_figure.draw(horizon.horizon(one, ["attention"]), width))
     for name in ("perturbation_propagated", "perturbation_isolated", "noise_floor", "logit_kl"):

@@ -10,8 +10,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses import assumption, bound_tightness, budgets, ingredients, last_layer, layers
+from perturbkv.analyses.ablation import Ablation
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.layer_drifts import DriftSeries
 from perturbkv.analyses.pairing import series
+from perturbkv.analyses.sample_drifts import SampleSeries
 from perturbkv.figures import ablation as ablation_figure
 from perturbkv.figures import assumption as assumption_figure
 from perturbkv.figures import bound_tightness as bounds_figure
@@ -64,10 +67,10 @@ def figures(trace: Trace, width: int) -> Iterator[Figure]:
     yield bounds_figure.draw(bounds, width)
     yield bounds_figure.draw_heads(bounds, width)
     yield assumption_figure.draw(assumption.assumption(trace), width)
-    yield layers_figure.draw([layers.summarise(trace, *pair) for pair in pairs], shown, width)
-    yield samples_figure.draw([last_layer.summarise(trace, *pair) for pair in pairs], shown, width)
+    yield layers_figure.draw(DriftSeries(tuple(layers.summarise(trace, *pair) for pair in pairs), shown), width)
+    yield samples_figure.draw(SampleSeries(tuple(last_layer.summarise(trace, *pair) for pair in pairs), shown), width)
     yield budgets_figure.draw(budgets.summarise(trace, list(NAMES)), width)
-    yield ablation_figure.draw(ingredients.settings(trace), shown, width)
+    yield ablation_figure.draw(Ablation(ingredients.settings(trace), 0, shown), width)
 
 
 ZERO = dict.fromkeys(

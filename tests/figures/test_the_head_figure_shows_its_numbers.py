@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from perturbkv.analyses.head_comparisons import HeadComparisons
 from perturbkv.analyses.heads import HeadComparison, summarise
 from perturbkv.analyses.identity import identity
 from perturbkv.figures import style
@@ -154,7 +155,7 @@ def pairs(width: int = 174) -> tuple[list[HeadComparison], Figure]:
     arrays["perturbation_propagated"] = arrays["perturbation_isolated"] * np.array([1, 1, 50, 50])[:, None, None]
     trace = hand_made(configs, arrays, 3, 4)
     results = [summarise(trace, *configs[:2]), summarise(trace, *configs[2:])]
-    return results, draw_pairs(results, identity(trace, configs), width)
+    return results, draw_pairs(HeadComparisons(tuple(results), identity(trace, configs)), width)
 
 
 @pytest.mark.parametrize("width", [84, 174])
@@ -182,7 +183,7 @@ def test_pairs_say_once_what_all_share() -> None:
 @pytest.mark.parametrize("width", [84, 174])
 def test_twelve_pairs_fit_a_page(width: int) -> None:
     results, _ = pairs()
-    figure = draw_pairs(results * 6, results[0].identity, width)
+    figure = draw_pairs(HeadComparisons(tuple(results * 6), results[0].identity), width)
     assert figure.get_figheight() * 25.4 <= 240
     assert len(render(figure)) > 1000
 
