@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,19 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import ANSWER_TEXT, DIGEST, FORMER, KEPT, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
+from perturbkv.schema import (
+    ANSWER_TEXT,
+    DIGEST,
+    FORMER,
+    KEPT,
+    KEY_AXIS,
+    MEASURED,
+    ROWS,
+    SUMS,
+    TEXT,
+    VARIABLES,
+    axis_lengths,
+)
 from perturbkv.visible import line
 
 
@@ -52,7 +66,11 @@ class SampleTrace:
 
     def sizes(self) -> dict[str, int]:
         """Axis name -> length. Raises TraceError where two variables disagree."""
-        return axis_lengths(self.sample_id, {name: array.shape for name, array in self.arrays.items()})
+        return axis_lengths(self.sample_id, self.shapes())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Variable name -> shape."""
+        return {name: array.shape for name, array in self.arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -233,27 +251,29 @@ class Trace:
     @staticmethod
     def of(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], attrs: Mapping[str, str]) -> Trace:
         """The trace of a run's samples, in their order. Raises TraceError where their axes do not fit together."""
-        from perturbkv.storage.memory import in_memory
-
-        return in_memory(run, samples, attrs)
+        failures = {one.sample_id: one.reason for one in samples if isinstance(one, FailedSample)}
+        ids = tuple(one.sample_id for one in samples)
+        shapes = ((one.sample_id, one.shapes() if isinstance(one, SampleTrace) else None) for one in samples)
+        sizes, names = whole_sizes(run, ids, shapes)
+        arrays = {name: _empty(name, sizes) for name in VARIABLES if name in names}
+        filled = dict.fromkeys(ROWS, 0)
+        for where, one in enumerate(samples):
+            if isinstance(one, SampleTrace):
+                place(arrays, where, one, filled)
+        return Trace(run, ids, arrays, failures, dict(attrs))
 
     def save(self, path: str | Path) -> Path:
         """Write the trace file, whole or not at all; a file that is there is replaced."""
-        from perturbkv.storage.memory import save
-
-        return save(self, Path(path))
+        written: Path = _storage("memory").save(self, Path(path))
+        return written
 
     def to_xarray(self) -> Any:
         """An `xarray.Dataset` with the names, axes and units of a trace file."""
-        from perturbkv.storage.views import to_dataset
-
-        return to_dataset(self)
+        return _storage("views").to_dataset(self)
 
     def to_frame(self) -> Any:
         """A `pandas.DataFrame`: a row per sample × configuration × step × layer × head, as `export` writes it."""
-        from perturbkv.storage.views import to_table
-
-        return to_table(self)
+        return _storage("views").to_table(self)
 
     def _kept(self, where: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """The codes of kept sets, and where those at a place of the axes begin and how long they are."""
@@ -288,6 +308,11 @@ class Trace:
             for name in small
         ]
         return Table(self._title(), ("variable", "axes behind sample", "#shape", "unit"), rows).as_html()
+
+
+def _storage(module: str) -> ModuleType:
+    """A module of `perturbkv.storage`, reached by name: what writes and converts traces lies above and knows them."""
+    return importlib.import_module(f"perturbkv.storage.{module}")
 
 
 def part_of(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
@@ -348,3 +373,76 @@ def _of_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> Sa
         if whole or name not in SUMS
     }
     return SampleTrace(sample.sample_id, arrays)
+
+
+class Arrays(Protocol):
+    """Arrays by name: a dictionary of NumPy's, or an HDF5 file."""
+
+    def __contains__(self, name: str, /) -> bool:
+        """Whether there is one of this name."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """The array, which takes assignments."""
+
+
+def whole_sizes(
+    run: RunConfig, sample_ids: Sequence[str], shapes: Iterable[tuple[str, Mapping[str, tuple[int, ...]] | None]]
+) -> tuple[dict[str, int], set[str]]:
+    """Axis lengths of a run's trace, and the variables that it holds; each sample's shapes, None of failed ones.
+
+    Raises TraceError where the samples' axes do not fit together.
+    """
+    sizes: dict[str, int] = {}
+    names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
+    for sample_id, held in shapes:
+        names |= set(held or ())
+        for axis, length in axis_lengths(sample_id, held or {}).items():
+            if axis in ROWS:
+                sizes[axis] = sizes.get(axis, 0) + length
+            elif axis == KEY_AXIS:
+                sizes[axis] = max(length, sizes.get(axis, 0))
+            elif sizes.setdefault(axis, length) != length:
+                msg = f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}"
+                raise TraceError(msg)
+    least = {"config": len(run.configs), "step": run.steps, "layer": 1, "head": 1}
+    return least | sizes | {"sample": len(sample_ids)}, names
+
+
+def fill_of(dtype: str) -> float | str:
+    """What stands where nothing was measured: NaN in floats, 0 in integers, no text."""
+    if dtype == "str":
+        return ""
+    return np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
+
+
+def _empty(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
+    """A variable of all samples with nothing in it."""
+    variable = VARIABLES[name]
+    dtype = object if variable.dtype == "str" else variable.dtype
+    return np.full([sizes[axis] for axis in variable.axes], fill_of(variable.dtype), dtype=dtype)
+
+
+def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
+    """Put one sample at its place along `sample`, and behind the `filled` part of the axes that all samples share."""
+    if "steps_measured" in arrays:
+        arrays["steps_measured"][where] = sample.sizes()["step"]  # of a version that measured them all, unless it says
+    sizes = sample.sizes()
+    offsets = {ROWS[axis][0]: axis for axis in ROWS if axis in sizes}
+    for name, array in sample.arrays.items():
+        if VARIABLES[name].in_rows:
+            begin = filled[VARIABLES[name].dims[0]]
+            arrays[name][begin : begin + len(array)] = array
+        elif name in offsets:
+            arrays[name][where] = np.asarray(array) + filled[offsets[name]]
+        elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
+            arrays[name][where] = _padded(array, arrays[name].shape[-1])
+        else:
+            arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" and not array.ndim else array
+    for axis in offsets.values():
+        filled[axis] += sizes[axis]
+
+
+def _padded(array: NDArray[Any], length: int) -> NDArray[Any]:
+    """The array with nothing measured behind it, up to the length of its last axis."""
+    behind = [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])]
+    return np.pad(array, behind, constant_values=np.nan)

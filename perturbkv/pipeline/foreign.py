@@ -15,7 +15,6 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.sources import KeptMasks
 from perturbkv.schema import MEASURED
-from perturbkv.storage.memory import in_memory
 from perturbkv.trace import Trace
 
 _DEFAULT = Resources()
@@ -59,4 +58,4 @@ def measure(
         trace_sample(adapter, prompt, asked, resources, masks) for prompt, masks in zip(prompts, given, strict=True)
     ]
     told = layer_types.told(adapter.config)
-    return in_memory(asked, measured, {**({MEASURED: told} if told else {}), **(attrs or {})})
+    return Trace.of(asked, measured, {**({MEASURED: told} if told else {}), **(attrs or {})})

@@ -17,7 +17,6 @@ from perturbkv.pipeline.texts import PromptTexts
 from perturbkv.storage.joining import taken_over, together
 from perturbkv.storage.left_out import without_kept
 from perturbkv.storage.lock import Lock
-from perturbkv.storage.memory import in_memory
 from perturbkv.storage.merge import join
 from perturbkv.storage.places import check_place
 from perturbkv.storage.texts import Texts, with_text
@@ -139,7 +138,7 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
     texts, labels = texts_of(planned), planned.run.labels()
     samples = [with_text(_whole(measured[name], labels), texts) for name in planned.prompts.ids]
-    return in_memory(planned.run, samples, provenance(planned))
+    return Trace.of(planned.run, samples, provenance(planned))
 
 
 def _whole(

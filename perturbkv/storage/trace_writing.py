@@ -18,22 +18,11 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.schema import MEASURED, ROWS, Variable
 from perturbkv.storage import checksums
-from perturbkv.storage.layout import (
-    AXES,
-    FLAGS,
-    FORMAT,
-    FORMAT_VERSION,
-    STORED,
-    fill_of,
-    least_bytes,
-    nothing_filled,
-    place,
-    whole_sizes,
-)
+from perturbkv.storage.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
 from perturbkv.storage.merge import Shapes
 from perturbkv.storage.stream import Stream, undisturbed
 from perturbkv.storage.texts import storable
-from perturbkv.trace import FailedSample, SampleTrace
+from perturbkv.trace import FailedSample, SampleTrace, fill_of, place, whole_sizes
 
 _CHUNK = 2**16
 """Numbers in a chunk of what has one axis: few enough to stay in HDF5's cache while samples come one by one."""
@@ -73,7 +62,7 @@ def write_trace(
         with Stream(path) as stream:
             with h5py.File(stream, "w", libver=_VERSIONS, track_order=True, rdcc_nbytes=_CACHED) as file:
                 variables = _begun(file, told, sizes, names, sample_ids, run.labels())
-                filled = nothing_filled()
+                filled = dict.fromkeys(ROWS, 0)
                 for where, name in enumerate(sample_ids):
                     stream.check()
                     if stop.is_set():

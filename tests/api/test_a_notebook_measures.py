@@ -22,7 +22,6 @@ from perturbkv.engines import here
 from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.given import fingerprint
-from perturbkv.storage.memory import in_memory
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, Trace
 from tests.support.models import tiny_adapter
@@ -66,7 +65,7 @@ def test_a_trace_in_memory_is_the_one_that_a_file_would_hold(tmp_path: Path) -> 
     writer = TraceWriter(tmp_path / "t.h5", run, ["s0", "s1", "s2"], {"model": "m"})
     for sample in samples:
         writer.append(sample)
-    assert_equal(in_memory(run, samples, {"model": "m"}), pk.read_trace(writer.finish()))
+    assert_equal(Trace.of(run, samples, {"model": "m"}), pk.read_trace(writer.finish()))
 
 
 def test_a_run_with_a_path_measures_what_is_missing(

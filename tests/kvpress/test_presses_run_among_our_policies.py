@@ -24,7 +24,6 @@ from perturbkv.pipeline.generation import answer
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies import presses
-from perturbkv.storage.memory import in_memory
 from perturbkv.storage.trace_file import read_trace
 from tests.kvpress.test_kept_sets_equal_kvpress import SYSTEMS, tiny
 from tests.support.models import token_ids
@@ -44,7 +43,7 @@ PROMPT = Prompt("s", token_ids(TOKENS, seed=5), 0, question_tokens=9)
 
 def measured(adapter: Adapter, configs: tuple[pk.EvictionConfig, ...], **run: Any) -> pk.Trace:
     asked = RunConfig("m", "d", configs, samples=1, **run)
-    return in_memory(asked, [trace_sample(adapter, PROMPT, asked)], {})
+    return pk.Trace.of(asked, [trace_sample(adapter, PROMPT, asked)], {})
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["MHA", "GQA"])

@@ -23,7 +23,6 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline import swapping
 from perturbkv.pipeline.samples import trace_sample
 from perturbkv.pipeline.swapping import SwapSample
-from perturbkv.storage.memory import in_memory
 from perturbkv.storage.swap_file import SwapStore
 from perturbkv.storage.swap_rows import SwapRow
 from perturbkv.trace import Trace
@@ -50,7 +49,7 @@ class Case:
         self.adapter, self.scenario = adapter_of(), scenario
         configs = sides(granularity, policy)
         run = RunConfig("m", "d", configs, samples=1, steps=STEPS, scenario=scenario)
-        self.trace = in_memory(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
+        self.trace = Trace.of(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
         self.sample = SwapSample(self.adapter, PROMPTS[0], run, Resources(), ROWS)
         self.ends = [Mixture.of_layers(LAYERS, self.sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
 
