@@ -26,7 +26,7 @@ STEP = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 OUTSIDE = ("analyses", "figures", "cli")
-"""Folders that are installed inside the package."""
+"""Folders that are installed inside the package, as whose links they stand there."""
 
 
 def edited(text: str, how: str, line: str | None, block: str) -> str:
@@ -44,8 +44,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package as it is installed, every step of the page taken."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "perturbkv", folder / "perturbkv", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in OUTSIDE:
-        shutil.copytree(ROOT / name, folder / "perturbkv" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for step in STEP.finditer(PAGE):
         path = folder / ("perturbkv" if step["path"].startswith(OUTSIDE) else "") / step["path"]
         if step["new"]:

@@ -1,4 +1,4 @@
-"""The package has one import path: in the checkout, where three folders are links, and installed, where they are not."""
+"""The package has one import path: in a checkout, where three folders are links, and installed, where they are not."""
 
 from __future__ import annotations
 
