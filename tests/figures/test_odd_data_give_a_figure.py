@@ -70,7 +70,7 @@ def figures(trace: Trace, width: int) -> Iterator[Figure]:
     yield layers_figure.draw(DriftSeries(tuple(layers.summarise(trace, *pair) for pair in pairs), shown), width)
     yield samples_figure.draw(SampleSeries(tuple(last_layer.summarise(trace, *pair) for pair in pairs), shown), width)
     yield budgets_figure.draw(budgets.summarise(trace, list(NAMES)), width)
-    yield ablation_figure.draw(Ablation(ingredients.settings(trace), 0, shown), width)
+    yield ablation_figure.draw(Ablation(ingredients.settings(trace), 0, shown, ()), width)
 
 
 ZERO = dict.fromkeys(
