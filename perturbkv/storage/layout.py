@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import FORMER, KEY_AXIS, ROWS, VARIABLES, Variable, axis_lengths
+from perturbkv.schema import KEY_AXIS, ROWS, VARIABLES, Variable, axis_lengths
 from perturbkv.storage.merge import Shapes
 from perturbkv.trace import SampleTrace
 
@@ -27,7 +27,6 @@ AXES = {
     "d_model": "component of a hidden state",
     "key": "position of a cache entry",
     "kept_byte": "place in kept_code",
-    "kept_entry": "place in kept_position",
     "prompt_entry": "place in prompt_token",
     "lost_entry": "place among the evicted entries that add most",
 }
@@ -37,7 +36,7 @@ FLAGS = {
     "complete": Variable((), "1", "1 where every number of the sample is there", "uint8"),
 }
 """Variables that a file has beside those of a trace: the state of each sample."""
-STORED = {**VARIABLES, **FORMER, **FLAGS}
+STORED = {**VARIABLES, **FLAGS}
 
 
 class Arrays(Protocol):
@@ -100,7 +99,7 @@ def fill_of(dtype: str) -> float | str:
 def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
     """Put one sample at its place along `sample`, and behind what is `filled` of the axes that all samples share."""
     if "steps_measured" in arrays:
-        arrays["steps_measured"][where] = sample.sizes()["step"]  # of a version that measured them all, unless it says
+        arrays["steps_measured"][where] = sample.sizes()["step"]  # all of them, unless it says
     sizes = sample.sizes()
     offsets = {ROWS[axis][0]: axis for axis in ROWS if axis in sizes}
     for name, array in sample.arrays.items():
