@@ -31,7 +31,7 @@ def kendall(first: Floats, second: Floats) -> Floats:
 
 
 def mean_ranks(values: Floats) -> Floats:
-    """Ranks from 1 along the first axis, ties at their mean; they lie as the values do, on which sums of them depend."""
+    """Ranks from 1 along the first axis, ties at their mean; they lie as the values do, on which sums depend."""
     ranks = np.empty_like(values, dtype=np.float64)
     ranks[...] = stats.rankdata(values, axis=0)
     return ranks
