@@ -38,7 +38,7 @@ Run = Callable[..., Any]
         (["--policy", "snapkv(positions=in-cache)"], ["policy 'snapkv' has no option 'positions'; its options: pool"]),
         (["--positions", "in-cache"], ["No such option: --positions; it belongs to policy streaming-llm: write"]),
         (["--score", "pooled"], ["belongs to selection two-stage", "write two-stage(score=…)"]),
-        (["--pyramid-beta", "5"], ["No such option: --pyramid-beta", "perturbkv trace --help"]),
+        (["--pyramid-beta", "5"], ["No such option: --pyramid-beta", "--help lists what there is"]),
         (["--policy", "adakv(floor=2)"], ["floor of policy 'adakv' must lie in [0, 1], got 2"]),
         (["--policy", "h2o(recent=-1)"], ["recent of policy 'h2o' must lie in [0, 1]"]),
         (["--policy", "pyramidkv(beta=0)"], ["beta of policy 'pyramidkv' must be at least 1"]),
