@@ -96,8 +96,7 @@ def _options(side: str) -> set[str]:
 
 def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[str]) -> list[EvictionConfig]:
     """Baselines of a treatment: of its stage 1 and group if there are any, else the first that is alike."""
-    found = [first for first in firsts if first != second and _alike(first, second, named)]
-    alike = list({dataclasses.replace(first, twin=""): first for first in reversed(found)}.values())[::-1]
+    alike = [first for first in firsts if first != second and _alike(first, second, named)]
     same = [first for first in alike if _agree(first.selection, second.selection, _STAGE1)]
     close = [
         first

@@ -1,8 +1,9 @@
-"""Rank correlations: Spearman's, ties at their mean rank, and Kendall's τ-b."""
+"""Rank correlations of many columns at once: Spearman's, ties at their mean rank, and Kendall's τ-b."""
 
 from __future__ import annotations
 
 import numpy as np
+from scipy import stats
 
 from perturbkv.analyses.arithmetic import ratio
 from perturbkv.analyses.reading import Floats
@@ -19,17 +20,18 @@ def spearman(first: Floats, second: Floats) -> Floats:
 
 
 def kendall(first: Floats, second: Floats) -> Floats:
-    """Kendall's τ-b along the first axis; NaN where one side is constant, or empty."""
+    """Kendall's τ-b along the first axis; NaN where one side is constant, or empty.
+
+    Not `scipy.stats.kendalltau`, which takes one column after the other: 2,000 of 20 numbers take 3.1 s, here 0.1 s; it
+    differs in the last bit of one in seven, and warns of columns of one number.
+    """
     orders = [np.sign(side[:, None] - side[None]) for side in (first, second)]
     agreeing = np.prod(orders, axis=0).sum(axis=(0, 1))
     return np.asarray(ratio(agreeing, np.sqrt(np.prod([(order**2).sum(axis=(0, 1)) for order in orders], axis=0))))
 
 
 def mean_ranks(values: Floats) -> Floats:
-    """Ranks from 1 along the first axis: one long row by sorting, many short ones by comparing every two."""
-    if values.ndim == 1:
-        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-        return np.asarray((count.cumsum() - (count - 1) / 2)[place], dtype=np.float64)
-    below = (values[None] < values[:, None]).sum(axis=1)
-    equal = (values[None] == values[:, None]).sum(axis=1)
-    return np.asarray(below + (equal + 1) / 2)
+    """Ranks from 1 along the first axis, ties at their mean; they lie as the values do, on which sums depend."""
+    ranks = np.empty_like(values, dtype=np.float64)
+    ranks[...] = stats.rankdata(values, axis=0)
+    return ranks

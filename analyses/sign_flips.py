@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 LEVEL = 0.05
 MOST_EXACT = 12
@@ -114,11 +115,7 @@ def _p_values(sizes: Floats) -> Floats:
 
 def corrected(p: Floats) -> NDArray[np.bool_]:
     """(test,) True for the tests that Benjamini and Hochberg's procedure keeps at 5 %."""
-    order = np.argsort(p, kind="stable")
-    passing = np.flatnonzero(p[order] <= LEVEL * np.arange(1, len(p) + 1) / len(p))
-    kept = np.zeros(len(p), dtype=bool)
-    kept[order[: passing[-1] + 1 if len(passing) else 0]] = True
-    return kept
+    return np.asarray(stats.false_discovery_control(p) <= LEVEL)
 
 
 def _least_together(smallest: float, count: int) -> int:

@@ -106,7 +106,7 @@ def _check_alike(picked: Sequence[EvictionConfig]) -> None:
 
 
 def _without_budget(config: EvictionConfig) -> dict[str, object]:
-    return {name: value for name, value in config.flat().items() if name not in ("budget", "twin")}
+    return {name: value for name, value in config.flat().items() if name != "budget"}
 
 
 def suffering(trace: Trace, config: EvictionConfig, baseline: EvictionConfig | None) -> Suffering:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,7 @@ from perturbkv.cli.saving import reachable
 from perturbkv.cli.spreading import with_options
 from perturbkv.cli.trace import say_failures
 from perturbkv.cli.tracing import run_folder
-from perturbkv.configs.run import METRICS, RunConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.reading import FileKind
 from perturbkv.storage import json_lines
@@ -145,7 +144,7 @@ def _open(
     first, *others = _KIND.read_text(path).split("\n") if there else [""]
     begun = json_lines.of_line(first)
     rows = [row for row in map(json_lines.of_line, others) if row is not None]
-    if there and (begun is None or _asked(begun, rows) != header):
+    if there and (begun is None or _asked(begun) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
     if strange := [row for row in rows if not is_row(row)]:
@@ -157,19 +156,12 @@ def _open(
     return first_line, rows
 
 
-def _asked(document: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A file's first line as this version says it: choices that an older one did not know have their defaults.
-
-    One that does not say what grades its answers grades them as its lines say.
-    """
+def _asked(document: dict[str, Any]) -> dict[str, Any]:
+    """A file's first line as this version says it: choices that its writer did not know have their defaults."""
     try:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:
         return {}
-    if any("policy_options" not in entry for entry in document["run"]["configs"]):
-        return {}  # of a version that named configurations otherwise, and its answers with them
-    metrics = sorted({row["metric"] for row in rows if isinstance(row.get("metric"), str)})
-    run = replace(run, dataset_options={METRICS: metrics, **run.dataset_options})
     beside = {"compress_every": document.get("compress_every"), "divergence": document.get("divergence", False)}
     return {"run": json.loads(run.to_json()), **beside}
 

@@ -16,7 +16,6 @@ KEY_AXIS = "key"
 ROWS = {
     "kept_byte": ("kept_offset", "kept_length"),
     "prompt_entry": ("prompt_offset", "prompt_count"),
-    "kept_entry": ("kept_offset", "kept_count"),
 }
 """Axes along which all samples lie one behind the other -> variables that tell where places begin and how many."""
 
@@ -217,9 +216,6 @@ VARIABLES: dict[str, Variable] = {
         ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
     ),
 }
-
-FORMER = {"kept_position": Variable(("kept_entry",), "token", "kept positions, ascending within a head", "int32")}
-"""Variables of traces before format version 4, which are read for ever and not written."""
 
 MEASURED = "measured_layers"
 """Attribute of a trace of some of a model's layers: which of how many, as `configs.layer_types.told` writes it."""

@@ -23,7 +23,6 @@ from perturbkv.errors import TraceError
 from perturbkv.schema import (
     ANSWER_TEXT,
     DIGEST,
-    FORMER,
     KEPT,
     KEY_AXIS,
     MEASURED,
@@ -115,7 +114,7 @@ class Trace:
     def measured(self) -> NDArray[np.bool_]:
         """(sample, step) True where a step holds numbers: in a complete sample, before the end of its text.
 
-        A trace that does not say how many steps were measured, as before format version 2, has all of them.
+        A trace that does not say how many steps were measured has all of them.
         """
         steps = self.arrays["token_id"].shape[1]
         counts = self.arrays.get("steps_measured", np.full(len(self.sample_ids), steps))
@@ -325,7 +324,7 @@ def part_of(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -
         wanted = [name for name in wanted if name not in TEXT]
     if "expected_answers" in wanted and not str(read("expected_answers", place)):
         wanted = [name for name in wanted if name not in ANSWER_TEXT]
-    rows = {name: (VARIABLES | FORMER)[name].dims[0] for name in wanted if (VARIABLES | FORMER)[name].in_rows}
+    rows = {name: VARIABLES[name].dims[0] for name in wanted if VARIABLES[name].in_rows}
     begin_and_end = {axis: _rows(read, *ROWS[axis], place) for axis in set(rows.values())}
     for name in wanted:
         found[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else place))
@@ -425,7 +424,7 @@ def _empty(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
 def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
     """Put one sample at its place along `sample`, and behind the `filled` part of the axes that all samples share."""
     if "steps_measured" in arrays:
-        arrays["steps_measured"][where] = sample.sizes()["step"]  # of a version that measured them all, unless it says
+        arrays["steps_measured"][where] = sample.sizes()["step"]  # all of them, unless it says
     sizes = sample.sizes()
     offsets = {ROWS[axis][0]: axis for axis in ROWS if axis in sizes}
     for name, array in sample.arrays.items():

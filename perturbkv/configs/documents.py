@@ -48,7 +48,6 @@ def check_fields(document: Mapping[str, Any]) -> None:
     kinds: Mapping[str, Any] = {
         "window": int,
         **dict.fromkeys(("budget", "protect_first", "protect_recent"), int | float),
-        "twin": str,
     }
     for name, kind in kinds.items():
         value = document.get(name, "")

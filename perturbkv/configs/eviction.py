@@ -54,8 +54,6 @@ class EvictionConfig:
         protect_recent: most recent entries that always stay, likewise; never fewer than the window.
         precision: `full`, or `quantise(bits=4)`: what is kept before the window is stored in few bits.
         correction: `none`, or `corrected(mass=stored)`: an entry per query head stands in for those that went.
-        twin: of a trace of format 1 or 2 that measured one configuration twice: what was said otherwise the second
-            time, without effect. Labels alone show it.
 
     >>> from perturbkv import EvictionConfig
     >>> EvictionConfig(128, "adakv(floor=0.1)").label()
@@ -71,7 +69,6 @@ class EvictionConfig:
     protect_recent: int | float
     precision: Choice
     correction: Choice
-    twin: str
 
     def __init__(
         self,
@@ -84,7 +81,6 @@ class EvictionConfig:
         protect_recent: float | str = 0,
         precision: Choice | str = FULL,
         correction: Choice | str = NONE,
-        twin: str = "",
     ) -> None:
         held = {
             "budget": _budget(budget),
@@ -96,7 +92,6 @@ class EvictionConfig:
             "protect_recent": _protected("protect_recent", protect_recent),
             "precision": _told(_chosen("precision", precision, PRECISION_OPTIONS), "bits"),
             "correction": _told(_chosen("correction", correction, CORRECTION_OPTIONS), "mass"),
-            "twin": twin,
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
@@ -245,7 +240,7 @@ class EvictionConfig:
         parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", window, str(self.granularity)]
         few = str(self.precision) if self.quantised else ""
         correction = str(self.correction) if self.corrected else ""
-        return " ".join(filter(None, [*parts, few, correction, *protected, self.twin]))
+        return " ".join(filter(None, [*parts, few, correction, *protected]))
 
     def __repr__(self) -> str:
         return f"<EvictionConfig {self.label()}>"
@@ -286,7 +281,7 @@ class EvictionConfig:
 
         Full precision and no correction go unsaid.
         """
-        found: dict[str, Any] = {"twin": self.twin} if self.twin else {}
+        found: dict[str, Any] = {}
         for name, value in self._choices():
             if (name == "precision" and not self.quantised) or (name == "correction" and not self.corrected):
                 continue
@@ -297,7 +292,7 @@ class EvictionConfig:
 
     def _choices(self) -> list[tuple[str, Any]]:
         """What was chosen, by field."""
-        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.name != "twin"]
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:

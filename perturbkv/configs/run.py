@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs import former, numbers
+from perturbkv.configs import numbers
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
@@ -159,7 +159,7 @@ def _fields(document: Any) -> dict[str, Any]:
     found = {name: value for name, value in document.items() if name != "configs"}
     _check_kinds(found)
     found["save"], found["head_scores"] = tuple(found["save"]), tuple(map(tuple, found.get("head_scores", ())))
-    return {**found, "configs": _configs(document["configs"])}
+    return {**found, "configs": tuple(map(EvictionConfig.from_document, document["configs"]))}
 
 
 def _check_kinds(document: dict[str, Any]) -> None:
@@ -176,10 +176,3 @@ def _check_kinds(document: dict[str, Any]) -> None:
     if not all(isinstance(one, str) for one in texts):
         msg = "save and plugins of a run are texts"
         raise ConfigError(msg)
-
-
-def _configs(entries: list[dict[str, Any]]) -> tuple[EvictionConfig, ...]:
-    """Configurations as `to_document` or an older format wrote them."""
-    if any("policy_options" in entry for entry in entries):
-        return tuple(map(EvictionConfig.from_document, entries))
-    return former.configurations(entries)

@@ -29,9 +29,9 @@ FIELDS = (
 )  # fmt: skip
 """What every configuration has; all else is an option of some policy, selection or granularity."""
 ORDER = (
-    "preset", "budget", "alpha", "window", "split", "stage2_score", "score", "epsilon", "norm", "pool", "kernel",
-    "granularity", "group_score", "reduce", "group_product", "product", "block", "block_score", "sinks", "seed",
-    "pyramid_beta", "pyramid_line", "beta", "line", "floor", "safeguard", "head_beta", "recent", "history",
+    "preset", "budget", "alpha", "window", "split", "score", "epsilon", "norm", "pool", "kernel",
+    "granularity", "reduce", "product", "block", "block_score", "sinks", "seed",
+    "beta", "line", "floor", "safeguard", "recent", "history",
     "protect_first", "protect_recent", "positions", "precision", "bits", "group", "fill", "correction", "mass",
     "policy", "selection",
 )  # fmt: skip
@@ -164,8 +164,7 @@ def _given(named: Choice, selected: Choice, alone: bool) -> Choice:
 def _check_once(owners: Mapping[str, Choice], beside: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that a choice says itself and that is given beside it too."""
     for (owner, choice), name in itertools.product(owners.items(), beside):
-        option = spread.takes(choice, owner, name)
-        if option and option in choice.options:
+        if name in choice.options and spread.takes(choice, owner, name):
             msg = f"'{name}' is given beside {choice} and in it; give it once"
             raise ConfigError(msg)
 
@@ -175,8 +174,7 @@ def idle(name: str, configs: Iterable[EvictionConfig]) -> str:
     reasons: dict[str, None] = {}
     for config in configs:
         without = effects.idle(config, registry.build(config.policy))
-        taken = [(owner, spread.takes(getattr(config, owner), owner, name)) for owner in CHOICES]
-        for owned in ((owner, option) for owner, option in taken if option):
+        for owned in ((owner, name) for owner in CHOICES if spread.takes(getattr(config, owner), owner, name)):
             if owned not in without:
                 return ""
             reasons[without[owned]] = None

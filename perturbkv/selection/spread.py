@@ -16,19 +16,10 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
 from perturbkv.configs.precision import PRECISION_OPTIONS
 from perturbkv.configs.selections import ASKED, GRANULARITY_OPTIONS, SELECTION_OPTIONS
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import UnknownNameError
 from perturbkv.selection import effects
 from perturbkv.selection.policies import registry
 
-_FORMER = {
-    "stage2_score": ("selection", "score", ""),
-    "group_score": ("granularity", "reduce", ""),
-    "group_product": ("granularity", "product", ""),
-    "pyramid_beta": ("policy", "beta", "pyramidkv"),
-    "pyramid_line": ("policy", "line", "pyramidkv"),
-    "head_beta": ("policy", "beta", "headkv"),
-}
-"""Names that sweep files gave to options, before options belonged to anybody: owner, option, and of which policy."""
 _OPTIONS = {
     "selection": SELECTION_OPTIONS,
     "granularity": GRANULARITY_OPTIONS,
@@ -42,8 +33,7 @@ def known() -> dict[str, Option]:
     found: dict[str, Option] = {}
     for options in _owners().values():
         found = {**options, **found}
-    former = {name: found[option] for name, (_, option, _) in _FORMER.items()}
-    return {**found, **former}
+    return found
 
 
 def owners(name: str) -> list[str]:
@@ -53,15 +43,12 @@ def owners(name: str) -> list[str]:
 
 def written(name: str) -> str:
     """'adakv(floor=…)': how an option of this name is written behind its owner, the first of several."""
-    _, option, _ = _FORMER.get(name, ("", name, ""))
-    return f"{_having(name)[0][1]}({option}=…)"
+    return f"{_having(name)[0][1]}({name}=…)"
 
 
 def _having(name: str) -> list[tuple[str, str]]:
     """Kind and name of each owner of an option of this name."""
-    where, option, only = _FORMER.get(name, ("", name, ""))
-    found = [owned for owned, options in _owners().items() if option in options and where in ("", owned[0])]
-    return [owned for owned in found if only in ("", owned[1])]
+    return [owned for owned, options in _owners().items() if name in options]
 
 
 def check(name: str, value: Any) -> None:
@@ -77,10 +64,9 @@ def _owners() -> dict[tuple[str, str], Mapping[str, Option]]:
     }
 
 
-def takes(choice: Choice, owner: str, name: str) -> str:
-    """The option of a policy, selection or another owner that a name means; empty if it has none."""
-    where, option, only = _FORMER.get(name, (owner, name, ""))
-    return option if where == owner and only in ("", choice.name) and option in _options(choice.name, owner) else ""
+def takes(choice: Choice, owner: str, name: str) -> bool:
+    """Whether a policy, selection or another owner has an option of this name."""
+    return name in _options(choice.name, owner)
 
 
 @dataclass(frozen=True)
@@ -133,12 +119,7 @@ def _made(
 
 def _taken(choice: Choice, owner: str, beside: Mapping[str, Any]) -> dict[str, Any]:
     """Of what is given beside the choices what this one takes and does not say itself."""
-    names = [name for name in beside if takes(choice, owner, name)]
-    found = {takes(choice, owner, name): beside[name] for name in names}
-    if len(found) < len(names):
-        msg = f"{' and '.join(names)} name one option of {owner} '{choice.name}' twice; give it once"
-        raise ConfigError(msg)
-    return {option: value for option, value in found.items() if option and option not in choice.options}
+    return {name: value for name, value in beside.items() if takes(choice, owner, name) and name not in choice.options}
 
 
 def _options(name: str, owner: str) -> Mapping[str, Option]:

@@ -79,7 +79,7 @@ def check_answers(given: Any) -> None:
 
 
 def is_row(document: Mapping[str, Any]) -> bool:
-    """Whether a line is a sample's answers, those of older versions too."""
+    """Whether a line is a sample's answers."""
     return _has(document, _ROW) and all(
         _has(made, _ANSWER) for made in (document["full"], *document["evicted"].values())
     )

@@ -68,22 +68,6 @@ def check_codes(path: Path, arrays: Arrays, ok: NDArray[np.bool_], codes: NDArra
             _refuse(path, "kept_code of as many positions within the prompt as kept_count says", "others")
 
 
-def check_positions(path: Path, arrays: Arrays, ok: NDArray[np.bool_], positions: NDArray[Any]) -> None:
-    """Raise TraceError unless every head's kept positions, as formats 1 to 3 have them, ascend within its prompt.
-
-    `arrays` holds kept_offset, kept_count and prompt_tokens; their places lie within `positions`.
-    """
-    offsets, counts = arrays["kept_offset"][ok], arrays["kept_count"][ok]
-    tokens = _like(arrays["prompt_tokens"], arrays["kept_count"])[ok]
-    held = counts > 0
-    first, last, most = offsets[held], (offsets + counts)[held] - 1, tokens[held]
-    falls = np.flatnonzero(positions[1:] <= positions[:-1])
-    if (np.searchsorted(falls, first) != np.searchsorted(falls, last)).any():
-        _refuse(path, "kept_position ascending within each head", "others")
-    if (positions[first] < 0).any() or (positions[last] >= most).any():
-        _refuse(path, "kept_position within the prompt", "others")
-
-
 def check_text(path: Path, arrays: Arrays, starts: NDArray[Any]) -> None:
     """Raise TraceError unless every prompt's tokens begin within its text, one behind the other.
 

@@ -15,26 +15,22 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import FORMER, VARIABLES
+from perturbkv.schema import VARIABLES
 
 _AGAIN = "the file was changed since it was made; make it again"
 Shape = tuple[int, ...]
 Counts = NDArray[np.int64]
 
 
-def check_configs(path: Path, labels: Sequence[str], held: Sequence[str], known_wording: bool) -> None:
-    """Raise TraceError unless the coordinate `config` holds the labels of the run's configurations in their order.
-
-    Without `known_wording`, that is in a file of format 1, a label that no configuration has is taken to be an older
-    wording of the one at its place.
-    """
+def check_configs(path: Path, labels: Sequence[str], held: Sequence[str]) -> None:
+    """Raise TraceError unless the coordinate `config` holds the labels of the run's configurations in their order."""
     if len(held) != len(labels):
         msg = (
             f"expected the {len(labels)} configurations of the run along 'config' in {path}, got {len(held)}; {_AGAIN}"
         )
         raise TraceError(msg)
     for place, (expected, got) in enumerate(zip(labels, held, strict=True)):
-        if expected != got and (known_wording or got in labels):
+        if expected != got:
             where = f"at place {place} along 'config' in {path}"
             msg = f"expected '{expected}', as the run says, {where}, got '{got}'; {_AGAIN}"
             raise TraceError(msg)
@@ -66,9 +62,8 @@ def check_places(path: Path, axis: str, held: NDArray[np.generic], measured: Seq
 
 def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Shape]) -> None:
     """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
-    known = VARIABLES | FORMER
     for name, shape in shapes.items():
-        axes = known[name].axes if name in known else ("sample",)
+        axes = VARIABLES[name].axes if name in VARIABLES else ("sample",)
         expected = tuple(lengths[axis] for axis in axes)
         if shape != expected:
             msg = f"expected {name} of the shape {expected} along {' '.join(axes)} in {path}, got {shape}; {_AGAIN}"

@@ -14,7 +14,7 @@ from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES
 from perturbkv.storage.extending import check_extends, differing_fields
 from perturbkv.storage.merge import Shapes, code_bytes
-from perturbkv.storage.stored_samples import holds, is_former, sample_of
+from perturbkv.storage.stored_samples import sample_of
 from perturbkv.storage.trace_file import describe_whole, opened, read_run
 
 
@@ -79,7 +79,6 @@ class ExistingSample:
         with opened(self.path, self.stamp) as file:
             own = (*TEXT, *ANSWER_TEXT, *KEPT)
             shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in own}
-            codes = KEPT if is_former(file) else KEPT[:2]
-            parts = sample_of(file, (*TEXT, *ANSWER_TEXT, *codes), self.place)
+            parts = sample_of(file, (*TEXT, *ANSWER_TEXT, *KEPT[:2]), self.place)
             found = {**shapes, **{name: array.shape for name, array in parts.items()}}
-            return found | ({KEPT[2]: (code_bytes(parts),)} if holds(file, KEPT[2]) else {})
+            return found | ({KEPT[2]: (code_bytes(parts),)} if KEPT[2] in file else {})

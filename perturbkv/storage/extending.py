@@ -28,7 +28,7 @@ def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
         "configs": set(held.configs) <= set(run.configs),
         "head_scores": not held.head_scores,  # empty where no configuration needs them
         "plugins": held.plugins.items() <= run.plugins.items(),
-        "dataset_options": _grown(_with_metrics(held), _with_metrics(run)),
+        "dataset_options": _grown(held.dataset_options, run.dataset_options),
     }
     return [name for name in run.differences(held) if not may_grow.get(name, False)]
 
@@ -43,10 +43,6 @@ def _grown(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
     """Whether options differ in prompts that were added alone, and in what grades those."""
     may_grow = {DIGESTS: None, METRICS: None}
     old, new = held.get(DIGESTS, {}), asked.get(DIGESTS, {})
-    more = old.items() <= new.items() and set(held[METRICS]) <= set(asked[METRICS])
-    return {**held, **may_grow} == {**asked, **may_grow} and more
-
-
-def _with_metrics(run: RunConfig) -> Mapping[str, Any]:
-    """The dataset's options; a trace that does not say what graded its answers is of a version that knew one metric."""
-    return {METRICS: ["exact-number"] if run.generate else [], **run.dataset_options}
+    more = old.items() <= new.items() and set(held.get(METRICS, ())) <= set(asked.get(METRICS, ()))
+    graded = (METRICS in held) == (METRICS in asked)
+    return {**held, **may_grow} == {**asked, **may_grow} and more and graded

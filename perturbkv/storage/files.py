@@ -57,10 +57,9 @@ def clear_leftovers(path: Path) -> None:
 
 
 def _keep_rename(folder: Path) -> None:
-    """Bring a rename to the disk, where the system can."""
-    if hasattr(os, "O_DIRECTORY"):
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
+    """Bring a rename to the disk."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

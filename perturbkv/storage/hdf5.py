@@ -150,9 +150,11 @@ class StoredFile:
         msg = f"expected {expected} in {self.path}, got {got[:200]}; {again}"
         raise TraceError(msg)
 
-    def refuse_newer(self, version: int, known: int) -> NoReturn:
-        """Raise TraceError for a format that this reader does not know yet."""
-        msg = f"expected a trace of format {known} or older at {self.path}, got format {version}; update perturbkv"
+    def refuse_version(self, version: int, known: int) -> NoReturn:
+        """Raise TraceError for a format that is newer than this reader, or one that is no longer read."""
+        again = "measure it again: the perturbkv trace that made it, with --overwrite"
+        todo = "update perturbkv" if version > known else again
+        msg = f"expected a trace of format {known} at {self.path}, got format {version}; {todo}"
         raise TraceError(msg)
 
     @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -24,11 +23,10 @@ _OBJECT = struct.Struct("<HH4xQ")
 def check_heaps(path: Path) -> None:
     """Raise TraceError where the objects of a heap do not fill it one behind the other.
 
-    What is no file, or cannot be read, has none. A file is read through once, and again when it has changed.
+    A file is read through once, and again when it has changed.
     """
-    with suppress(OSError):
-        found = path.stat()
-        _check(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+    found = path.stat()
+    _check(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 @lru_cache(maxsize=64)

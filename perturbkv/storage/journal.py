@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from perturbkv.configs import former as configs_before
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import OutputError, PerturbkvError, TraceError
+from perturbkv.errors import OutputError, PerturbkvError
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.journal_entry import Entry, read_entry, write_entry
 from perturbkv.storage.places import real, refusals
@@ -68,16 +66,12 @@ class Journal:
     def begin(self, run: RunConfig) -> None:
         """Make the folder, in one that is there; clear what a killed process left half written, and note the run.
 
-        What the run before left unnamed is named first: killed at any point, no entry is read by another run's labels.
         Raises OutputError where the folder that it is made in vanished.
         """
         with refusals(self.folder):
             self.folder.mkdir(exist_ok=True)
         for leftover in self.folder.glob("*.tmp*"):
             leftover.unlink()
-        former, older = self.run(), self._older_labels()
-        if former is not None and (older or former.configs != run.configs):
-            self._name_configurations(former.labels(), older)
         write_whole(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()), folders=False)
 
     def append(self, sample: SampleTrace | FailedSample, labels: Sequence[str]) -> Entry:
@@ -92,10 +86,8 @@ class Journal:
 
     def entries(self) -> list[Entry]:
         """What is there, older parts of a sample before newer ones; damaged files are left out."""
-        run = self.run()
-        older, labels = self._older_labels(), run.labels() if run else []
-        found = (read_entry(path, labels) for path in self._paths())
-        return [self._slim(entry.relabelled(older)) for entry in found if entry is not None]
+        found = map(read_entry, self._paths())
+        return [self._slim(entry) for entry in found if entry is not None]
 
     def sample_ids(self) -> list[str]:
         """Samples of which something is there."""
@@ -120,27 +112,6 @@ class Journal:
     def _slim(self, entry: Entry) -> Entry:
         """The entry, its folder and labels those of all others: thousands of them take little memory."""
         return replace(entry, folder=self.folder, labels=self._labels.setdefault(entry.labels, entry.labels))
-
-    def _older_labels(self) -> dict[str, str]:
-        """How format 2 named the run's configurations -> their labels; empty where this version began the journal."""
-        try:
-            entries = json.loads((self.folder / _RUN).read_text())["configs"]
-        except (OSError, ValueError, KeyError):
-            return {}
-        run = self.run()
-        if run is None or any("policy_options" in entry for entry in entries):
-            return {}
-        return dict(zip(map(configs_before.label, entries), run.labels(), strict=True))
-
-    def _name_configurations(self, labels: Sequence[str], older: Mapping[str, str]) -> None:
-        """Write into the files of former versions what they hold: `labels` where they say nothing, none of `older`."""
-        for path in self._paths():
-            entry = read_entry(path, labels)
-            if entry is None:
-                path.unlink()
-            elif not entry.named or set(entry.labels) & older.keys():
-                with suppress(TraceError):  # damaged: removed by then
-                    write_entry(entry.relabelled(older), entry.arrays())
 
     def _paths(self) -> list[Path]:
         """All entries, those of one sample in the order in which they were written."""

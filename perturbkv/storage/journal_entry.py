@@ -2,7 +2,7 @@
 
 A NumPy archive of two rows of bytes: `head`, JSON that says what the file holds, and `data`, all numbers one behind the
 other, each variable where `arrays` of the head says. Texts that lie along an axis are in a third one, `texts`, as JSON:
-one behind the other by variable. Files of former versions have a member for each variable.
+one behind the other by variable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from perturbkv.errors import PerturbkvError, TraceError
 from perturbkv.schema import KEPT, VARIABLES
-from perturbkv.storage import former_kept
 from perturbkv.storage.files import write_whole
 from perturbkv.storage.merge import Shapes, code_bytes
 
@@ -42,38 +41,25 @@ class Entry:
     sample_id: str
     labels: tuple[str, ...]
     reason: str | None = None
-    named: bool = True
-    """False where the file does not say which configurations it holds, as those of former versions."""
 
     @property
     def path(self) -> Path:
         """Where it lies."""
         return self.folder / self.file
 
-    def relabelled(self, older: Mapping[str, str]) -> Entry:
-        """The entry with labels of this version for older ones."""
-        return replace(self, labels=tuple(older.get(label, label) for label in self.labels))
-
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
         """Those of the named variables that it holds, as in a `SampleTrace`.
 
         Raises TraceError for a damaged file, which is removed, so that the sample is measured again.
         """
-        wanted = list(names)
         with self._opened() as held:
-            former = former_kept.POSITIONS in _names(held)
-            found = _arrays(held, set(former_kept.asked(wanted) if former else wanted))
-            return former_kept.with_codes(found, wanted) if former else found
+            return _arrays(held, set(names))
 
     def shapes(self) -> Shapes:
         """Variable name -> shape, that of kept_code without what is no head's. Raises as `arrays`."""
         with self._opened() as held:
-            layout, told = _layout(held), _head(held)
-        if former_kept.POSITIONS in layout:
-            codes = self.arrays(KEPT)
-            own = {name: array.shape for name, array in codes.items()}
-            others = {name: shape for name, (_, shape) in layout.items() if name in VARIABLES}
-            return {**others, **own, KEPT[2]: (code_bytes(codes),)}
+            told = _head(held)
+        layout = _layout(told)
         length = {KEPT[2]: (int(told["code_bytes"]),)} if KEPT[2] in layout else {}
         return {name: shape for name, (_, shape) in layout.items()} | length
 
@@ -82,7 +68,7 @@ class Entry:
         try:
             with zipfile.ZipFile(self.path) as held:
                 yield held
-        except (FileNotFoundError, *_DAMAGE):
+        except _DAMAGE:
             self.path.unlink(missing_ok=True)
             msg = (
                 f"expected a whole file of the sample '{self.sample_id}' in {self.folder}, got a damaged one, "
@@ -110,19 +96,16 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
     write_whole(entry.path, write, folders=False)
 
 
-def read_entry(path: Path, labels: Sequence[str]) -> Entry | None:
-    """An entry without its numbers, of `labels` where it does not say; None where it is damaged."""
+def read_entry(path: Path) -> Entry | None:
+    """An entry without its numbers; None where it is damaged."""
     try:
         with zipfile.ZipFile(path) as held:
             head = _head(held)
             if head["reason"] is not None:
                 return Entry(path.parent, path.name, head["id"], (), head["reason"])
-            entry = Entry(
-                path.parent, path.name, head["id"], tuple(head.get("configs", labels)), named="configs" in head
-            )
-            _, shape = _layout(held, "kept_count")["kept_count"]
-            each_once = len(set(entry.labels)) == len(entry.labels) == shape[0]
-            return entry if each_once and _NEEDED <= set(_names(held)) else None
+            entry, layout = Entry(path.parent, path.name, head["id"], tuple(head["configs"])), _layout(head)
+            each_once = len(set(entry.labels)) == len(entry.labels) == layout["kept_count"][1][0]
+            return entry if each_once and layout.keys() >= _NEEDED else None
     except (OSError, *_DAMAGE):
         return None
 
@@ -148,28 +131,15 @@ def _head(held: zipfile.ZipFile) -> dict[str, Any]:
     return dict(json.loads(_bytes(held, _HEAD).tobytes()))
 
 
-def _names(held: zipfile.ZipFile) -> list[str]:
-    """The variables that an entry holds."""
-    if _DATA in held.namelist():
-        return [name for name, _, _ in _head(held)["arrays"]]
-    return [name.removesuffix(".npy") for name in held.namelist() if name != _HEAD]
-
-
-def _layout(held: zipfile.ZipFile, *names: str) -> Layout:
-    """The named variables' types and shapes, by default all."""
-    if _DATA in held.namelist():
-        told = _head(held)["arrays"]
-        return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in told if not names or name in names}
-    return {name: _header(held, name) for name in names or _names(held)}
+def _layout(head: Mapping[str, Any]) -> Layout:
+    return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in head["arrays"]}
 
 
 def _arrays(held: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
     """Those of the named variables that are there."""
-    if _DATA not in held.namelist():
-        return {name: _member(held, name) for name in _names(held) if name in names}
     data, begin, found = _bytes(held, _DATA), 0, {}
     texts = json.loads(_bytes(held, _TEXTS).tobytes()) if _TEXTS in held.namelist() else {}
-    for name, (dtype, shape) in _layout(held).items():
+    for name, (dtype, shape) in _layout(_head(held)).items():
         if dtype.kind == "O":
             if name in names:
                 found[name] = np.array(texts[name], dtype=object).reshape(shape)
@@ -179,18 +149,3 @@ def _arrays(held: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
             found[name] = data[begin : begin + length].view(dtype).reshape(shape)
         begin += length
     return found
-
-
-def _member(held: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    """A variable as former versions have it."""
-    with held.open(f"{name}.npy") as member:
-        return np.asarray(npy.read_array(member, allow_pickle=False))
-
-
-def _header(held: zipfile.ZipFile, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """A variable's type and shape as former versions have them, its numbers unread."""
-    with held.open(f"{name}.npy") as member:
-        version = npy.read_magic(member)
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, _, dtype = read(member)
-        return dtype, tuple(shape)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from perturbkv.schema import FORMER, VARIABLES, Variable
+from perturbkv.schema import VARIABLES, Variable
 
 FORMAT, FORMAT_VERSION = "perturbkv-trace", 4
 AXES = {
@@ -21,7 +21,6 @@ AXES = {
     "d_model": "component of a hidden state",
     "key": "position of a cache entry",
     "kept_byte": "place in kept_code",
-    "kept_entry": "place in kept_position",
     "prompt_entry": "place in prompt_token",
     "lost_entry": "place among the evicted entries that add most",
 }
@@ -31,7 +30,7 @@ FLAGS = {
     "complete": Variable((), "1", "1 where every number of the sample is there", "uint8"),
 }
 """Variables that a file has beside those of a trace: the state of each sample."""
-STORED = {**VARIABLES, **FORMER, **FLAGS}
+STORED = {**VARIABLES, **FLAGS}
 
 
 def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:

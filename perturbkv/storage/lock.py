@@ -6,6 +6,7 @@ number of processes one gets it; the holder touches it while it lives. A process
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -169,17 +170,11 @@ def _taken(path: Path, held: Holder, advice: str) -> str:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[int]:
-    """The file, open and made where it is missing; no other process has it so, where the file system can tell.
-
-    Where it cannot, two processes may both take a stale lock; `Lock.check` tells one of them at its next sample.
-    """
+    """The file, open and made where it is missing; no other process has it so."""
     while True:
         opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            with suppress(ImportError, OSError):
-                import fcntl
-
-                fcntl.flock(opened, fcntl.LOCK_EX)
+            fcntl.flock(opened, fcntl.LOCK_EX)
             if _is_at(opened, file):  # and was not removed while we waited
                 yield opened
                 return

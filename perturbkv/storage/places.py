@@ -17,7 +17,7 @@ _LONGEST_BESIDE = 64
 _TRIES = 20
 _Made = TypeVar("_Made")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OF_THE_DISK = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
+_OF_THE_DISK = (*_FULL, errno.EIO, errno.EROFS)
 
 
 def real(path: Path) -> Path:
@@ -45,7 +45,7 @@ def _probe(path: Path, where: Path) -> None:
             os.lstat(where / ("x" * _LONGEST_BESIDE))
         probe = where.with_name(f".{where.name}{TEMPORARY}{os.getpid():010}")
         probe.touch()
-        probe.unlink(missing_ok=True)  # a process of another machine may have this number
+        probe.unlink()
         path.parent.stat()  # through a folder that is not there and back, only `real` finds the way
     finally:
         remove_empty(made)

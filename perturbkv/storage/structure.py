@@ -43,17 +43,16 @@ def variables_of(names: list[str]) -> list[str]:
     return [name for name in STORED if name in names]
 
 
-def format_version(file: StoredFile) -> int:
-    """The version of the format. Raises TraceError for another format, or a version that this reader does not know."""
+def check_version(file: StoredFile) -> None:
+    """Raise TraceError for another format, or another version of it."""
     attrs = file.attributes()
     if attrs.get("format") != FORMAT:
         file.refuse("a perturbkv trace", "another HDF5 file")
     version = attrs.get("format_version")
     if not isinstance(version, int) or version < 1:
-        file.refuse(f"a format_version from 1 to {FORMAT_VERSION}", str(version))
-    if version > FORMAT_VERSION:
-        file.refuse_newer(version, FORMAT_VERSION)
-    return version
+        file.refuse(f"the format_version {FORMAT_VERSION}", str(version))
+    if version != FORMAT_VERSION:
+        file.refuse_version(version, FORMAT_VERSION)
 
 
 def run_of(file: StoredFile) -> RunConfig:
@@ -82,7 +81,7 @@ def _check_variable(file: StoredFile, name: str, axes: list[str]) -> None:
 
 
 def _check_sums(file: StoredFile, names: list[str]) -> None:
-    """Texts as they were summed, and sums for every variable; nothing of a file that has none, as older ones."""
+    """Texts as they were summed, and sums for every variable; nothing of a file that has none."""
     attrs = file.attributes()
     if checksums.NAME not in attrs:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.configs import former, layer_types
+from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.reading import FileKind
@@ -35,8 +34,7 @@ from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.layout import AXES, STORED
 from perturbkv.storage.lazy import LazyArrays
 from perturbkv.storage.shards import beside
-from perturbkv.storage.stored_samples import CODE, all_codes, holds, is_former
-from perturbkv.storage.structure import axes_of, check_structure, format_version, run_of, variables_of
+from perturbkv.storage.structure import axes_of, check_structure, check_version, run_of, variables_of
 from perturbkv.trace import Trace
 
 _FILE = FileKind("a trace file (HDF5)", TraceError, most=2**63)
@@ -54,8 +52,8 @@ def read_trace(path: str | Path) -> Trace:
     with opened(path) as file:
         run = _checked_run(file)
         ids, failures = _samples_of(file)
-        names, former = [name for name in VARIABLES if holds(file, name)], is_former(file)
-        later = [name for name in names if _is_large(name) or (former and name in KEPT)]
+        names = [name for name in VARIABLES if name in file]
+        later = [name for name in names if _is_large(name)]
         arrays = {name: file.read(name) for name in names if name not in later}
         attrs = _provenance_of(file)
     digest = _digest(path)
@@ -70,32 +68,18 @@ def _is_large(name: str) -> bool:
 
 def _read_later(path: Path) -> Callable[[str], Any]:
     """Reads one variable of the file as it is now; TraceError once it was written again."""
-    stamp, codes = path.stat().st_mtime_ns, _once(all_codes)
+    stamp = path.stat().st_mtime_ns
 
     def read(name: str) -> Any:
         with opened(path, stamp) as file:
-            if name in KEPT and is_former(file):
-                return codes(file)[name]
             return _checked_rows(file, name, file.read(name))
 
     return read
 
 
-def _once(found: Callable[[StoredFile], dict[str, Any]]) -> Callable[[StoredFile], dict[str, Any]]:
-    """What is found of a file, kept for whoever asks again."""
-    held: dict[str, Any] = {}
-
-    def get(file: StoredFile) -> dict[str, Any]:
-        if not held:
-            held.update(found(file))
-        return held
-
-    return get
-
-
 def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
     """What was read of a variable. Raises TraceError where it leads out of a prompt or its text, or is no list."""
-    if name == CODE:
+    if name == "kept_code":
         told = {one: file.read(one) for one in (*KEPT[:2], "kept_count", "prompt_tokens")}
         check_codes(file.path, told, file.read("complete") != 0, found)
     elif name == "prompt_start":
@@ -162,12 +146,10 @@ def _with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def _with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
-    if not all(holds(file, name) for name in KEPT):
+    if not all(name in file for name in KEPT):
         return ()
-    complete = file.read("complete") != 0
-    if not is_former(file):
-        counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
-        complete &= ((counts == 0) | (lengths > 0)).all(axis=1)
+    counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
+    complete = (file.read("complete") != 0) & ((counts == 0) | (lengths > 0)).all(axis=1)
     return tuple(name for name, held in zip(ids, complete.tolist(), strict=True) if held)
 
 
@@ -231,7 +213,7 @@ def _missing(path: Path) -> str:
 
 
 def _run_of(file: StoredFile) -> RunConfig:
-    format_version(file)
+    check_version(file)
     return run_of(file)
 
 
@@ -244,7 +226,7 @@ def _checked_run(file: StoredFile) -> RunConfig:
     check_structure(file)
     path, names = file.path, file.names()
     lengths = {axis: file.shape(axis)[0] for axis in axes_of(names)}
-    check_configs(path, _labels_of(file, run), _names(file, "config"), known_wording=format_version(file) > 1)
+    check_configs(path, run.labels(), _names(file, "config"))
     check_run(path, lengths, run)
     check_samples(path, _names(file, "sample"))
     check_shapes(path, lengths, {name: file.shape(name) for name in variables_of(names)})
@@ -273,16 +255,6 @@ def _measured(file: StoredFile) -> tuple[int, ...] | None:
     if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < of:
         file.refuse(f"{MEASURED} such as '5 11 17 of 18'", f"'{told}'")
     return found
-
-
-def _labels_of(file: StoredFile, run: RunConfig) -> list[str]:
-    """How the run's configurations are named in a file of its version."""
-    if format_version(file) > 2:
-        return run.labels()
-    try:
-        return list(map(former.label, json.loads(str(file.attributes()["run"]))["configs"]))
-    except (KeyError, TypeError, ValueError):
-        file.refuse("configurations as format 2 holds them", "others")
 
 
 def _names(file: StoredFile, axis: str) -> list[str]:

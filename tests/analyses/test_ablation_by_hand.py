@@ -72,7 +72,7 @@ def test_the_groups_products_are_rows_of_one_table() -> None:
     configs = [
         config("attention", granularity="kv"),
         config("two-stage", granularity="kv"),
-        config("two-stage", granularity="kv", group_product="mean-of-products"),
+        config("two-stage", granularity="kv", product="mean-of-products"),
     ]
     (found,) = ingredients.settings(made(configs, [4, 2, 1]))
     assert isolated(found.rows) == pytest.approx({"two-stage α=0.25": 0.5, "mean-of-products α=0.25": 0.25})
@@ -150,7 +150,7 @@ def test_a_trace_without_a_comparison_is_refused(configs: list[EvictionConfig]) 
 
 def test_a_measured_trace_gives_every_row() -> None:
     small, large = ingredients.settings(read_trace(MEASURED))
-    missing = ("attention", "hindsight-attention")  # the baseline, and what the golden trace is older than
+    missing = ("attention", "hindsight-attention")  # the baseline, and what the golden trace did not measure
     assert [row.name for row in small.rows] == [name for name in ingredients.INGREDIENTS if name not in missing]
     assert small.absent == ("hindsight-attention",)
     assert large.absent == ("mean-of-products", "hindsight-attention")

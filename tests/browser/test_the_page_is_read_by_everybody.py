@@ -1,4 +1,4 @@
-"""Keyboard, narrow and dark screens, paper, screen readers, an address that is kept, long prompts, older traces."""
+"""Keyboard, narrow and dark screens, paper, screen readers, an address that is kept, long prompts, missing parts."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_of_a_hundred_thousand_tokens_only_those_on_the_screen_are_elements(open
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("*.h5")))
-def test_older_traces_are_shown_and_what_they_lack_is_said(opened: Open, name: str) -> None:
+def test_traces_without_parts_are_shown_and_what_they_lack_is_said(opened: Open, name: str) -> None:
     held = read_trace(GOLDEN / name)
     shown = ready(opened(html(held)))
     scroll_through(shown)

@@ -27,6 +27,7 @@ BAD = {
     "grids twice": ("grids:\n- alpha: 0\ngrids: []", 3, "grids", ["line 1"]),
     "an unknown key": ("samples: 1\n\nbugdet: 64", 3, "bugdet", ["unknown key 'bugdet'; known: budget, "]),
     "an option that is typed": ("dry-run: true", 1, "dry-run", ["unknown key 'dry-run'"]),
+    "an option of no owner": ("pyramid-beta: 5", 1, "pyramid-beta", ["'pyramid-beta'; known: beta, "]),
     "a merge key": ("<<: {budget: 64}", 1, "<<", ["unknown key"]),
     "a list as key": ("? [a]\n: 1", 1, "", ["the name of an option", "got a list"]),
     "an unknown key in a grid": ("grids:\n- policy: adakv\n  alfa: 1", 3, "alfa", ["known: alpha"]),

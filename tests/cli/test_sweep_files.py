@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from perturbkv.cli import sweep_keys, sweeping
 from perturbkv.cli.main import app
@@ -21,10 +22,30 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection import spread
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.trace_file import read_trace
-from tests.support import golden_sweep
 
 Run = Callable[..., Any]
 BOTH = ["attention", "two-stage"]
+SELECTIONS = ["attention", "attention-unpooled", "two-stage", "two-stage-uniform", "value", "random", "hindsight",
+              "hindsight-attention"]  # fmt: skip
+VOTING = ["snapkv", "pyramidkv", "adakv", "headkv", "h2o", "scissorhands", "tova", "random"]
+GRIDS = [
+    {"policy": VOTING, "selection": SELECTIONS, "budget": [24, 0.3], "granularity": ["query", "kv"]},
+    {"policy": "streaming-llm", "selection": "position", "positions": ["kept", "in-cache"], "budget": [24, 0.3]},
+    {"preset": ["paper-v2", "released-v2"], "policy": ["snapkv", "adakv", "pyramidkv"], "budget": 24,
+     "selection": ["attention", "two-stage"]},
+    {"policy": "adakv", "floor": [0.0, 0.5], "safeguard": ["mixture", "guaranteed"], "budget": 24},
+    {"policy": "pyramidkv", "line": ["prefix", "total"], "beta": 5, "budget": 24},
+    {"policy": "headkv", "beta": 1.2, "budget": 24},
+    {"policy": ["h2o", "scissorhands"], "recent": 0.25, "history": 30, "budget": 24},
+    {"policy": "streaming-llm", "selection": "position", "sinks": 2, "budget": 24},
+    {"selection": "two-stage", "alpha": [0, 0.5, 1], "split": ["prefix", "total"], "score": "pooled",
+     "epsilon": 0.001, "budget": 24},
+    {"selection": "two-stage", "granularity": "kv", "reduce": ["mean", "max"],
+     "product": ["product-of-means", "mean-of-products"], "pool": "average", "kernel": 5, "budget": 24},
+    {"selection": "attention", "granularity": "kv", "reduce": ["mean", "max"], "pool": "average", "kernel": 5,
+     "budget": 24},
+    {"selection": ["random", "two-stage"], "protect-first": 4, "protect-recent": 0.5, "budget": 24},
+]  # fmt: skip
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "sweep.yaml"
 
 
@@ -34,9 +55,9 @@ def resolved(tmp_path: Path, text: str) -> sweeping.Sweep:
     return resolve(path, RunOptions(), BOTH, frozenset())
 
 
-def test_the_sweep_that_holds_versions_side_by_side_still_asks_for_all_that_it_asked_for(tmp_path: Path) -> None:
-    path = golden_sweep.write_sweep(tmp_path / "sweep.yaml", {"model": "m", "dataset": "d"})
-    configs = resolve(path, RunOptions(), BOTH, frozenset()).configs
+def test_a_sweep_over_all_that_can_be_chosen_asks_for_each_configuration_once(tmp_path: Path) -> None:
+    text = yaml.safe_dump({"model": "m", "dataset": "d", "window": 8, "grids": GRIDS})
+    configs = resolved(tmp_path, text).configs
     assert len(configs) == len({config.label() for config in configs}) == 305
 
 
@@ -202,7 +223,7 @@ def test_every_long_option_is_a_key_but_those_that_say_what_to_do_this_time() ->
     expected = {name: field for name, field in long.items() if name not in not_keys}
     options = {name.replace("_", "-"): name for name in spread.known()}
     assert {name: key.field for name, key in sweep_keys.known().items()} == expected | options
-    assert {"floor", "kernel", "pyramid-beta", "stage2-score", "positions"} <= set(options), "as files always said"
+    assert {"floor", "kernel", "beta", "score", "positions"} <= set(options)
 
 
 def test_what_is_typed_replaces_the_files_key_as_a_whole(asked: Run) -> None:

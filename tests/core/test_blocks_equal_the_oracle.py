@@ -93,7 +93,7 @@ def test_any_shape_with_ties(
 ) -> None:  # fmt: skip
     policy = "snapkv" if granularity == "layer" and policy not in SHARED else policy
     chosen = config(budget, policy=policy, selection=selection, granularity=granularity, block=size, block_score=how,
-                    split=whole, safeguard=safeguard, pyramid_line=whole, pyramid_beta=1.5, protect_first=first,
+                    split=whole, safeguard=safeguard, line=whole, beta=1.5, protect_first=first,
                     protect_recent=recent, alpha=0.5)  # fmt: skip
     check(chosen, 4, 2, n, seed, ties=True)
 

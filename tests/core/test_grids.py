@@ -14,7 +14,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BudgetError, ConfigError, PerturbkvError
 from perturbkv.selection.grid import FIELDS, ORDER, configuration, grid
 
-V2 = {"stage2_score": "pooled", "epsilon": 1e-4, "granularity": "kv"}
+V2 = {"score": "pooled", "epsilon": 1e-4, "granularity": "kv"}
 
 
 def test_the_order_is_preset_budget_alpha_the_other_choices_policy_selection() -> None:
@@ -44,9 +44,7 @@ def test_the_order_is_preset_budget_alpha_the_other_choices_policy_selection() -
 
 
 def test_every_choice_of_a_configuration_is_one_of_the_grid() -> None:
-    assert sorted(FIELDS) == sorted(
-        ["preset", *(field.name for field in dataclasses.fields(EvictionConfig) if field.name != "twin")]
-    )
+    assert sorted(FIELDS) == sorted(["preset", *(field.name for field in dataclasses.fields(EvictionConfig))])
     assert set(FIELDS) <= set(ORDER)
 
 
@@ -117,11 +115,6 @@ def test_an_option_that_stands_in_a_choice_is_left_out_where_it_makes_no_differe
     assert [str(config.granularity) for config in grouped] == ["kv", "kv(product=mean-of-products)"]
 
 
-def test_one_option_under_two_names_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pyramid_beta and beta name one option of policy 'pyramidkv' twice"):
-        grid(128, policy="pyramidkv", beta=3, pyramid_beta=7)
-
-
 def test_the_order_of_options_does_not_hang_on_how_they_are_written() -> None:
     first = grid(64, policy="adakv", floor=(0.1, 0.3), safeguard=("mixture", "guaranteed"))
     assert first == grid(64, policy="adakv", safeguard=("mixture", "guaranteed"), floor=(0.1, 0.3))
@@ -139,7 +132,7 @@ def test_a_mean_of_means_is_the_same_whatever_the_product() -> None:
         ({"floor": 0.1}, "floor has no effect here: it needs policy adakv or policy lava; leave it out"),
         ({"selection": "value", "kernel": 5}, "kernel has no effect here: it needs a selection or policy that looks"),
         ({"pool": "none", "kernel": 5}, "kernel has no effect here: it needs a pool other than none"),
-        ({"group_score": "max"}, "group_score has no effect here: it needs granularity kv"),
+        ({"reduce": "max"}, "reduce has no effect here: it needs granularity kv"),
         ({"selection": "attention", "granularity": "kv(product=mean-of-products)"}, "product of granularity 'kv'"),
         ({"policy": "snapkv(pool=average)", "selection": "random"}, "pool of policy 'snapkv' has no effect here"),
     ],
@@ -197,7 +190,7 @@ def test_protection_that_leaves_nothing_of_a_share_is_found_with_the_prompt() ->
             "unknown safeguard 'none'; known: mixture",
         ),
         (
-            {"pyramid_line": "straight", "policy": "pyramidkv"},
+            {"line": "straight", "policy": "pyramidkv"},
             PerturbkvError,
             "unknown line 'straight'; known: prefix",
         ),

@@ -84,8 +84,8 @@ def test_every_selection(selection: str, granularity: str, heads: tuple[int, int
                            ["prefix", "total"])),
 )  # fmt: skip
 def test_every_choice_of_the_second_stage(score: str, product: str, stage2: str, split: str) -> None:
-    chosen = config(budget=24, alpha=0.5, granularity="kv", group_score=score, group_product=product,
-                    stage2_score=stage2, split=split, epsilon=1e-4)  # fmt: skip
+    chosen = config(budget=24, alpha=0.5, granularity="kv", reduce=score, product=product,
+                    score=stage2, split=split, epsilon=1e-4)  # fmt: skip
     check(chosen, 4, 2, n=60, seed=5)
 
 
@@ -170,7 +170,7 @@ def test_any_protection_with_ties(
     floor: float, seed: int,
 ) -> None:  # fmt: skip
     chosen = config(budget=budget, policy=policy, selection=selection, split=whole, safeguard=safeguard,
-                    pyramid_line=whole, floor=round(floor, 2), pyramid_beta=1.5, protect_first=first,
+                    line=whole, floor=round(floor, 2), beta=1.5, protect_first=first,
                     protect_recent=recent, alpha=0.5, granularity="kv")  # fmt: skip
     check(chosen, 4, 2, n, seed, ties=True)
 

@@ -46,7 +46,7 @@ def sweep() -> tuple[EvictionConfig, ...]:
         configuration(20, policy="snapkv", selection=name, window=6)
         for name in ("attention-unpooled", "two-stage-uniform", "value", "random", "hindsight")
     ]
-    made += [configuration(0.5, preset="kvpress", policy="adakv", window=9, group_product="mean-of-products")]
+    made += [configuration(0.5, preset="kvpress", policy="adakv", window=9, product="mean-of-products")]
     made += [configuration(70, policy="snapkv", window=6)]
     made += [configuration(18, policy="streaming-llm", selection="position", window=6)]
     inside = replace(made[-1], policy=parse("streaming-llm(positions=in-cache)"))

@@ -167,11 +167,11 @@ TURNED = ("sample", "config", "step", "head", "layer")
         (lambda file: file["theta"].attrs.__setitem__("DIMENSION_LIST", 7), "got none none none none none"),
         (lambda file: file.__delitem__("complete"), "expected 'complete'"),
         (lambda file: file.__delitem__("sample"), "expected 'sample'"),
-        (lambda file: file.attrs.__setitem__("format_version", "three"), "a format_version from 1 to 4"),
-        (lambda file: file.attrs.__setitem__("format_version", 0), "a format_version from 1 to 4"),
+        (lambda file: file.attrs.__setitem__("format_version", "three"), "the format_version 4"),
+        (lambda file: file.attrs.__setitem__("format_version", 0), "the format_version 4"),
         (lambda file: file.attrs.__setitem__("run", "[" * 100_000), "expected the run as JSON"),
         (lambda file: file.attrs.__setitem__("run", 7), "the run as JSON, got none"),
-        (lambda file: file.attrs.__setitem__("format_version", 1), "expected configurations as format 2 holds them"),
+        (lambda file: file.attrs.__setitem__("format_version", 3), "got format 3; measure it again"),
     ],
 )
 def test_what_is_not_built_as_the_format_says_is_refused(path: Path, change: Change, words: str) -> None:

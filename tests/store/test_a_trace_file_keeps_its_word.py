@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -15,21 +15,16 @@ import perturbkv
 from perturbkv.errors import TraceError
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.schema import TEXT, VARIABLES
+from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.layout import FORMAT_VERSION
-from perturbkv.storage.trace_file import describe, read_trace
+from perturbkv.storage.trace_file import describe, read_run, read_trace
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample
 from tests.support.changed import changing
 from tests.support.traces import KEPT, run_config, sample_trace, write
 
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
-GOLDEN = Path(__file__).parent / "golden" / "trace-v1.h5"
-GOLDEN_2 = GOLDEN.with_name("measured-v2.h5")
-GOLDEN_3 = GOLDEN.with_name("measured-v3.h5")
-GOLDEN_4 = GOLDEN.with_name("measured-v4.h5")
-
-
-GOLDEN_THETA = [40.52332799, 34.65600929, 39.2767747, 39.47052015, 31.53859482, 22.91896914, 23.67227235]
+GOLDEN_4 = Path(__file__).parent / "golden" / "measured-v4.h5"
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -162,76 +157,30 @@ def test_a_missing_variable_is_told_by_who_needs_it(tmp_path: Path) -> None:
         trace.get("theta", "heads")
 
 
-def test_the_golden_file_of_version_1_is_read_for_ever() -> None:
-    trace = read_trace(GOLDEN)
-    assert trace.sample_ids == ("first", "second", "broken")
-    assert trace.failures == {"broken": "planted failure"}
-    assert trace.run.labels() == [f"snapkv:{name} b=64 w=32 query" for name in ("attention", "two-stage")]
-    assert trace.arrays["theta"].shape == (3, 2, 1, 2, 2)
-    np.testing.assert_array_equal(trace.arrays["theta"][0, 1, 0], [[104, 105], [106, 107]])
-    np.testing.assert_array_equal(trace.arrays["theta"][1, 1, 0], [[1104, 1105], [1106, 1107]])
-    assert np.isnan(trace.arrays["theta"][2]).all()
-    assert trace.arrays["prompt_tokens"].tolist() == [70, 71, 0]
-    assert trace.kept(1, 0, 1, 1).tolist() == [0, 1, 2]
-    assert trace.ok.tolist() == [True, True, False]
-    with xr.open_dataset(GOLDEN, engine="h5netcdf") as data:
-        assert float(data["theta"].sel(sample="second", step=0, layer=1, head=0)[1]) == 1106
-    with h5py.File(GOLDEN) as file:
-        assert file["complete"][()].tolist() == [1, 1, 0]
-        assert file["theta"].dims[3][0].name == "/layer"
+@pytest.mark.parametrize("version", range(1, FORMAT_VERSION))
+@pytest.mark.parametrize("read", [read_trace, describe, read_run, ExistingTrace])
+def test_a_trace_of_a_version_that_is_no_longer_read_says_so_and_what_to_do(
+    tmp_path: Path, read: Callable[[Path], object], version: int
+) -> None:
+    path = write(tmp_path / "t.h5", sample_trace())
+    with h5py.File(path, "r+") as file:
+        file.attrs["format_version"], file.attrs["run"] = version, "what format 1 to 3 had there"
+    with pytest.raises(
+        TraceError, match=f"expected a trace of format 4 at .*, got format {version}; measure it again"
+    ) as told:
+        read(path)
+    assert "\n" not in str(told.value)
 
 
-def test_the_golden_file_of_version_2_is_read_for_ever() -> None:
-    trace = read_trace(GOLDEN_2)
-    assert trace.sample_ids == ("ends", "goes-on", "broken")
-    assert trace.failures == {"broken": "planted failure"}
-    assert trace.attrs["format_version"] == "2"
-    assert trace.run.labels() == [
-        "snapkv:attention b=16 w=8 kv",
-        "snapkv:two-stage b=16 w=8 query",
-    ]
-    assert trace.arrays["token_id"].tolist() == [[54, 226, -1, -1], [174, 249, 208, 151], [0] * 4]
-    assert trace.arrays["steps_measured"].tolist() == [2, 4, 0]
-    assert trace.measured.tolist() == [[True, True, False, False], [True] * 4, [False] * 4]
-    np.testing.assert_allclose(trace.arrays["held_share"][:2], [[1 / 3, 2 / 3]] * 2)
-    for name, variable in VARIABLES.items():
-        if name in trace.arrays and "step" in variable.dims and variable.dtype == "float64":
-            steps = np.moveaxis(trace.arrays[name], 1 + variable.dims.index("step"), 1)
-            told = np.isfinite(steps).reshape(*trace.measured.shape, -1)
-            assert (told == trace.measured[..., np.newaxis]).all(), name
-    cosine = trace.arrays["perturbation_propagated_cosine"]
-    np.testing.assert_allclose(cosine[0, 0, 1, 0], [0.4909954088546, 0.1381714663649, 0.0678412376854, 0.0236704429297])
-    floors = [trace.arrays[name][:2] for name in VARIABLES if "noise_floor" in name]
-    assert len(floors) == 13
-    assert all(np.nanmin(floor) > 0 for floor in floors)
-    assert np.nanmin(trace.arrays["noise_floor_cosine"]) == 2.0**-47
-    assert np.nanmin(trace.arrays["logit_kl_noise_floor"]) == 2.0**-23
-    assert trace.kept(0, 0, 0, 0).tolist() == [11, *range(22, 29), *range(40, 48)]
-    assert trace.same_kept(0, 1).shape == (2, 2, 4)
-    with xr.open_dataset(GOLDEN_2, engine="h5netcdf") as data:
-        assert int(data["steps_measured"].sel(sample="ends")) == 2
-        assert data["perturbation_isolated_l2"].attrs["units"] == "L2"
-
-
-def test_the_golden_file_of_version_3_is_read_for_ever() -> None:
-    trace = read_trace(GOLDEN_3)
-    assert trace.attrs["format_version"] == "3"
-    assert trace.run.labels() == [
-        "snapkv(pool=average, kernel=5):attention b=16 w=8 query",
-        "snapkv(pool=average, kernel=5):two-stage b=16 w=8 query",
-        "adakv(floor=0.5):attention b=16 w=8 query",
-        "adakv(floor=0.5):two-stage b=16 w=8 query",
-        "snapkv:two-stage(alpha=0.5) b=16 w=8 kv(product=mean-of-products)",
-        "snapkv:random(seed=3) b=0.5 w=8 query",
-        "streaming-llm(sinks=2, positions=in-cache):position b=0.5 w=8 query",
-    ]
-    first, *_, drawn, streaming = trace.run.configs
-    assert first.selection["alpha"] == 0.25, "what nobody said is stored too"
-    assert dict(drawn.policy.options) == {}, "nothing pools what is drawn"
-    assert dict(streaming.policy.options) == {"sinks": 2, "positions": "in-cache"}
-    assert trace.kept(0, 6, 0, 0).tolist() == [0, 1, *range(26, 48)]
-    assert trace.arrays["token_id"].tolist() == [[54], [174], [0]]
-    np.testing.assert_allclose(trace.arrays["theta"][0, :, 0, 0, 0], GOLDEN_THETA, rtol=1e-7)
+def test_a_trace_of_a_version_that_is_no_longer_read_is_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.h5", sample_trace())
+    with h5py.File(path, "r+") as file:
+        file.attrs["format_version"] = 3
+    with pytest.raises(TraceError, match="got format 3; measure it again: .* with --overwrite"):
+        TraceWriter(path, run_config(1), ["s0"], {})
+    writer = TraceWriter(path, run_config(1), ["s0"], {}, overwrite=True)
+    writer.append(sample_trace())
+    assert read_trace(writer.finish()).sample_ids == ("s0",)
 
 
 def test_the_golden_file_of_version_4_is_read_for_ever() -> None:
@@ -250,24 +199,6 @@ def test_the_golden_file_of_version_4_is_read_for_ever() -> None:
     np.testing.assert_allclose(trace.arrays["theta"][0, :2, 0, 0, 0], [33.3663547, 30.58813818], rtol=1e-7)
     with xr.open_dataset(GOLDEN_4, engine="h5netcdf") as data:
         assert data["kept_code"].dims == ("kept_byte",)
-
-
-def test_a_trace_of_version_1_that_is_extended_tells_which_of_its_samples_are_older(tmp_path: Path) -> None:
-    path = Path(shutil.copy(GOLDEN, tmp_path / "grown.h5"))
-    names = ["first", "second", "broken", "third"]
-    writer = TraceWriter(path, run_config(4), names, {"model": "m"})
-    assert set(writer.missing()) == {"broken", "third"}
-    for name in writer.missing():
-        writer.append(sample_trace(name, optional=True))
-    trace, old = read_trace(writer.finish()), read_trace(GOLDEN)
-    assert trace.attrs["format_version"] == str(FORMAT_VERSION)
-    assert trace.arrays["steps_measured"].tolist() == [1, 1, 1, 1]
-    assert trace.measured.tolist() == [[True]] * 4
-    for name in old.arrays:
-        if not name.startswith("kept_"):
-            np.testing.assert_array_equal(trace.arrays[name][:2], old.arrays[name][:2])
-    assert np.isnan(trace.arrays["noise_floor_l2"][:2]).all()
-    assert np.isfinite(trace.arrays["noise_floor_l2"][2:]).all()
 
 
 def test_large_variables_are_read_when_they_are_asked_for(tmp_path: Path) -> None:

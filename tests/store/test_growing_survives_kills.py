@@ -15,7 +15,6 @@ import pytest
 from perturbkv.storage import journal_entry
 from perturbkv.storage.journal import journal_path
 from perturbkv.storage.trace_file import read_run
-from tests.store.test_a_journal_says_what_it_holds import former_journal
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,11 +66,7 @@ def trace_and_journal(path: Path) -> None:
     opened(path, OLD).append(measured("s1", OLD[1:]), OLD[1:])
 
 
-def journal_of_a_former_version(path: Path) -> None:
-    former_journal(path, OLD, "s0", "s1")
-
-
-@pytest.mark.parametrize("start", [finished_trace, trace_and_journal, journal_of_a_former_version])
+@pytest.mark.parametrize("start", [finished_trace, trace_and_journal])
 def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
     tmp_path: Path, start: Callable[[Path], None]
 ) -> None:

@@ -1,9 +1,8 @@
-"""Kept positions take few bytes in memory, journal and file; what older versions wrote is read as the same sets."""
+"""Kept positions take few bytes in memory, journal and file."""
 
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,9 @@ from hypothesis import strategies as st
 
 import perturbkv
 from perturbkv import kept_code
-from perturbkv.errors import TraceError
-from perturbkv.schema import KEPT
-from perturbkv.storage import journal
 from perturbkv.storage.trace_file import read_trace
-from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import SampleTrace
-from tests.support.traces import decoded, kept_of, ragged, run_config, sample_trace, write
+from tests.support.traces import decoded, sample_trace, write
 
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
 GOLDEN = Path(__file__).parent / "golden"
@@ -118,58 +113,3 @@ def test_all_heads_at_once_are_each_head_alone() -> None:
         assert masks.shape == (2, 4, 301)
         for where in np.ndindex(2, 4):
             assert np.flatnonzero(masks[where]).tolist() == trace.kept(1, config, *where).tolist()
-
-
-def former(arrays: dict[str, Any]) -> dict[str, Any]:
-    """A sample's arrays as format 3 had them: positions as numbers, each place of a code a place of theirs."""
-    found = {name: np.array(array) for name, array in arrays.items() if name not in KEPT}
-    found["kept_offset"] = np.zeros_like(arrays["kept_offset"])
-    rows: dict[tuple[int, int], int] = {}
-    positions: list[int] = []
-    for where in np.ndindex(arrays["kept_offset"].shape):
-        place = int(arrays["kept_offset"][where]), int(arrays["kept_length"][where])
-        if place not in rows:
-            rows[place] = len(positions)
-            positions += kept_of(arrays, *where)
-        found["kept_offset"][where] = rows[place]
-    return {**found, "kept_position": np.array(positions, dtype=np.int32)}
-
-
-@pytest.mark.parametrize("sharing", [1, 2])
-def test_a_journal_of_a_former_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: int) -> None:
-    samples = [ragged(sample_trace(name, heads=4, seed=seed), seed, sharing) for seed, name in enumerate("ab")]
-    expected = read_trace(write(tmp_path / "new.h5", *samples))
-    path, write_entry = tmp_path / "t.h5", journal.write_entry
-    writer = TraceWriter(path, run_config(2), ["a", "b"], {"model": "m"})
-    with monkeypatch.context() as patch:
-        patch.setattr(journal, "write_entry", lambda entry, arrays: write_entry(entry, former(arrays)))
-        writer.append(samples[0])
-    again = TraceWriter(path, run_config(2), ["a", "b"], {"model": "m"})
-    assert list(again.missing()) == ["b"]
-    again.append(samples[1])
-    found = read_trace(again.finish())
-    for name in expected.arrays:
-        np.testing.assert_array_equal(found.arrays[name], expected.arrays[name], err_msg=name)
-
-
-@pytest.mark.parametrize("version", ["trace-v1", "measured-v2", "measured-v3"])
-def test_a_file_of_a_former_version_holds_the_same_sets_once_it_is_written_anew(tmp_path: Path, version: str) -> None:
-    old = read_trace(Path(shutil.copy(GOLDEN / f"{version}.h5", tmp_path / "old.h5")))
-    with h5py.File(tmp_path / "old.h5") as file:
-        offsets, counts, held = (file[f"kept_{name}"][()] for name in ("offset", "count", "position"))
-    new = read_trace(old.save(tmp_path / "new.h5"))
-    for where in np.ndindex(*counts.shape):
-        begin = offsets[where]
-        expected = held[begin : begin + counts[where]].tolist()
-        assert old.kept(*where).tolist() == new.kept(*where).tolist() == expected
-    np.testing.assert_array_equal(old.same_kept(0, 1), new.same_kept(0, 1))
-    with h5py.File(tmp_path / "new.h5") as file:
-        assert "kept_position" not in file
-
-
-def test_positions_of_a_former_version_that_do_not_ascend_are_refused(tmp_path: Path) -> None:
-    path = Path(shutil.copy(GOLDEN / "measured-v3.h5", tmp_path / "t.h5"))
-    with h5py.File(path, "r+") as file:
-        file["kept_position"][:2] = file["kept_position"][:2][::-1]
-    with pytest.raises(TraceError, match="kept_position ascending within each head"):
-        read_trace(path).kept(0, 0, 0, 0)

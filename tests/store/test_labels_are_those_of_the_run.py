@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from perturbkv.errors import TraceError
 from perturbkv.storage.existing import ExistingTrace
 from perturbkv.storage.journal import Journal, journal_path
 from perturbkv.storage.trace_file import describe, read_trace
-from tests.store.test_a_trace_file_keeps_its_word import GOLDEN, GOLDEN_2
 from tests.support.changed import changing
-from tests.support.measured import MEASURED
 from tests.support.traces import run_config, sample_trace, write
 
 FIRST, SECOND = run_config().labels()
@@ -121,25 +118,6 @@ def test_a_file_whose_axes_are_not_its_runs_is_refused(
     with pytest.raises(TraceError, match=words) as told:
         read(path)
     assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_2, MEASURED], ids=lambda path: path.stem)
-def test_labels_in_an_older_wording_are_read_and_in_another_order_are_not(tmp_path: Path, golden: Path) -> None:
-    path = Path(shutil.copy(golden, tmp_path / "old.h5"))
-    expected = read_trace(path)
-    with changing(path) as file:
-        labels = list(file["config"].asstr()[()])
-        file["config"][1] = f"{labels[1]} as it was called then"
-        first = int(file.attrs["format_version"]) == 1
-    if first:
-        assert read_trace(path).run == expected.run
-    else:
-        with pytest.raises(TraceError, match="as the run says, at place 1"):
-            read_trace(path)
-    with changing(path) as file:
-        file["config"][...] = [labels[1], labels[0], *labels[2:]]
-    with pytest.raises(TraceError, match="as the run says, at place 0"):
-        read_trace(path)
 
 
 def test_a_journal_file_that_names_a_configuration_twice_is_damaged(tmp_path: Path) -> None:

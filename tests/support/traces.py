@@ -15,7 +15,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.schema import ANSWER_TEXT, DIGEST, TEXT, VARIABLES
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.selection.grid import configuration
-from perturbkv.storage.former_kept import codes
+from perturbkv.storage.merge import distinct_places
 from perturbkv.storage.texts import SampleText
 from perturbkv.storage.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace, Trace
@@ -74,7 +74,13 @@ def sample_trace(
 
 def kept(arrays: Mapping[str, Any], offsets: Any, positions: Any) -> dict[str, Any]:
     """Codes of kept sets as a sample stores them: of each head `kept_count` positions from its offset on."""
-    return codes({**arrays, "kept_offset": np.asarray(offsets), "kept_position": np.asarray(positions)})
+    offsets, counts = np.asarray(offsets), np.asarray(arrays["kept_count"])
+    first, place = distinct_places(offsets, counts)
+    starts, own = offsets.reshape(-1)[first], counts.reshape(-1)[first]
+    taken = np.asarray(positions)[kept_code.places(starts, own)]
+    code, lengths = kept_code.of_positions(taken, own, int(arrays["prompt_tokens"]))
+    found = (np.cumsum(lengths) - lengths)[place], lengths[place]
+    return dict(zip(KEPT_CODES, (*(one.reshape(offsets.shape) for one in found), code), strict=True))
 
 
 def kept_of(arrays: Mapping[str, Any], *where: int) -> list[int]:
