@@ -134,7 +134,7 @@ check-js:
 
 # The libraries in a report from npm: `make vendor LIBRARIES='d3=7.9.2'` takes another version.
 vendor: install
-	$(PY) docs/vendor.py $(LIBRARIES)
+	$(PY) docs/scripts/vendor.py $(LIBRARIES)
 
 # The notebooks with the embedded model's output, three minutes on two cores.
 examples: develop
@@ -146,7 +146,7 @@ figures: demo
 	$(BIN) layers runs/tour/trace.h5 --per-sample --budgets
 	$(BIN) ablation --dataset needle --samples 8 --length 2000 --output runs/tour/ablation --overwrite
 	$(BIN) export runs/demo/trace.h5 --overwrite
-	$(PY) docs/readings.py runs/tour/trace.h5
+	$(PY) docs/scripts/readings.py runs/tour/trace.h5
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
 
 # The pictures of docs/report.md: the page of a trace of nine prompts, taken by Chromium.
@@ -155,7 +155,7 @@ report-pictures: develop
 	$(PY) -m pip install -q -e ".[browser]"
 	$(BIN) needle --samples 9 --lengths 600 --depths 0.1,0.5,0.9 --compare $(CHAIN) --budget 64 --budget 128 --granularity kv \
 		--steps 4 --output runs/report --overwrite
-	$(PY) docs/report_pictures.py runs/report/trace.h5
+	$(PY) docs/scripts/report_pictures.py runs/report/trace.h5
 
 # Asked before anything is installed or fetched.
 longbench:
@@ -174,10 +174,10 @@ tables: longbench develop
 	$(BIN) ablation --methods all $(METHODS) --output runs/news/methods --overwrite
 	$(BIN) horizon $(NEWS) --output runs/news/horizon --overwrite
 	cp runs/news/horizon/horizon.png runs/news/methods/methods.png docs/figures/
-	$(PY) docs/tables.py $(foreach run,heads . window32 budgets ablation methods horizon,runs/news/$(run)/summary.json)
-	$(PY) docs/readings.py runs/news/heads/trace.h5 $(LONGBENCH)
-	$(PY) docs/readings.py runs/news/trace.h5
-	$(PY) docs/coverage.py runs/news/heads/trace.h5
+	$(PY) docs/scripts/tables.py $(foreach run,heads . window32 budgets ablation methods horizon,runs/news/$(run)/summary.json)
+	$(PY) docs/scripts/readings.py runs/news/heads/trace.h5 $(LONGBENCH)
+	$(PY) docs/scripts/readings.py runs/news/trace.h5
+	$(PY) docs/scripts/coverage.py runs/news/heads/trace.h5
 
 # Half an hour on two cores: the table of retrieval, its heat map, and what explains it.
 needle: install
@@ -185,7 +185,7 @@ needle: install
 	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --scenario context-only --output runs/needle/context --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --budget 512 --preset paper --preset paper-v2 --output runs/needle/pooled --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --policy 'snapkv(kernel=21)' --output runs/needle/kernel --overwrite
-	$(PY) docs/needle.py runs/needle
+	$(PY) docs/scripts/needle.py runs/needle
 	cp runs/needle/needle.png runs/needle/needle-digits.png runs/needle/needle-depths.png docs/figures/
 	cp runs/needle/needle-correlation.png docs/figures/
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
@@ -220,7 +220,7 @@ questions: longbench develop
 # docs/paper.md: every claim of the paper, in steps of at most 20 minutes of one core, under two hours; killed, it goes on.
 paper: export OMP_NUM_THREADS := 1
 paper: longbench develop
-	$(PY) docs/paper.py $(LONGBENCH)
+	$(PY) docs/scripts/paper.py $(LONGBENCH)
 
 # Two hours on two cores: docs/bytes.md.
 bytes: longbench develop
@@ -232,10 +232,10 @@ bytes: longbench develop
 # docs/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: export PYTHONPATH := $(abspath $(WEIGHTS))$(if $(PYTHONPATH),:$(PYTHONPATH))
 second-model: longbench develop $(WEIGHTS)/.installed
-	$(PY) docs/second_prompts.py $(LONGBENCH) $(SECOND)
+	$(PY) docs/scripts/second_prompts.py $(LONGBENCH) $(SECOND)
 	$(foreach model,$(BESIDE),$(call measured,$(model)))
-	$(PY) docs/second_model.py $(foreach model,$(BESIDE),$(SECOND)/$(model)) --figures docs/figures
-	$(PY) docs/readings.py $(SECOND)/$(GEMMA)/heads/trace.h5 --token 5 1 23
+	$(PY) docs/scripts/second_model.py $(foreach model,$(BESIDE),$(SECOND)/$(model)) --figures docs/figures
+	$(PY) docs/scripts/readings.py $(SECOND)/$(GEMMA)/heads/trace.h5 --token 5 1 23
 
 define measured
 	$(BIN) heads $(TEXTS) --model $(1) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output $(SECOND)/$(1)/heads --overwrite

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perturbkv.analyses import numbers
-from perturbkv.analyses.intervals import LEAST, Scalar
+from perturbkv.analyses import text
 from perturbkv.analyses.naming import apart, counted
 from perturbkv.analyses.sentences import decided
+from perturbkv.analyses.stats.intervals import LEAST, Scalar
 from perturbkv.configs.eviction import EvictionConfig
 
 LESS, MORE, ALIKE, UNDECIDED, FEW = "less", "more", "alike", "undecided", "few"
@@ -37,12 +37,12 @@ class Outcome:
 def by_ratio(name: str, ratio: float, interval: Scalar, tied: bool, samples: int) -> Outcome:
     """Of treatment over baseline: decided where its interval leaves 1 out; `tied` where rounding explains it."""
     verdict = ALIKE if tied else _side(interval, 1.0, samples)
-    return Outcome(name, verdict, ratio, numbers.decimal(ratio, interval))
+    return Outcome(name, verdict, ratio, text.decimal(ratio, interval))
 
 
 def by_share(name: str, share: float, interval: Scalar, samples: int) -> Outcome:
     """Of a share that is better: MORE than half of all, LESS, or undecided."""
-    return Outcome(name, _side(interval, 0.5, samples), share, numbers.percent(share, interval))
+    return Outcome(name, _side(interval, 0.5, samples), share, text.percent(share, interval))
 
 
 def _side(interval: Scalar, middle: float, samples: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import kept_sets
-from perturbkv.analyses.reading import Floats, values
+from perturbkv.analyses.measurements import Floats, values
 from perturbkv.trace import Trace
 
 MEASURES = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses import numbers
+from perturbkv.analyses import text
+from perturbkv.analyses.measurements import byte_shares, measured_steps
 from perturbkv.analyses.naming import SIDE, apart, common, counted, short
-from perturbkv.analyses.reading import byte_shares, measured_steps
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -77,7 +77,7 @@ class RunIdentity:
         """What held / full counts of configurations that evict nothing; empty where there are none."""
         read = dict.fromkeys(config.policy.name for config in self.configs if config.reads)
         lined = dict.fromkeys(config.policy.name for config in self.configs if config.lined)
-        said = ((read, numbers.ABOUT_READ), (lined, numbers.ABOUT_LINED))
+        said = ((read, text.ABOUT_READ), (lined, text.ABOUT_LINED))
         return " ".join(f"{', '.join(names)}: {about}" for names, about in said if names)
 
     def lines(self) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.objects import columns_of
+from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.result import Result
 from perturbkv.trace import Trace
 

@@ -8,14 +8,16 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
-from perturbkv.analyses import heads, intervals, layers
-from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses.heads import head_comparison
+from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.intervals import Scalar
-from perturbkv.analyses.numbers import at
-from perturbkv.analyses.objects import setting_object
-from perturbkv.analyses.reading import at_step, values
+from perturbkv.analyses.json_values import setting_object
+from perturbkv.analyses.layers import drift as layers
+from perturbkv.analyses.measurements import at_step, values
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.arithmetic import plain
+from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.text import at
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
@@ -51,7 +53,7 @@ class Outcome(ABC):
         """What a treatment does against the baseline. Raises as `heads.summarise` and `layers.summarise`."""
         drift = layers.summarise(trace, baseline, treatment, step=step)
         return cls(
-            compared=heads.summarise(trace, baseline, treatment, step),
+            compared=head_comparison.summarise(trace, baseline, treatment, step),
             drift_ratio=float(drift.ratio[-1]),
             drift_ratio_interval=at(drift.ratio_interval, -1),
             kl=divergence(trace, analysis, treatment, step),

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.configs.alpha_table import AlphaTable
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import FIRST, Choice, as_choice, halves, parse
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import SELECTIONS

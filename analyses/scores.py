@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perturbkv.analyses.reading import Floats
+from perturbkv.analyses.measurements import Floats
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 

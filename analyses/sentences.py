@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isnan
 
-from perturbkv.analyses.intervals import LEAST, Interval, Scalar
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.numbers import decimal, percent
+from perturbkv.analyses.stats.intervals import LEAST, Interval, Scalar
+from perturbkv.analyses.text import decimal, percent
 
 
 def over(samples: int, what: str = "sample") -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.analyses.objects import run_object
+from perturbkv.analyses.json_values import run_object
 from perturbkv.cli.figure_options import FigureOptions
 from perturbkv.cli.leaving import Leaving
 from perturbkv.cli.options import JsonOption

@@ -17,7 +17,7 @@ def _offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 
 def _datasets() -> list[str]:
-    from perturbkv.datasets.registry import known
+    from perturbkv.datasets.dataset_registry import known
 
     return [info.name for info in known()]
 

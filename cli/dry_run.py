@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perturbkv import room
+from perturbkv import memory
+from perturbkv.analyses.json_values import config_object
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.objects import config_object
 from perturbkv.cli import console
 from perturbkv.cli.sharding import share
 from perturbkv.configs import layer_types
@@ -18,7 +18,7 @@ from perturbkv.visible import line
 
 if TYPE_CHECKING:
     from perturbkv.configs.shard import Shard
-    from perturbkv.pipeline.plan import Plan
+    from perturbkv.pipeline.run.plan import Plan
 
 _MIB = 2**20
 
@@ -79,11 +79,11 @@ def _shared(document: dict[str, Any]) -> str:
 
 def _taken(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Memory and disk against what is free, and what would make it fit."""
-    needed, free = (room.said(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
+    needed, free = (memory.said(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
     rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
     if document["trace_mib"]:
         trace, journal, there = (
-            room.said(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
+            memory.said(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
         )
         rows.append(("trace", f"about {trace} on disk, {journal} of journal until it is whole; {there} free"))
     said = f"no; each of these alone would: {'; '.join(document['advice'])}" if document["advice"] else "no"
@@ -134,7 +134,7 @@ def describe(planned: Plan, folder: Path | None, part: Shard | None = None) -> d
 
 def _needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
     """What the run takes of memory and disk, what there is, and what would make it fit."""
-    from perturbkv.pipeline import footprint
+    from perturbkv.pipeline.run import footprint
 
     found, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
     trace, journal, disk_free = (found.trace, sum(found.journal), _disk_free(folder)) if folder else (0, 0, 0)

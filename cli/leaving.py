@@ -12,9 +12,9 @@ from perturbkv.cli import console
 from perturbkv.cli.figure_options import FigureOptions
 from perturbkv.cli.saving import free, free_figures, save_figure
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind
-from perturbkv.storage.files import write_whole
-from perturbkv.storage.lock import WAIT_ALONE, Lock
+from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.output import WAIT_ALONE, Lock
+from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
     from perturbkv.analyses.result import Result

@@ -13,44 +13,44 @@ from typer import Option
 
 import perturbkv
 from perturbkv.cli import console, interrupting, streams
-from perturbkv.cli.ablation import ablation
-from perturbkv.cli.alpha import alpha
-from perturbkv.cli.assumption import assumption
-from perturbkv.cli.audit import audit
-from perturbkv.cli.bench import bench
-from perturbkv.cli.bound_tightness import bound_tightness
-from perturbkv.cli.budget import budget
-from perturbkv.cli.cliff import cliff
-from perturbkv.cli.datasets import datasets
-from perturbkv.cli.divergence import divergence
-from perturbkv.cli.doctor import doctor
-from perturbkv.cli.equal_bytes import bytes
-from perturbkv.cli.export import export
-from perturbkv.cli.generate import generate
-from perturbkv.cli.head_scores import head_scores
-from perturbkv.cli.heads import heads
-from perturbkv.cli.horizon import horizon
-from perturbkv.cli.info import info
+from perturbkv.cli.commands.ablation import ablation
+from perturbkv.cli.commands.alpha import alpha
+from perturbkv.cli.commands.assumption import assumption
+from perturbkv.cli.commands.audit import audit
+from perturbkv.cli.commands.bench import bench
+from perturbkv.cli.commands.bounds import bound_tightness
+from perturbkv.cli.commands.budget import budget
+from perturbkv.cli.commands.cliff import cliff
+from perturbkv.cli.commands.correlation import link
+from perturbkv.cli.commands.datasets import datasets
+from perturbkv.cli.commands.divergence import divergence
+from perturbkv.cli.commands.doctor import doctor
+from perturbkv.cli.commands.equal_bytes import bytes
+from perturbkv.cli.commands.finished_traces import export
+from perturbkv.cli.commands.generate import generate
+from perturbkv.cli.commands.head_scores import head_scores
+from perturbkv.cli.commands.heads import heads
+from perturbkv.cli.commands.horizon import horizon
+from perturbkv.cli.commands.info import info
+from perturbkv.cli.commands.judge import judge
+from perturbkv.cli.commands.layers import layers
+from perturbkv.cli.commands.listings import models, policies
+from perturbkv.cli.commands.merge import merge
+from perturbkv.cli.commands.needle import needle
+from perturbkv.cli.commands.patching import swap
+from perturbkv.cli.commands.quality import quality
+from perturbkv.cli.commands.questions import measures
+from perturbkv.cli.commands.regret import regret
+from perturbkv.cli.commands.report import report
+from perturbkv.cli.commands.restriction import restriction
+from perturbkv.cli.commands.savings import savings
+from perturbkv.cli.commands.selfcheck import selfcheck
+from perturbkv.cli.commands.split import split
+from perturbkv.cli.commands.stability import stability
+from perturbkv.cli.commands.tokens import tokens
+from perturbkv.cli.commands.trace import trace
 from perturbkv.cli.interrupting import INTERRUPTED, SAID, Ending, sigterm_as_interrupt
-from perturbkv.cli.judge import judge
-from perturbkv.cli.layers import layers
-from perturbkv.cli.link import link
-from perturbkv.cli.listings import models, policies
-from perturbkv.cli.measures import measures
-from perturbkv.cli.merge import merge
-from perturbkv.cli.needle import needle
 from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
-from perturbkv.cli.quality import quality
-from perturbkv.cli.regret import regret
-from perturbkv.cli.report import report
-from perturbkv.cli.restriction import restriction
-from perturbkv.cli.savings import savings
-from perturbkv.cli.selfcheck import selfcheck
-from perturbkv.cli.split import split
-from perturbkv.cli.stability import stability
-from perturbkv.cli.swap import swap
-from perturbkv.cli.tokens import tokens
-from perturbkv.cli.trace import trace
 from perturbkv.errors import PerturbkvError
 
 app = typer.Typer(

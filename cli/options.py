@@ -14,8 +14,8 @@ from perturbkv.cli import completion
 from perturbkv.cli.choices import apart, check_choice
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.figure_options import LOOK, FigureOptions
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.engine import EngineConfig, check_alone
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.numbers import check
 from perturbkv.configs.presets import PRESETS

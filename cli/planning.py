@@ -13,7 +13,7 @@ from perturbkv.errors import ConfigError
 if TYPE_CHECKING:
     from perturbkv.datasets.prompts import Prompts
     from perturbkv.models.loading import ModelFiles
-    from perturbkv.pipeline.plan import Plan
+    from perturbkv.pipeline.run.plan import Plan
 
 
 def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None = None, metric: str = "") -> Prompts:
@@ -52,11 +52,11 @@ def plan(
         msg = "expected --output with --shard, got none; name the place that all shards of the run share"
         raise ConfigError(msg)
     from perturbkv.cache import positions
-    from perturbkv.datasets import registry as datasets
+    from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.engines import choosing
     from perturbkv.models.loading import open_model, pick_dtype
-    from perturbkv.pipeline.plan import Placement, Settings
-    from perturbkv.pipeline.plan import plan as plan_run
+    from perturbkv.pipeline.run.plan import Placement, Settings
+    from perturbkv.pipeline.run.plan import plan as plan_run
     from perturbkv.scoring import head_scores, value_norms
     from perturbkv.selection import compatibility
     from perturbkv.selection.policies import registry as policies

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perturbkv.errors import ConfigError
-from perturbkv.storage import lock
-from perturbkv.storage.files import clear_leftovers, written_whole
+from perturbkv.storage import output
+from perturbkv.storage.atomic_files import clear_leftovers, written_whole
 from perturbkv.storage.places import check_kind, check_place
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def free(path: Path, overwrite: bool) -> Path:
 def reachable(path: Path, wait: bool = False) -> Path:
     """The path. Raises OutputError where nothing can be written, and where another process writes it now."""
     check_place(path)
-    lock.check_free(path, wait)
+    output.check_free(path, wait)
     return path
 
 
@@ -45,7 +45,7 @@ def claimed(path: Path, overwrite: bool) -> Iterator[Path]:
     Raises what `free` raises, before the block.
     """
     check_place(path)
-    with lock.Lock(path, advice=lock.WAIT_ALONE):
+    with output.Lock(path, advice=output.WAIT_ALONE):
         clear_leftovers(free(path, overwrite))
         with written_whole(path) as beside:
             yield beside

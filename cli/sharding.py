@@ -14,18 +14,18 @@ from perturbkv.cli.options import RunOptions
 
 if TYPE_CHECKING:
     from perturbkv.configs.shard import Shard
-    from perturbkv.pipeline.plan import Plan
-    from perturbkv.pipeline.run import Engine, Progress
-    from perturbkv.pipeline.sharding import ShardDone
-    from perturbkv.storage.shards import Command
+    from perturbkv.pipeline.run.plan import Plan
+    from perturbkv.pipeline.run.running import Engine, Progress
+    from perturbkv.pipeline.run.sharding import ShardDone
+    from perturbkv.storage.run.shards import Command
 
 _OPTION = "--shard"
 
 
 def run(options: RunOptions, planned: Plan, engine: Engine, path: Path, progress: Progress) -> Path | ShardDone:
     """Measure what is missing of a trace, or of the shard that is asked for. Raises PerturbkvErrors."""
-    from perturbkv.pipeline.run import run_to_file
-    from perturbkv.pipeline.sharding import run_shard
+    from perturbkv.pipeline.run.running import run_to_file
+    from perturbkv.pipeline.run.sharding import run_shard
 
     overwrite, wait = options.overwrite, options.wait
     if options.part is None:
@@ -37,7 +37,7 @@ def run(options: RunOptions, planned: Plan, engine: Engine, path: Path, progress
 
 def typed(arguments: Sequence[str]) -> Command:
     """The command line, so that it can be told for another shard."""
-    from perturbkv.storage.shards import Command
+    from perturbkv.storage.run.shards import Command
 
     words: list[str | None] = ["perturbkv"]
     for word in arguments:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.cli import console
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind
-from perturbkv.storage.files import write_whole
-from perturbkv.storage.lock import Lock
+from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.output import Lock
 from perturbkv.storage.places import check_place
+from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
     from perturbkv.trace import Trace
@@ -37,7 +37,7 @@ class Source:
 
 def header(trace: Trace) -> dict[str, Any]:
     """What every document says of a trace."""
-    from perturbkv.analyses.objects import run_object
+    from perturbkv.analyses.json_values import run_object
 
     return {
         "trace": trace.source,

@@ -16,7 +16,7 @@ from perturbkv.cli import sweep_keys
 from perturbkv.cli.sweep_keys import Key
 from perturbkv.configs.numbers import check_configurations
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
-from perturbkv.reading import MIB, FileKind
+from perturbkv.user_files import MIB, FileKind
 
 _FILE = FileKind("a sweep file (YAML)", ConfigError, MIB)
 _GRIDS = Key("grids", None)

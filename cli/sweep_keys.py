@@ -11,10 +11,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from perturbkv.cli.option_routing import options
 from perturbkv.cli.options import RunOptions
-from perturbkv.cli.spreading import options
 from perturbkv.configs import numbers
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.errors import ConfigError
 from perturbkv.selection import spread
 from perturbkv.selection.grid import FIELDS

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.ablation import Ablation
-from perturbkv.analyses.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
+from perturbkv.analyses.ablation.ablation import Ablation
+from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.naming import short
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held

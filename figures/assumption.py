@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.assumption import Assumption
+from perturbkv.analyses.bounds.assumption import Assumption
+from perturbkv.analyses.bounds.sigma import READINGS, ConfigAssumption
 from perturbkv.analyses.naming import budgets, folded
-from perturbkv.analyses.sigma import READINGS, ConfigAssumption
-from perturbkv.figures import heatmaps, style
+from perturbkv.figures import panels, style
 from perturbkv.figures.labels import by_held
 
 _WIDE, _NAME = 5, 18
@@ -20,10 +20,10 @@ def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
     """σ from 0 to 1 on colours that part at 0.5; heads whose mean σ is at most 0.5 carry a dot."""
     with style.use():
         label = "σ or S (attention mass), mean over samples\norange, with a dot: ≤ 0.5"
-        figure = heatmaps.draw(
+        figure = panels.draw(
             _rows(result, width_mm < style.WIDE_MM),
             width_mm,
-            heatmaps.Scale(0.0, 1.0, label, style.signed_colours()),
+            panels.Scale(0.0, 1.0, label, style.signed_colours()),
             "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
             result.identity.layer,
         )
@@ -31,7 +31,7 @@ def draw(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _rows(result: Assumption, narrow: bool) -> list[list[heatmaps.Map]]:
+def _rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
     """One column: the readings side by side, a row per configuration. Two columns: the other way round.
 
     Configurations in order of what their caches hold; a name that a row or a column shares stands once.
@@ -47,7 +47,7 @@ def _rows(result: Assumption, narrow: bool) -> list[list[heatmaps.Map]]:
     return [row for start in range(0, len(named), _WIDE) for row in _chunk(named[start : start + _WIDE])]
 
 
-def _chunk(named: Sequence[_Named]) -> list[list[heatmaps.Map]]:
+def _chunk(named: Sequence[_Named]) -> list[list[panels.Map]]:
     """A row per reading, the configurations named above the first."""
     return [
         [_map(name if place == 0 else "", config, reading, READINGS[reading]) for name, config in named]
@@ -63,7 +63,7 @@ def _name(name: str, config: ConfigAssumption) -> str:
     return f"{folded(f'b={name}', _NAME)}\nheld / full {style.number(config.held)}"
 
 
-def _map(above: str, config: ConfigAssumption, variable: str, row: str) -> heatmaps.Map:
+def _map(above: str, config: ConfigAssumption, variable: str, row: str) -> panels.Map:
     reading = config.readings[variable]
     share = style.percent(reading.share, reading.share_interval)
-    return heatmaps.Map("\n".join(filter(None, (above, share))), reading.mean, reading.failing, row)
+    return panels.Map("\n".join(filter(None, (above, share))), reading.mean, reading.failing, row)

@@ -8,8 +8,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from perturbkv.analyses.audit import AuditResult
-from perturbkv.analyses.audit_faults import FLOORS
+from perturbkv.analyses.audit.audit import AuditResult
+from perturbkv.analyses.audit.audit_faults import FLOORS
 from perturbkv.figures import style
 from perturbkv.visible import line
 

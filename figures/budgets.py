@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
-from perturbkv.analyses.budget_curve import BudgetCurve
-from perturbkv.analyses.budgets import BudgetCurves
 from perturbkv.analyses.distances import DISTANCES
+from perturbkv.analyses.layers.budget_curve import BudgetCurve
+from perturbkv.analyses.layers.budget_curves import BudgetCurves
 from perturbkv.analyses.naming import counted
 from perturbkv.figures import legends, style
 

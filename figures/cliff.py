@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 
-from perturbkv.analyses.cliff import Cliffs
-from perturbkv.analyses.method_cliff import Cliff
+from perturbkv.analyses.budget.cliff import Cliffs
+from perturbkv.analyses.budget.method_cliff import Cliff
 from perturbkv.figures import legends, style
 
 _WIDE_MM, _NARROW_MM = 84, 92

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from perturbkv.analyses.divergence import Divergence
-from perturbkv.analyses.intervals import LEAST, Band, median_level
 from perturbkv.analyses.naming import SIDE, apart, counted, short
-from perturbkv.analyses.parting import Parting
+from perturbkv.analyses.quality.divergence import Divergence
+from perturbkv.analyses.quality.divergence_point import Parting
+from perturbkv.analyses.stats.intervals import LEAST, Band, median_level
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from perturbkv.analyses.byte_rows import Row, Setting
-from perturbkv.analyses.equal_bytes import EqualBytes
+from perturbkv.analyses.budget.byte_rows import Row, Setting
+from perturbkv.analyses.budget.equal_bytes import EqualBytes
 from perturbkv.analyses.naming import common, folded, short
-from perturbkv.analyses.quality_columns import Mean
+from perturbkv.analyses.quality.score_columns import Mean
 from perturbkv.configs.precision import FULL_BITS
 from perturbkv.figures import style
 

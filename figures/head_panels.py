@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.head_comparisons import HeadComparisons
-from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses.heads.head_comparison import HeadComparison
+from perturbkv.analyses.heads.heads import HeadComparisons
 from perturbkv.analyses.naming import common, folded, short, sides
 from perturbkv.figures import heads, style
 from perturbkv.figures.head_points import limits, outside, scatter

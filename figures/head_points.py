@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm
 from numpy.typing import NDArray
 
-from perturbkv.analyses.head_kind import HeadKind
+from perturbkv.analyses.heads.head_kind import HeadKind
 from perturbkv.figures import style
 
 FLAG_COLOUR = "#c1272d"

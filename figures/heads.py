@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.head_kind import HeadKind
-from perturbkv.analyses.heads import HeadComparison
+from perturbkv.analyses.heads.head_comparison import HeadComparison
+from perturbkv.analyses.heads.head_kind import HeadKind
 from perturbkv.analyses.naming import counted, folded, sides
 from perturbkv.figures import style
 from perturbkv.figures.head_points import FLAG_COLOUR, limits, outside, scatter

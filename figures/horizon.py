@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from perturbkv.analyses.growth import KINDS, ConfigHorizon
-from perturbkv.analyses.horizon import Horizon
+from perturbkv.analyses.horizon.growth import KINDS, ConfigHorizon
+from perturbkv.analyses.horizon.horizon import Horizon
 from perturbkv.analyses.naming import SIDE, apart, budgets, setting, short
-from perturbkv.figures import heatmaps, style
+from perturbkv.figures import panels as heatmaps
+from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 from perturbkv.figures.symbols import symbols, typeset
 

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.judged import Judged
 from perturbkv.analyses.naming import counted, folded, short
-from perturbkv.analyses.preferred import OUTCOMES, Preferences
+from perturbkv.analyses.quality.judge import Judged
+from perturbkv.analyses.quality.preferred import OUTCOMES, Preferences
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held

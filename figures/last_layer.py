@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.last_layer import LastLayer
+from perturbkv.analyses.layers.last_layer import LastLayer
+from perturbkv.analyses.layers.sample_drifts import SampleSeries
 from perturbkv.analyses.naming import counted, sides
-from perturbkv.analyses.sample_drifts import SampleSeries
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held, held_sides
 

@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.layer_drifts import DriftSeries
-from perturbkv.analyses.layers import LayerDrift
+from perturbkv.analyses.layers.drift import LayerDrift
+from perturbkv.analyses.layers.layers import DriftSeries
 from perturbkv.analyses.naming import counted, sides
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held, held_sides

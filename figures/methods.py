@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.head_kind import HeadKind
-from perturbkv.analyses.method_rows import Setting
-from perturbkv.analyses.methods import MethodRanking
+from perturbkv.analyses.ablation.method_rows import Setting
+from perturbkv.analyses.ablation.methods import MethodRanking
+from perturbkv.analyses.heads.head_kind import HeadKind
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 

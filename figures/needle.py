@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.naming import SIDE, apart, common
-from perturbkv.analyses.needle import Needle
-from perturbkv.analyses.needle_grid import Method
-from perturbkv.configs.budget import Budget
+from perturbkv.analyses.needle.needle import Needle
+from perturbkv.analyses.needle.needle_grid import Method
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.naming import short
-from perturbkv.analyses.needle import Needle
-from perturbkv.analyses.needle_grid import Method
+from perturbkv.analyses.needle.needle import Needle
+from perturbkv.analyses.needle.needle_grid import Method
 from perturbkv.figures import style
 from perturbkv.figures.needle import by_budget
 

@@ -14,12 +14,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import folded
-from perturbkv.analyses.quality import Quality
-from perturbkv.analyses.quality_columns import Column, Mean
-from perturbkv.analyses.quality_layout import FULL, lines
-from perturbkv.analyses.quality_told import about_scores
+from perturbkv.analyses.quality.quality import Quality
+from perturbkv.analyses.quality.quality_layout import FULL, lines
+from perturbkv.analyses.quality.quality_told import about_scores
+from perturbkv.analyses.quality.score_columns import Column, Mean
+from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.figures import legends, style
 from perturbkv.figures.labels import by_held
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.head_kind import HeadKind
+from perturbkv.analyses.heads.head_kind import HeadKind
 from perturbkv.analyses.outcomes import Outcome
 from perturbkv.figures import style
 

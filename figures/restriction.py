@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from perturbkv.analyses.ablation.restriction import Restriction
+from perturbkv.analyses.ablation.restrictions import BASELINE, Setting
 from perturbkv.analyses.naming import short
-from perturbkv.analyses.restriction import Restriction
-from perturbkv.analyses.restrictions import BASELINE, Setting
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
 from perturbkv.figures.ratio_points import drift, drift_mark, legend, point

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.first_step import MEASURES
-from perturbkv.analyses.intervals import LEAST
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.needle import Needle
-from perturbkv.analyses.needle_grid import OUTCOMES
-from perturbkv.analyses.retrieval import CIRCULAR, BudgetLink, Correlation
+from perturbkv.analyses.needle.needle import Needle
+from perturbkv.analyses.needle.needle_grid import OUTCOMES
+from perturbkv.analyses.needle.retrieval import CIRCULAR, BudgetLink, Correlation
+from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.figures import style
 
 _ROW_MM, _AROUND_MM = 66, 14

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from perturbkv.analyses.fixed_sequence import Verdict
-from perturbkv.analyses.safe_budget import SafeBudgets
+from perturbkv.analyses.budget.fixed_sequence import Verdict
+from perturbkv.analyses.budget.safe_budget import SafeBudgets
 from perturbkv.figures import legends, style
 
 _ROW_MM, _LINE_MM = 66, 4

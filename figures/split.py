@@ -10,15 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.corrections import Setting
+from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.naming import counted, folded, short
-from perturbkv.analyses.reading import Floats
-from perturbkv.analyses.splits import Contest, Parts, Spread
+from perturbkv.analyses.questions.split.corrections import Setting
+from perturbkv.analyses.questions.split.mass_and_distance import Contest, Parts, Spread
 from perturbkv.figures import style
 from perturbkv.figures.ratio_points import drift, drift_mark, legend, point
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.split import Split
+    from perturbkv.analyses.questions.split.split import Split
 
 _WIDE, _SCATTER_MM, _ROW_MM, _AROUND_MM = 2, 58, 8, 19
 _LINES = 7

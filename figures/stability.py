@@ -9,11 +9,11 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.depths import GRID
+from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.reading import Floats
-from perturbkv.analyses.stability import Stability
-from perturbkv.analyses.stable_traces import OfTrace
+from perturbkv.analyses.questions.stability.depths import GRID
+from perturbkv.analyses.questions.stability.stability import Stability
+from perturbkv.analyses.questions.stability.stable_traces import OfTrace
 from perturbkv.figures import legends, style
 
 _KINDS = ("isolated", "propagated")

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.intervals import LEAST, Scalar, median_level
 from perturbkv.analyses.naming import folded
+from perturbkv.analyses.stats.intervals import LEAST, Scalar, median_level
 from perturbkv.figures import ticks
 from perturbkv.figures.symbols import typeset
 from perturbkv.visible import line

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from perturbkv.analyses.naming import sides
-from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, TokenFates
+from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, TokenFates
 from perturbkv.figures import style
 from perturbkv.figures.labels import held_sides
 from perturbkv.visible import line

@@ -10,60 +10,60 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.ablation import ablation as ablation
-    from perturbkv.analyses.alpha import alpha as alpha
-    from perturbkv.analyses.assumption import assumption as assumption
-    from perturbkv.analyses.bound_tightness import bound_tightness as bound_tightness
-    from perturbkv.analyses.budgets import budget_curves as budget_curves
-    from perturbkv.analyses.cliff import cliff as cliff
-    from perturbkv.analyses.divergence import divergence as divergence
-    from perturbkv.analyses.equal_bytes import equal_bytes as equal_bytes
-    from perturbkv.analyses.head_comparisons import compare_heads as compare_heads
-    from perturbkv.analyses.horizon import horizon as horizon
-    from perturbkv.analyses.layer_drifts import layer_drift as layer_drift
-    from perturbkv.analyses.link import link as link
-    from perturbkv.analyses.measures import measures as measures
-    from perturbkv.analyses.methods import methods as methods
-    from perturbkv.analyses.needle import needle as needle
-    from perturbkv.analyses.quality import quality as quality
-    from perturbkv.analyses.restriction import restriction as restriction
-    from perturbkv.analyses.safe_budget import safe_budget as safe_budget
-    from perturbkv.analyses.sample_drifts import last_layer as last_layer
-    from perturbkv.analyses.savings import savings as savings
-    from perturbkv.analyses.split import split as split
-    from perturbkv.analyses.stability import stability as stability
-    from perturbkv.analyses.tokens import tokens as tokens
+    from perturbkv.analyses.ablation.ablation import ablation as ablation
+    from perturbkv.analyses.ablation.methods import methods as methods
+    from perturbkv.analyses.ablation.restriction import restriction as restriction
+    from perturbkv.analyses.bounds.assumption import assumption as assumption
+    from perturbkv.analyses.bounds.bound_tightness import bound_tightness as bound_tightness
+    from perturbkv.analyses.budget.cliff import cliff as cliff
+    from perturbkv.analyses.budget.equal_bytes import equal_bytes as equal_bytes
+    from perturbkv.analyses.budget.safe_budget import safe_budget as safe_budget
+    from perturbkv.analyses.budget.savings import savings as savings
+    from perturbkv.analyses.correlation.correlation import link as link
+    from perturbkv.analyses.heads.heads import compare_heads as compare_heads
+    from perturbkv.analyses.horizon.horizon import horizon as horizon
+    from perturbkv.analyses.layers.budget_curves import budget_curves as budget_curves
+    from perturbkv.analyses.layers.layers import layer_drift as layer_drift
+    from perturbkv.analyses.layers.sample_drifts import last_layer as last_layer
+    from perturbkv.analyses.needle.needle import needle as needle
+    from perturbkv.analyses.quality.divergence import divergence as divergence
+    from perturbkv.analyses.quality.quality import quality as quality
+    from perturbkv.analyses.questions.alpha.alpha import alpha as alpha
+    from perturbkv.analyses.questions.measures.measures import measures as measures
+    from perturbkv.analyses.questions.split.split import split as split
+    from perturbkv.analyses.questions.stability.stability import stability as stability
+    from perturbkv.analyses.tokens.tokens import tokens as tokens
     from perturbkv.api.answering import generate as generate
     from perturbkv.api.auditing import audit as audit
+    from perturbkv.api.inputs import load_model as load_model
+    from perturbkv.api.inputs import load_prompts as load_prompts
     from perturbkv.api.judging import judge as judge
-    from perturbkv.api.loading import load_model as load_model
-    from perturbkv.api.loading import load_prompts as load_prompts
     from perturbkv.api.measuring import measure as measure
+    from perturbkv.api.questions import swap as swap
     from perturbkv.api.searching import regret as regret
-    from perturbkv.api.swapping import swap as swap
     from perturbkv.cache.compact import CompactCache as CompactCache
-    from perturbkv.configs.budget import Budget as Budget
+    from perturbkv.configs.entry_counts import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
     from perturbkv.configs.option import option as option
     from perturbkv.configs.resources import Resources as Resources
     from perturbkv.configs.run import RunConfig as RunConfig
     from perturbkv.datasets.encode import Prompt as Prompt
     from perturbkv.errors import PerturbkvError as PerturbkvError
-    from perturbkv.reporting.making import report as report
+    from perturbkv.reporting.report import report as report
     from perturbkv.scoring.score import Score as Score
     from perturbkv.selection.grid import grid as grid
     from perturbkv.selection.policies.base import Policy as Policy
     from perturbkv.selection.policies.registry import register_policy as register_policy
     from perturbkv.selection.policies.registry import register_score as register_score
     from perturbkv.storage.answers_file import read_answers as read_answers
-    from perturbkv.storage.joining import merge as merge
-    from perturbkv.storage.trace_file import read_trace as read_trace
-    from perturbkv.storage.writer import TraceWriter as TraceWriter
+    from perturbkv.storage.run.joining import merge as merge
+    from perturbkv.storage.run.writer import TraceWriter as TraceWriter
+    from perturbkv.storage.trace.trace_file import read_trace as read_trace
     from perturbkv.trace import SampleTrace as SampleTrace
     from perturbkv.trace import Trace as Trace
 
 _PUBLIC = {
-    "Budget": "perturbkv.configs.budget",
+    "Budget": "perturbkv.configs.entry_counts",
     "CompactCache": "perturbkv.cache.compact",
     "EvictionConfig": "perturbkv.configs.eviction",
     "PerturbkvError": "perturbkv.errors",
@@ -74,46 +74,46 @@ _PUBLIC = {
     "Score": "perturbkv.scoring.score",
     "SampleTrace": "perturbkv.trace",
     "Trace": "perturbkv.trace",
-    "TraceWriter": "perturbkv.storage.writer",
-    "budget_curves": "perturbkv.analyses.budgets",
-    "compare_heads": "perturbkv.analyses.head_comparisons",
-    "last_layer": "perturbkv.analyses.sample_drifts",
-    "layer_drift": "perturbkv.analyses.layer_drifts",
-    "ablation": "perturbkv.analyses.ablation",
-    "alpha": "perturbkv.analyses.alpha",
-    "assumption": "perturbkv.analyses.assumption",
-    "bound_tightness": "perturbkv.analyses.bound_tightness",
+    "TraceWriter": "perturbkv.storage.run.writer",
+    "budget_curves": "perturbkv.analyses.layers.budget_curves",
+    "compare_heads": "perturbkv.analyses.heads.heads",
+    "last_layer": "perturbkv.analyses.layers.sample_drifts",
+    "layer_drift": "perturbkv.analyses.layers.layers",
+    "ablation": "perturbkv.analyses.ablation.ablation",
+    "alpha": "perturbkv.analyses.questions.alpha.alpha",
+    "assumption": "perturbkv.analyses.bounds.assumption",
+    "bound_tightness": "perturbkv.analyses.bounds.bound_tightness",
     "audit": "perturbkv.api.auditing",
-    "cliff": "perturbkv.analyses.cliff",
-    "divergence": "perturbkv.analyses.divergence",
-    "equal_bytes": "perturbkv.analyses.equal_bytes",
+    "cliff": "perturbkv.analyses.budget.cliff",
+    "divergence": "perturbkv.analyses.quality.divergence",
+    "equal_bytes": "perturbkv.analyses.budget.equal_bytes",
     "generate": "perturbkv.api.answering",
     "judge": "perturbkv.api.judging",
     "grid": "perturbkv.selection.grid",
-    "horizon": "perturbkv.analyses.horizon",
-    "link": "perturbkv.analyses.link",
-    "load_model": "perturbkv.api.loading",
-    "load_prompts": "perturbkv.api.loading",
+    "horizon": "perturbkv.analyses.horizon.horizon",
+    "link": "perturbkv.analyses.correlation.correlation",
+    "load_model": "perturbkv.api.inputs",
+    "load_prompts": "perturbkv.api.inputs",
     "measure": "perturbkv.api.measuring",
-    "measures": "perturbkv.analyses.measures",
-    "merge": "perturbkv.storage.joining",
-    "methods": "perturbkv.analyses.methods",
-    "needle": "perturbkv.analyses.needle",
+    "measures": "perturbkv.analyses.questions.measures.measures",
+    "merge": "perturbkv.storage.run.joining",
+    "methods": "perturbkv.analyses.ablation.methods",
+    "needle": "perturbkv.analyses.needle.needle",
     "option": "perturbkv.configs.option",
-    "quality": "perturbkv.analyses.quality",
+    "quality": "perturbkv.analyses.quality.quality",
     "read_answers": "perturbkv.storage.answers_file",
-    "read_trace": "perturbkv.storage.trace_file",
-    "tokens": "perturbkv.analyses.tokens",
+    "read_trace": "perturbkv.storage.trace.trace_file",
+    "tokens": "perturbkv.analyses.tokens.tokens",
     "register_policy": "perturbkv.selection.policies.registry",
     "register_score": "perturbkv.selection.policies.registry",
     "regret": "perturbkv.api.searching",
-    "report": "perturbkv.reporting.making",
-    "restriction": "perturbkv.analyses.restriction",
-    "safe_budget": "perturbkv.analyses.safe_budget",
-    "savings": "perturbkv.analyses.savings",
-    "split": "perturbkv.analyses.split",
-    "swap": "perturbkv.api.swapping",
-    "stability": "perturbkv.analyses.stability",
+    "report": "perturbkv.reporting.report",
+    "restriction": "perturbkv.analyses.ablation.restriction",
+    "safe_budget": "perturbkv.analyses.budget.safe_budget",
+    "savings": "perturbkv.analyses.budget.savings",
+    "split": "perturbkv.analyses.questions.split.split",
+    "swap": "perturbkv.api.questions",
+    "stability": "perturbkv.analyses.questions.stability.stability",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

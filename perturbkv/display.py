@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perturbkv.passages import Passage
+from perturbkv.escaping import Passage
 from perturbkv.visible import plain
 
 if TYPE_CHECKING:

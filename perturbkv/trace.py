@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv import kept_code
+from perturbkv import kept_codec
 from perturbkv.configs import layer_types
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import Choice
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
@@ -145,13 +145,13 @@ class Trace:
         """(kept_entry,) positions that stayed, ascending. Raises TraceError where the trace lacks them."""
         codes, offset, length = self._kept((sample, config, layer, head))
         start = int(offset)
-        return kept_code.positions(codes[start : start + int(length)], int(self.arrays["prompt_tokens"][sample]))
+        return kept_codec.positions(codes[start : start + int(length)], int(self.arrays["prompt_tokens"][sample]))
 
     def kept_masks(self, sample: int, config: int) -> NDArray[np.bool_]:
         """(layer, head, key) True where a position stayed, of all heads at once. Raises TraceError as `kept`."""
         codes, offsets, lengths = self._kept((sample, config))
         tokens = int(self.arrays["prompt_tokens"][sample])
-        return kept_code.masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(*offsets.shape, tokens)
+        return kept_codec.masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(*offsets.shape, tokens)
 
     def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
         """(sample, layer, head) over the complete samples: True where two configurations keep the same positions.
@@ -182,7 +182,7 @@ class Trace:
         found = self._whole(DIGEST) if DIGEST in self.arrays else np.zeros_like(counts)
         if KEPT[2] in self.arrays:
             offsets, lengths = (self._whole(name) for name in KEPT[:2])
-            own = kept_code.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
+            own = kept_codec.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
             found = np.where(lengths > 0, own, found)
         if ((found == 0) & (counts > 0)).any():
             raise TraceError(self._no_positions())
@@ -263,16 +263,16 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write the trace file, whole or not at all; a file that is there is replaced."""
-        written: Path = _storage("memory").save(self, Path(path))
+        written: Path = _storage("trace.memory").save(self, Path(path))
         return written
 
     def to_xarray(self) -> Any:
         """An `xarray.Dataset` with the names, axes and units of a trace file."""
-        return _storage("views").to_dataset(self)
+        return _storage("trace.views").to_dataset(self)
 
     def to_frame(self) -> Any:
         """A `pandas.DataFrame`: a row per sample × configuration × step × layer × head, as `export` writes it."""
-        return _storage("views").to_table(self)
+        return _storage("trace.views").to_table(self)
 
     def _kept(self, where: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """The codes of kept sets, and where those at a place of the axes begin and how long they are."""

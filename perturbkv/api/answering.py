@@ -12,15 +12,15 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines import choosing
 from perturbkv.errors import WorkerError
-from perturbkv.models import given
+from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answered import Generation
-from perturbkv.pipeline.answering import Answered, Asked
-from perturbkv.pipeline.generation import check_asked, check_memory
-from perturbkv.pipeline.grading import metrics_of
-from perturbkv.pipeline.plan import Plan, Settings
+from perturbkv.pipeline.answers.answered import Generation
+from perturbkv.pipeline.answers.answering import Answered, Asked
+from perturbkv.pipeline.answers.generation import check_asked, check_memory
+from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.provenance import provenance
+from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.provenance import provenance
 from perturbkv.storage.answers_file import WrittenAnswers
 
 _DEFAULT = Resources()
@@ -72,7 +72,7 @@ def generate(
     Raises what `measure` raises, and ConfigError for a configuration that would have to know the next query or cannot
     be compressed again, and where `resources` do not hold all caches at once; WorkerError where no prompt is answered.
     """
-    from perturbkv.analyses.objects import provenance_object
+    from perturbkv.analyses.json_values import provenance_object
 
     spread = EngineConfig(engine, workers, ray_address, cpus_per_worker, timeout_per_sample)
     chosen = all_of(EvictionConfig, configs, CONFIGS)
@@ -81,7 +81,7 @@ def generate(
     ready = planned(model, prompts, chosen, settings, resources)
     check_memory(ready)
     metrics_of(ready.prompts)
-    with given.evaluating(model):
+    with user_model.evaluating(model):
         found = _answered(ready, Asked(compress_every, divergence), spread, progress)
     about = provenance_object(provenance(ready))
     rows = tuple(one.row for one in found)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.api.planning import check_model, held_prompts
 from perturbkv.audit_trace import SITUATIONS
-from perturbkv.auditing import run as audits
+from perturbkv.auditing import audit as audits
 from perturbkv.auditing.loading import load as load_eviction
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.models import given
+from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import bar
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.audit import AuditResult
+    from perturbkv.analyses.audit.audit import AuditResult
 
 _DEFAULT = Resources()
 
@@ -60,14 +60,14 @@ def audit(
     >>> pk.audit(model, prompt, DynamicCache, situations=["single"], losses=False, progress=False).verdict
     'exact'
     """
-    from perturbkv.analyses.audit import conclude
+    from perturbkv.analyses.audit.audit import conclude
 
     settings = audits.Settings(steps, tuple(situations), losses)
     given_eviction = load_eviction(eviction, _as_budget(budget))
     held = held_prompts(prompts)
     check_model(model)
     about = {"dataset": held.dataset, "seed": str(held.seed)}
-    with bar("prompts", len(held), shown=progress) as drawn, given.evaluating(model):
+    with bar("prompts", len(held), shown=progress) as drawn, user_model.evaluating(model):
         return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.one_more))
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perturbkv.judging import run as judges
-from perturbkv.judging.command import split
-from perturbkv.judging.judgements import Judge
+from perturbkv.pipeline.answers import run as judges
+from perturbkv.pipeline.answers.judging import split
 from perturbkv.pipeline.progress import bar
 from perturbkv.storage.answers_file import WrittenAnswers, check_answers
+from perturbkv.storage.judgements import Judge
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.judged import Judged
-    from perturbkv.analyses.preferred import Preferences
+    from perturbkv.analyses.quality.judge import Judged
+    from perturbkv.analyses.quality.preferred import Preferences
 
 
 def judge(
@@ -46,8 +46,8 @@ def judge(
 
     Raises ConfigError for a command or a file that cannot be used, PluginError for a judge that fails.
     """
-    from perturbkv.analyses.judged import judged
-    from perturbkv.analyses.preferred import preferred
+    from perturbkv.analyses.quality.judge import judged
+    from perturbkv.analyses.quality.preferred import preferred
 
     check_answers(answers)
     asked = Judge(tuple(split(command)), pairwise, seed, scale)

@@ -14,13 +14,13 @@ from perturbkv.configs.shard import BY, Shard
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines import choosing
 from perturbkv.errors import ConfigError
-from perturbkv.models import given
+from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.plan import Settings
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.run import run_in_memory, run_to_file
-from perturbkv.pipeline.sharding import ShardDone, run_shard
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.pipeline.run.plan import Settings
+from perturbkv.pipeline.run.running import run_in_memory, run_to_file
+from perturbkv.pipeline.run.sharding import ShardDone, run_shard
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 
 _DEFAULT = Resources()
@@ -111,7 +111,7 @@ def measure(  # type: ignore[misc]  # the options above are those below
     with (
         choosing.engine(chosen, [ready]) as measuring,
         bar("samples", shown=progress, beside=measuring.alive) as drawn,
-        given.evaluating(model),
+        user_model.evaluating(model),
     ):
         if path is None:
             return run_in_memory(ready, measuring, drawn.at)

@@ -13,10 +13,10 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts, gathered
 from perturbkv.errors import ConfigError, ModelError
-from perturbkv.models import given
+from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles
-from perturbkv.pipeline.plan import Placement, Plan, Settings, plan
+from perturbkv.pipeline.run.plan import Placement, Plan, Settings, plan
 from perturbkv.scoring import head_scores, value_norms
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import unique
@@ -44,8 +44,8 @@ def planned(
     scores = head_scores.checked(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)
     files = ModelFiles.of(model)
-    if kept and files.revision == given.GIVEN:
-        files = replace(files, revision=given.fingerprint(model))
+    if kept and files.revision == user_model.GIVEN:
+        files = replace(files, revision=user_model.fingerprint(model))
     placement = Placement(model.dtype, torch.device(model.device))
     return plan(files, placement, held, chosen, replace(settings, head_scores=scores), resources, model)
 

@@ -12,19 +12,19 @@ from perturbkv.api.planning import CONFIGS, all_of, planned
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.models import given
+from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.chain import with_references
 from perturbkv.optimum.found import FoundSets
-from perturbkv.pipeline import searching
-from perturbkv.pipeline.plan import Plan, Settings
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.provenance import provenance
-from perturbkv.pipeline.searching import Searches
+from perturbkv.pipeline.run import searching
+from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.provenance import provenance
+from perturbkv.pipeline.run.searching import Searches
 from perturbkv.storage.sample_lines import sample_lines
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.regret import RegretResult
+    from perturbkv.analyses.questions.regret.regret import RegretResult
 
 _DEFAULT, _SEARCHES = Resources(), Searches()
 
@@ -77,7 +77,7 @@ def regret(
     chosen = with_references(all_of(EvictionConfig, configs, CONFIGS))
     searching.check(chosen, asked)
     ready = planned(model, prompts, chosen, Settings(scenario=scenario), resources, kept=path is not None)
-    with bar("samples", shown=progress) as drawn, given.evaluating(model):
+    with bar("samples", shown=progress) as drawn, user_model.evaluating(model):
         return searched(ready, asked, None if path is None else Path(path), drawn.at, overwrite=overwrite)
 
 
@@ -91,8 +91,8 @@ def searched(
     wait: bool = False,
 ) -> RegretResult:
     """What a plan's searches say; those that lie in the file of the same question are not made again."""
-    from perturbkv.analyses.objects import provenance_object
-    from perturbkv.analyses.regret import regret_of
+    from perturbkv.analyses.json_values import provenance_object
+    from perturbkv.analyses.questions.regret.regret import regret_of
 
     told = {"run": json.loads(ready.run.to_json()), "searches": asdict(asked)}
     with sample_lines(path, told, overwrite, wait) as lines:

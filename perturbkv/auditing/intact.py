@@ -13,9 +13,9 @@ from torch import Tensor
 
 from perturbkv.audit_trace import Entries, Integers
 from perturbkv.auditing import alterations
-from perturbkv.auditing.entries import Reading
+from perturbkv.auditing.kept_entries import Reading
 from perturbkv.auditing.reference import EntryFloors
-from perturbkv.cache.recovery import NOWHERE, recover
+from perturbkv.cache.external_cache import NOWHERE, recover
 
 FLOORS = 4
 """More noise floors than this are a difference (METHOD: Audit)."""

@@ -9,11 +9,11 @@ from typing import Any
 from perturbkv.auditing.evictions import Eviction, eviction
 from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
 from perturbkv.auditing.presses import of_press
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import FIRST, Choice, parse
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.plugins import module_of_file
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.selection.policies.presses import is_press
+from perturbkv.selection.policies.kvpress import is_press
 
 _WRITTEN = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from perturbkv.audit_trace import Integers, Loss
+from perturbkv.auditing import foreign
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import foreign
 from perturbkv.selection.policies.registry import resolved
 from perturbkv.trace import Trace
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.capture import AttentionFunction, Observer, capture, intercept_attention
+from perturbkv.pipeline.sample.capture import AttentionFunction, Observer, capture, intercept_attention
 
 Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
 """`(layer, stock, module, args, kwargs)`: what runs in place of the model's attention."""

@@ -13,8 +13,8 @@ from perturbkv.audit_trace import PlainUse
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.situations import Situation
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.capture import Observer, capture
-from perturbkv.pipeline.presses import left_as_it_was
+from perturbkv.pipeline.sample.capture import Observer, capture
+from perturbkv.pipeline.variants.presses import left_as_it_was
 
 
 def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import ConfigError, UnreadableError
-from perturbkv.reading import MIB, FileKind, parse_json
+from perturbkv.user_files import MIB, FileKind, parse_json
 
 SUFFIXES = (".npz", ".json")
 _FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from perturbkv.auditing.evictions import PRESS, Eviction
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
-from perturbkv.pipeline.presses import set_ratio
-from perturbkv.selection.policies import presses
+from perturbkv.configs.entry_counts import Budget
+from perturbkv.pipeline.variants.presses import set_ratio
+from perturbkv.selection.policies import kvpress
 
 
 def of_press(text: str, budget: Budget) -> Eviction:
@@ -20,13 +20,13 @@ def of_press(text: str, budget: Budget) -> Eviction:
 
     Raises ConfigError or UnknownNameError as `presses.Press.completed`.
     """
-    choice = presses.policy(parse(text).name).completed(parse(text))
+    choice = kvpress.policy(parse(text).name).completed(parse(text))
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        cache, press, tokens = DynamicCache(), presses.build(choice), input_ids.shape[1]
+        cache, press, tokens = DynamicCache(), kvpress.build(choice), input_ids.shape[1]
         set_ratio(press, tokens, min(tokens, budget.tokens(tokens)))
         padded = {} if bool(attention_mask.all()) else _padded(attention_mask)
-        with presses.quiet(), torch.inference_mode(False), torch.no_grad(), press(model):
+        with kvpress.quiet(), torch.inference_mode(False), torch.no_grad(), press(model):
             model.model(input_ids=input_ids.clone(), past_key_values=cache, **padded)
         return cache
 

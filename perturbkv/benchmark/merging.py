@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from perturbkv.benchmark.memory import process_bytes
-from perturbkv.storage.joining import join
+from perturbkv.storage.run.joining import join
 
 
 def main(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perturbkv.benchmark.process import Result, peak, seconds
+from perturbkv.benchmark.subprocesses import Result, peak, seconds
 from perturbkv.models.loading import pick_device
 from perturbkv.scoring.value_norms import projected_value_norms
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from perturbkv.benchmark.process import seconds
+from perturbkv.benchmark.subprocesses import seconds
 from perturbkv.models.adapter import Adapter
 
 BUDGETS = (128, 256, 512, 1024)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind
+from perturbkv.user_files import FileKind
 
 FORMAT = 1
 _FILE = FileKind("a benchmark's JSON", ConfigError, hint="make one with perturbkv bench")

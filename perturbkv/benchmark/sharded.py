@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perturbkv.benchmark.process import Result
-from perturbkv.benchmark.spreading import kept_sample, planned
+from perturbkv.benchmark.many_workers import kept_sample, planned
+from perturbkv.benchmark.subprocesses import Result
 from perturbkv.configs.shard import Shard
 from perturbkv.errors import PerturbkvError
-from perturbkv.pipeline.plan import Plan
-from perturbkv.pipeline.texts import PromptTexts
-from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.shard_writer import ShardWriter
-from perturbkv.storage.shards import ShardRecord, beside
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.pipeline.run.plan import Plan
+from perturbkv.pipeline.run.texts import PromptTexts
+from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.shard_writer import ShardWriter
+from perturbkv.storage.run.shards import ShardRecord, beside
+from perturbkv.storage.run.writer import TraceWriter
 
 _MERGING = (sys.executable, "-m", "perturbkv.benchmark.merging")
 

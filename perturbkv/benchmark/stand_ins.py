@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from os import getpid
 
 from perturbkv.engines.crew import Work
-from perturbkv.engines.measuring import Part
 from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.task import Do, Models, Task
+from perturbkv.engines.work_items import Part
 from perturbkv.errors import WorkerError
 from perturbkv.trace import SampleTrace
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from perturbkv.benchmark.process import in_process, machine
 from perturbkv.benchmark.rows import NO_GPU, NO_KVPRESS, Report, Row, Target
+from perturbkv.benchmark.subprocesses import in_process, machine
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.aliases import DEFAULT
 

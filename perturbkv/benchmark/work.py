@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from perturbkv.benchmark.many_workers import coordinating, one_sample, speed_up
 from perturbkv.benchmark.norms import norms, norms_peak
 from perturbkv.benchmark.presses import side_by_side
-from perturbkv.benchmark.process import Result, peak, seconds, wait
 from perturbkv.benchmark.sharded import merging
-from perturbkv.benchmark.spreading import coordinating, one_sample, speed_up
+from perturbkv.benchmark.subprocesses import Result, peak, seconds, wait
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
@@ -28,14 +28,14 @@ from perturbkv.datasets.prompts import Prompts
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
 from perturbkv.models.loading import ModelFiles, load_model
-from perturbkv.pipeline.capture import decode_from
-from perturbkv.pipeline.evicting import read_evicting
-from perturbkv.pipeline.generation import generate
-from perturbkv.pipeline.plan import Placement, Settings, plan
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.evicting import read_evicting
+from perturbkv.pipeline.answers.generation import generate
+from perturbkv.pipeline.run.plan import Placement, Settings, plan
+from perturbkv.pipeline.sample.capture import decode_from
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.timing import timed
 from perturbkv.selection.grid import grid
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 
 _GENERATED = 32

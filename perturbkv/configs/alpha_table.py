@@ -13,7 +13,7 @@ from typing import Any, Self
 from perturbkv.configs import layer_types
 from perturbkv.configs.option import Option
 from perturbkv.errors import ConfigError
-from perturbkv.reading import MIB, FileKind
+from perturbkv.user_files import MIB, FileKind
 from perturbkv.visible import line
 
 GLOBAL, LAYER, HEAD = "global", "layer", "head"

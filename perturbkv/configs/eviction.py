@@ -10,10 +10,10 @@ from typing import Any, Self
 from perturbkv.configs import lines, pages
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.blocks import Blocks, most_always
-from perturbkv.configs.budget import Budget, entries, parse_entries
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.correction import CORRECTION_OPTIONS, NONE
 from perturbkv.configs.documents import check_fields, check_options, holding, nested, unnested
+from perturbkv.configs.entry_counts import Budget, entries, parse_entries
 from perturbkv.configs.numbers import LARGEST
 from perturbkv.configs.numbers import check as check_number
 from perturbkv.configs.option import completed

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from perturbkv.errors import PluginError
-from perturbkv.reading import MIB, FileKind
+from perturbkv.user_files import MIB, FileKind
 
 OURS = "perturbkv."
 _KIND = FileKind("a Python file", PluginError, 16 * MIB)

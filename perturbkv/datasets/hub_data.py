@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from perturbkv.datasets.registry import DATA_DIR_VARIABLE
+from perturbkv.datasets.dataset_registry import DATA_DIR_VARIABLE
 from perturbkv.errors import DatasetError
-from perturbkv.models import hub_repository
-from perturbkv.models.hub import HubError
+from perturbkv.models import hub
+from perturbkv.models.hub_part import HubError
 
 
 def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "") -> str:
@@ -14,7 +14,7 @@ def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "")
     `local` is the file that --data-dir would hold instead. Raises DatasetError, which names both.
     """
     try:
-        found = hub_repository.find(repo, revision, "dataset")
+        found = hub.find(repo, revision, "dataset")
         found.bring([file])
     except HubError as error:
         msg = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from perturbkv.datasets import metrics, wording
 from perturbkv.datasets.chats import chat_sample
+from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.rows import FILE, Row, check_identities, read_rows
 from perturbkv.datasets.sample import Sample
 from perturbkv.datasets.wording import Wording

@@ -11,10 +11,10 @@ import zipfile
 from pathlib import Path
 
 from perturbkv.datasets import wording
+from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.hub_data import hub_file
 from perturbkv.datasets.jsonl import longbench_sample
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.rows import FILE, read_rows
 
 HUB_ID = "zai-org/LongBench"

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.configs.kinds import RULER_PREFIX
+from perturbkv.configs.task_kinds import RULER_PREFIX
 from perturbkv.datasets import scoring, word_overlap, wording
-from perturbkv.datasets.foreign_code import run_file
+from perturbkv.datasets.external_code import run_file
 from perturbkv.datasets.ruler.metrics import grader
 from perturbkv.errors import DatasetError, UnknownNameError
 

@@ -9,9 +9,9 @@ import hashlib
 import random
 from collections.abc import Sequence
 
+from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.prose import sentences
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError
 

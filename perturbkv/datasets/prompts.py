@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from perturbkv.configs.run import DIGESTS
-from perturbkv.datasets import registry
+from perturbkv.datasets import dataset_registry
+from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
-from perturbkv.datasets.registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset
 from perturbkv.display import Table
 from perturbkv.errors import DatasetError
 from perturbkv.visible import line
@@ -143,10 +143,10 @@ def load(
         **{field: value for field, value in given.items() if value},
         **options,
     )
-    registry.check_name(name)
-    if registry.takes(name, "lengths") and positions is not None:
+    dataset_registry.check_name(name)
+    if dataset_registry.takes(name, "lengths") and positions is not None:
         _check_made(name, max(asked.lengths), max_tokens, positions)
-    loaded = registry.load(name, asked, tokenizer)
+    loaded = dataset_registry.load(name, asked, tokenizer)
     return encode_all(name, loaded, tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=asked.seed)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from perturbkv.datasets.sample import Sample, check_text
 from perturbkv.errors import DatasetError
-from perturbkv.reading import FileKind, parse_json
+from perturbkv.user_files import FileKind, parse_json
 
 FILE = FileKind("a jsonl file (UTF-8)", DatasetError, 2 * 2**30)
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}

@@ -12,8 +12,8 @@ from perturbkv.engines import registered
 from perturbkv.engines.crew import Work
 from perturbkv.engines.packing import Packed
 from perturbkv.engines.task import Do, Models, ModelSpec
-from perturbkv.pipeline.answering import Answered, Asked, answered
-from perturbkv.pipeline.plan import Plan
+from perturbkv.pipeline.answers.answering import Answered, Asked, answered
+from perturbkv.pipeline.run.plan import Plan
 
 Done = Callable[[Prompt, Answered], None]
 Failed = Callable[[Prompt, str], None]

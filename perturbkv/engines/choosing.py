@@ -10,7 +10,8 @@ import torch
 
 from perturbkv.configs.engine import EngineConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.engines import actors, devices, joining, nodes
+from perturbkv.engines import devices, joining, nodes
+from perturbkv.engines import ray as actors
 from perturbkv.engines.answering import Done, Failed
 from perturbkv.engines.crew import Crew
 from perturbkv.engines.here import HereTogether
@@ -18,9 +19,9 @@ from perturbkv.engines.processes import Processes
 from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.spread import Spread
 from perturbkv.models.loading import pick_device
-from perturbkv.pipeline.answering import Asked
-from perturbkv.pipeline.plan import Plan
-from perturbkv.pipeline.run import Engine
+from perturbkv.pipeline.answers.answering import Asked
+from perturbkv.pipeline.run.plan import Plan
+from perturbkv.pipeline.run.running import Engine
 
 
 class Measuring(Engine, Protocol):

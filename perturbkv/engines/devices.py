@@ -6,12 +6,12 @@ import os
 
 import torch
 
-from perturbkv import room
+from perturbkv import memory
 from perturbkv.configs.engine import EngineConfig
 from perturbkv.configs.resources import Shape
 from perturbkv.engines.worker import Place
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.plan import Plan
+from perturbkv.pipeline.run.plan import Plan
 
 _USUAL_THREADS = 4
 """Of a worker on the CPU, where nobody says how many: more threads than that gain little on one prompt."""
@@ -88,4 +88,4 @@ def needed_bytes(planned: Plan) -> int:
 
 def _check_room(planned: Plan, workers: int) -> None:
     what = f"{workers} workers, each with model '{planned.files.name}' and its caches, need"
-    room.check(workers * needed_bytes(planned), planned.placement.device, what, "fewer --workers take less")
+    memory.check(workers * needed_bytes(planned), planned.placement.device, what, "fewer --workers take less")

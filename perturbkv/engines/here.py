@@ -8,10 +8,10 @@ from dataclasses import replace
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines.answering import Done, Failed
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answering import Asked, answered
-from perturbkv.pipeline.plan import Plan
-from perturbkv.pipeline.run import Finished, Missing
-from perturbkv.pipeline.samples import trace
+from perturbkv.pipeline.answers.answering import Asked, answered
+from perturbkv.pipeline.run.plan import Plan
+from perturbkv.pipeline.run.running import Finished, Missing
+from perturbkv.pipeline.sample.one_sample import trace
 from perturbkv.trace import FailedSample, SampleTrace
 
 

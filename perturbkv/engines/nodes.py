@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from perturbkv import room
+from perturbkv import memory as room
 from perturbkv.configs.engine import EngineConfig
 from perturbkv.engines import devices
 from perturbkv.engines.worker import Place

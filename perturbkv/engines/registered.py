@@ -7,7 +7,7 @@ import importlib
 from perturbkv.configs.plugins import of_file
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.scoring.registry import SCORES
+from perturbkv.scoring.score_registry import SCORES
 from perturbkv.selection.policies import registry
 
 _PROGRAM = "__main__"

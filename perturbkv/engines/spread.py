@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from perturbkv.configs.engine import EngineConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines.answering import Done, Failed, answering
-from perturbkv.engines.measuring import measuring
 from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.task import ModelSpec
-from perturbkv.pipeline.answering import Asked
-from perturbkv.pipeline.plan import Plan
-from perturbkv.pipeline.run import Finished, Missing
+from perturbkv.engines.work_items import measuring
+from perturbkv.pipeline.answers.answering import Asked
+from perturbkv.pipeline.run.plan import Plan
+from perturbkv.pipeline.run.running import Finished, Missing
 
 
 class Spread:

@@ -11,7 +11,7 @@ import torch
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter, Opened
 from perturbkv.models.loading import check_room, load_weights, open_model
-from perturbkv.pipeline.plan import Plan
+from perturbkv.pipeline.run.plan import Plan
 
 Do = Callable[[Any], Any]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from perturbkv.errors import ModelError
-from perturbkv.models import hub_repository, stored_weights
+from perturbkv.models import hub, stored_weights
 from perturbkv.models.aliases import ALIASES, EMBEDDED
-from perturbkv.models.hub import HubError
+from perturbkv.models.hub_part import HubError
 from perturbkv.models.sources import READ, Source
 
 _WEIGHTS = "model.safetensors"
@@ -24,7 +24,7 @@ def opened(source: Source) -> Source:
     if not source.hub_id:
         return source
     with _explained(source):
-        repository = hub_repository.find(source.hub_id, source.revision)
+        repository = hub.find(source.hub_id, source.revision)
         repository.bring({source.gguf_file} if source.gguf_file else filter(_is_setting, repository.names()))
     return replace(source, location=str(repository.folder), repository=repository)
 

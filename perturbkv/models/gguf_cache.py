@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from perturbkv.models import sanity, user_cache
 from perturbkv.models.families import check_family, check_layers
-from perturbkv.models.gguf_header import StoredTensor, check_complete
+from perturbkv.models.gguf import StoredTensor, check_complete
 from perturbkv.models.sources import Source, explained
 from perturbkv.models.wholeness import whole_model
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session
 
-from perturbkv.models import hub
-from perturbkv.models.hub import HubError
-from perturbkv.room import said
+from perturbkv.memory import said
+from perturbkv.models import hub_part
+from perturbkv.models.hub_part import HubError
 
 RETRIES, PAUSE = 1, 1.0
 """How often a download is tried again that brought less than `_MUCH`, and seconds before."""
@@ -79,7 +79,7 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
         before = _size(partial)
         try:
             _append(file, url, partial)
-        except hub.connection_errors(_CutError) as error:
+        except hub_part.connection_errors(_CutError) as error:
             failures = failures + 1 if _size(partial) - before < _MUCH else 0
             if failures > RETRIES:
                 msg = (
@@ -104,7 +104,7 @@ def _append(file: RemoteFile, url: str, partial: Path) -> None:
             msg = f"HTTP {response.status_code}"
             raise _CutError(msg)
         if response.status_code >= 400:
-            raise HubError(hub.refusal(response, file.name))
+            raise HubError(hub_part.refusal(response, file.name))
         with partial.open("ab" if response.status_code == 206 else "wb") as stream:
             for chunk in response.iter_bytes():
                 stream.write(chunk)

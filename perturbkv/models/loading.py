@@ -15,9 +15,9 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from perturbkv import room
+from perturbkv import memory
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.models import from_hub, gguf_cache, gguf_header, quantisers, sanity, stored_weights, user_cache
+from perturbkv.models import from_hub, gguf, gguf_cache, quantisers, sanity, stored_weights, user_cache
 from perturbkv.models import revision as fingerprint
 from perturbkv.models.adapter import Adapter, Opened, check_projections
 from perturbkv.models.aliases import ALIASES
@@ -142,7 +142,7 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
 
 def _open_gguf(source: Source) -> ModelFiles:
     """A GGUF file, read from the user's cache, where it is converted now if it is not there yet."""
-    tensors = gguf_header.read_header(source.path)
+    tensors = gguf.read_header(source.path)
     digest = fingerprint.digest(source.path)
     place, tokenizer = source, None
     if source.path.stat().st_size <= gguf_cache.LARGEST:
@@ -170,7 +170,7 @@ def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
 
 
 @quiet()
-@room.told("a smaller model or --dtype takes less")
+@memory.told("a smaller model or --dtype takes less")
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
 ) -> Adapter:
@@ -203,7 +203,7 @@ def check_room(files: ModelFiles, dtype: torch.dtype, device: torch.device, besi
     """
     if files.stored.nbytes or getattr(files.config, "quantization_config", None) is None:
         what = f"model '{files.name}' and its caches need" if beside else f"the weights of model '{files.name}' need"
-        room.check(files.weights_bytes(dtype) + beside, device, what, "a smaller model or --dtype takes less")
+        memory.check(files.weights_bytes(dtype) + beside, device, what, "a smaller model or --dtype takes less")
 
 
 def _placed(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _read_weights(source: Source, config: Any, dtype: torch.dtype, placed: Mappi
         **placed,
     )
     if source.gguf_file is not None:
-        gguf_cache.check_used(gguf_header.read_header(source.path), model, source.name)
+        gguf_cache.check_used(gguf.read_header(source.path), model, source.name)
     return model
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perturbkv import room
+from perturbkv import memory
 from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models import user_cache
 from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
-from perturbkv.models.hub_repository import Repository
+from perturbkv.models.hub import Repository
 
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _IN_HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+\.gguf)", re.ASCII)
@@ -188,7 +188,7 @@ def explained(source: Source, what: str) -> Iterator[None]:
     for those that are cut, absurd or of another kind it raises whatever its own code stumbles over.
     """
     try:
-        with room.told("a smaller model or --dtype takes less"):
+        with memory.told("a smaller model or --dtype takes less"):
             yield
     except (PerturbkvError, user_cache.NotKeptError):
         raise

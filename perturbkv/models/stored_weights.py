@@ -12,10 +12,10 @@ from typing import Any
 from safetensors import safe_open
 
 from perturbkv.errors import ModelError
-from perturbkv.models import gguf_header, quantisers
-from perturbkv.models.gguf_header import StoredTensor
+from perturbkv.models import gguf, quantisers
+from perturbkv.models.gguf import StoredTensor
 from perturbkv.models.sources import Source, explained
-from perturbkv.reading import FileKind
+from perturbkv.user_files import FileKind
 
 _FLOAT = re.compile(r"B?F\d")
 _INDEX = FileKind("an index of safetensors", ModelError)
@@ -48,8 +48,8 @@ class Stored:
 
 def of_gguf(tensors: Sequence[StoredTensor]) -> Stored:
     """As a GGUF file's header says."""
-    kind, detail = gguf_header.storage(tensors)
-    return Stored(_NAMES.get(kind, kind), detail, gguf_header.is_quantised(kind))
+    kind, detail = gguf.storage(tensors)
+    return Stored(_NAMES.get(kind, kind), detail, gguf.is_quantised(kind))
 
 
 def of_safetensors(source: Source | None, config: Any) -> Stored:

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import intervals
-from perturbkv.analyses.estimates import over_prompts
-from perturbkv.analyses.intervals import share_of
-from perturbkv.analyses.quality_terms import terms
-from perturbkv.analyses.reading import Floats
-from perturbkv.reading import parse_json
+from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.quality.quality_terms import terms
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.estimates import over_prompts
+from perturbkv.analyses.stats.intervals import share_of
 from perturbkv.reporting.comparing import with_ends
 from perturbkv.trace import Trace
+from perturbkv.user_files import parse_json
 from perturbkv.visible import line, plain
 
 _UNITS = {"digits": "digits found", "score": "score"}

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import heads, kept_sets, layers
+from perturbkv.analyses import kept_sets
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.estimates import over_prompts
-from perturbkv.analyses.head_kind import better_share, sum_ratio
-from perturbkv.analyses.intervals import DIFFERENCE, Band, Scalar
-from perturbkv.analyses.reading import Floats
+from perturbkv.analyses.heads import head_comparison
+from perturbkv.analyses.heads.head_kind import better_share, sum_ratio
+from perturbkv.analyses.layers import drift as layers
+from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.stats.estimates import over_prompts
+from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, Scalar
 from perturbkv.analyses.verdicts import verdicts
-from perturbkv.reporting.measures import ANALYSIS, SHARE, Measure
+from perturbkv.reporting.head_measures import ANALYSIS, SHARE, Measure
 from perturbkv.reporting.sides import Places
 from perturbkv.schema import DIGEST, VARIABLES
 from perturbkv.trace import Trace
@@ -77,7 +79,7 @@ def compare(trace: Trace, measure: Measure, each: Floats, pairs: Sequence[Places
     if not measure.source:
         alone = [[_sums(measure, each[:, first], each[:, second]) for first, second in both(pair)] for pair in pairs]
         return Compared(None, np.array(alone), None)
-    _, floor = heads.with_floor(trace, measure.source, measure.distance, 0)
+    _, floor = head_comparison.with_floor(trace, measure.source, measure.distance, 0)
     equal: NDArray[np.bool_] = getattr(same, measure.source)
     found = [_pair(measure, each, floor, pair, one) for pair, one in zip(pairs, equal, strict=True)]
     verdict, sums, better = (np.stack(part) for part in zip(*found, strict=True))
@@ -110,10 +112,10 @@ def _pair(
     measure: Measure, each: Floats, floor: Floats, pair: Places, same: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int8], Floats, Floats]:
     """(1 + sample, layer, head) verdicts, (2, 3) sums, (2, 3) shares of heads."""
-    baseline, treatment = heads.tied(each, pair, same)
+    baseline, treatment = head_comparison.tied(each, pair, same)
     own = verdicts(baseline, treatment, floor, measure.distance)
     means = verdicts(baseline.mean(axis=0), treatment.mean(axis=0), floor.mean(axis=0), measure.distance)
-    sums = [with_ends(*sum_ratio(*heads.tied(each, sides, same))) for sides in both(pair)]
+    sums = [with_ends(*sum_ratio(*head_comparison.tied(each, sides, same))) for sides in both(pair)]
     better = [with_ends(*better_share(turned)) for turned in (own, -own)]
     return np.concatenate([means[None], own]), np.array(sums), np.array(better)
 
@@ -131,4 +133,4 @@ def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
 
 def _drift(drift: Floats, pair: Places, same: NDArray[np.bool_]) -> Floats:
     """(2, layer, 3) of (sample, config, layer) drift."""
-    return np.stack([with_band(*layers.drift_ratio(*heads.tied(drift, sides, same))) for sides in both(pair)])
+    return np.stack([with_band(*layers.drift_ratio(*head_comparison.tied(drift, sides, same))) for sides in both(pair)])

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses import intervals, layers
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.estimates import over_prompts
-from perturbkv.analyses.head_kind import sum_ratio
-from perturbkv.analyses.intervals import POSITIVE, share_of
-from perturbkv.analyses.reading import Floats, byte_shares, held_shares, values
+from perturbkv.analyses.heads.head_kind import sum_ratio
+from perturbkv.analyses.layers import drift
+from perturbkv.analyses.measurements import Floats, byte_shares, held_shares, values
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.estimates import over_prompts
+from perturbkv.analyses.stats.intervals import POSITIVE, share_of
 from perturbkv.errors import TraceError
 from perturbkv.reporting.comparing import with_band, with_ends
-from perturbkv.reporting.measures import ANALYSIS, SHARE, Measure
+from perturbkv.reporting.head_measures import ANALYSIS, SHARE, Measure
 from perturbkv.reporting.sides import Sides
 from perturbkv.trace import Trace
 from perturbkv.visible import line
@@ -64,19 +65,19 @@ def top1(trace: Trace) -> Floats:
 
 def drifts(trace: Trace) -> Floats:
     """(distance, sample, config, layer) drift after each layer."""
-    return np.stack([layers.distances(trace, distance, ANALYSIS, 0) for distance in DISTANCES])
+    return np.stack([drift.distances(trace, distance, ANALYSIS, 0) for distance in DISTANCES])
 
 
 def drift_means(each: Floats) -> Floats:
     """(distance, config, layer, 3) mean drift with intervals, of `drifts`."""
     return np.stack([
-        np.stack([with_band(*layers.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in each
+        np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in each
     ])  # fmt: skip
 
 
 def drift_floors(trace: Trace) -> Floats:
     """(distance, layer) mean noise floor of drift; NaN where the trace has none of the distance."""
-    found = [layers.floors(trace, distance, ANALYSIS, 0) for distance in DISTANCES]
+    found = [drift.floors(trace, distance, ANALYSIS, 0) for distance in DISTANCES]
     nothing = np.full(np.shape(trace.arrays["hidden_norm"])[-1], np.nan)
     return np.stack([nothing if one is None else one.mean(axis=0) for one in found])
 

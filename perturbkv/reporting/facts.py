@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perturbkv.analyses import numbers
-from perturbkv.analyses.head_kind import floor_over_norm
+from perturbkv.analyses import text
+from perturbkv.analyses.heads.head_kind import floor_over_norm
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.intervals import LEAST
+from perturbkv.analyses.measurements import EVIDENCE, held_shares, values
 from perturbkv.analyses.naming import counted
-from perturbkv.analyses.reading import EVIDENCE, held_shares, values
+from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.reporting.configurations import evicted_nothing, kl_floor
-from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.head_measures import ANALYSIS
 from perturbkv.reporting.sides import Sides, Start
 from perturbkv.trace import Trace
 from perturbkv.visible import line
@@ -74,7 +74,7 @@ def _held(trace: Trace) -> str:
     known = shares[~np.isnan(shares)]
     if not known.size:
         return ""
-    ends = [numbers.held(float(end)) for end in (known.min(), known.max())]
+    ends = [text.held(float(end)) for end in (known.min(), known.max())]
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
@@ -104,7 +104,7 @@ def _few(samples: int) -> str:
         return "One sample: no number here has an interval."
     if samples >= LEAST:
         return ""
-    return f"{samples} samples, too few for 95 % intervals; instead: {numbers.ABOUT_RANGES}."
+    return f"{samples} samples, too few for 95 % intervals; instead: {text.ABOUT_RANGES}."
 
 
 def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
@@ -123,7 +123,7 @@ def _ties(sides: Sides, start: Start, tied: float | None) -> str:
         return ""
     who = f"{sides.names[start.treatment]} and {sides.names[start.baseline]}"
     return (
-        f"{numbers.percent(tied)} of the heads are tied between {who} at budget {sides.budgets[start.budget]} "
+        f"{text.percent(tied)} of the heads are tied between {who} at budget {sides.budgets[start.budget]} "
         "(propagated): they differ by no more than rounding, or keep the same entries."
     )
 

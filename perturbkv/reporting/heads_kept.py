@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.arithmetic import ratio
-from perturbkv.analyses.reading import Floats
-from perturbkv.analyses.token_fates import changes
-from perturbkv.reporting.blocks import deflated
-from perturbkv.reporting.prompts import Kept, attention_codes, attention_of, kept_of
+from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.tokens.fates import changes
+from perturbkv.reporting.page_blocks import deflated
+from perturbkv.reporting.prompt_texts import Kept, attention_codes, attention_of, kept_of
 from perturbkv.reporting.quantising import logarithm_below_one
 from perturbkv.reporting.sides import Places
 from perturbkv.trace import Trace

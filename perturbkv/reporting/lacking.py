@@ -5,8 +5,8 @@ from __future__ import annotations
 from perturbkv.analyses.scores import scores
 from perturbkv.errors import TraceError
 from perturbkv.reporting.answers import has_texts
-from perturbkv.reporting.measures import ANALYSIS
-from perturbkv.reporting.prompts import why_without_text
+from perturbkv.reporting.head_measures import ANALYSIS
+from perturbkv.reporting.prompt_texts import why_without_text
 from perturbkv.trace import Trace
 from perturbkv.visible import line
 

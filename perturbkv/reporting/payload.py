@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.arithmetic import plain
-from perturbkv.analyses.reading import at_step
+from perturbkv.analyses.measurements import at_step
+from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.errors import TraceError
-from perturbkv.reporting.blocks import Blocks, limit
 from perturbkv.reporting.document import Head, Payload
-from perturbkv.reporting.measures import ANALYSIS
+from perturbkv.reporting.head_measures import ANALYSIS
+from perturbkv.reporting.page_blocks import Blocks, limit
 from perturbkv.reporting.portable import name_of, portable
 from perturbkv.reporting.sides import numbered
 from perturbkv.reporting.trace_part import trace_part

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.reading import Floats
+from perturbkv.analyses.measurements import Floats
 
 Codes = NDArray[np.uint16]
 LOG, LINEAR = "log", "linear"

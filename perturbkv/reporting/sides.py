@@ -8,7 +8,7 @@ from itertools import combinations
 
 from perturbkv.analyses import naming
 from perturbkv.analyses.pairing import order, pairs, sweeps
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.visible import line

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.reporting import heads_kept, prompts
-from perturbkv.reporting.blocks import Blocks, deflated, size_of
+from perturbkv.reporting import heads_kept, prompt_texts
+from perturbkv.reporting.page_blocks import Blocks, deflated, size_of
 from perturbkv.reporting.sides import Places
 from perturbkv.trace import Trace
 
@@ -48,7 +48,7 @@ class Sample:
 
 def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
     """The ids of the blocks of each complete sample's text, which every page holds; None of one without."""
-    found = [prompts.text_of(trace, int(place)) for place in np.flatnonzero(trace.ok)]
+    found = [prompt_texts.text_of(trace, int(place)) for place in np.flatnonzero(trace.ok)]
     return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(found)]
 
 
@@ -85,9 +85,9 @@ def _begin(trace: Trace, blocks: Blocks, samples: Sequence[Sample], first: Place
 
 def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
     for number, one in enumerate(samples):
-        attention = prompts.attention_of(trace, one.place)
+        attention = prompt_texts.attention_of(trace, one.place)
         if attention is not None:
-            codes: NDArray[np.uint8] = prompts.attention_codes(attention.mean(axis=(0, 1)))
+            codes: NDArray[np.uint8] = prompt_texts.attention_codes(attention.mean(axis=(0, 1)))
             one.attention = blocks.offer(f"attention{number}", deflated(codes.tobytes()))
 
 

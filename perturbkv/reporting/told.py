@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from perturbkv.analyses import heads, heads_told, ingredients, naming
-from perturbkv.analyses.heads import HeadComparison
-from perturbkv.analyses.ingredients import Row, Setting
+from perturbkv.analyses import naming
+from perturbkv.analyses.ablation import ingredients
+from perturbkv.analyses.ablation.ingredients import Row, Setting
+from perturbkv.analyses.heads import head_comparison, heads_told
+from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.reporting.comparing import with_ends
 from perturbkv.reporting.sides import Places, Sides
 from perturbkv.trace import Trace
@@ -43,7 +45,7 @@ def _against(sides: Sides, baseline: int) -> Sequence[Places]:
 
 def _conclusion(trace: Trace, first: int, second: int) -> str:
     configs = trace.run.configs
-    return line(heads_told.conclusion([heads.summarise(trace, configs[first], configs[second])]))
+    return line(heads_told.conclusion([head_comparison.summarise(trace, configs[first], configs[second])]))
 
 
 def _setting(one: Setting, title: str, sides: Sides) -> dict[str, Any]:

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.arithmetic import plain
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.intervals import LEAST, median_level
-from perturbkv.analyses.reading import measured_steps, values
+from perturbkv.analyses.measurements import measured_steps, values
+from perturbkv.analyses.stats.arithmetic import plain
+from perturbkv.analyses.stats.intervals import LEAST, median_level
 from perturbkv.errors import TraceError
 from perturbkv.reporting import configurations
 from perturbkv.reporting.answers import answers
-from perturbkv.reporting.arrays_part import Measured, put_arrays, put_samples, put_steps
-from perturbkv.reporting.blocks import Blocks
+from perturbkv.reporting.arrays import Measured, put_arrays, put_samples, put_steps
 from perturbkv.reporting.comparing import Compared, with_digests
 from perturbkv.reporting.facts import facts, title_of, warnings
+from perturbkv.reporting.head_measures import ANALYSIS, each_of, held_measures
 from perturbkv.reporting.heads_kept import listed
 from perturbkv.reporting.lacking import lacking
-from perturbkv.reporting.measures import ANALYSIS, each_of, held_measures
+from perturbkv.reporting.page_blocks import Blocks
 from perturbkv.reporting.sides import Places, numbered, sides_of, start_of
 from perturbkv.reporting.tokens_part import put_texts, tokens_part
 from perturbkv.reporting.told import ablation, conclusions

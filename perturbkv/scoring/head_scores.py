@@ -10,7 +10,7 @@ from typing import Any
 
 from perturbkv.configs import layer_types
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind
+from perturbkv.user_files import FileKind
 
 _FILE = FileKind("head scores as JSON", ConfigError, hint="perturbkv head-scores measures them")
 HeadScores = tuple[tuple[float, ...], ...]

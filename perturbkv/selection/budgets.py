@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.blocks import Blocks
-from perturbkv.configs.budget import whole_entries
+from perturbkv.configs.entry_counts import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.devices import on_device
 from perturbkv.selection.layer_budget import LayerBudget

@@ -12,8 +12,8 @@ from torch import Tensor
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.budgets import Rows
 from perturbkv.selection.kept_sets import KeptSets
-from perturbkv.selection.lines import Chosen, LastQueries, choose, everything
 from perturbkv.selection.prompt_queries import Positions, measured
+from perturbkv.selection.sparse_lines import Chosen, LastQueries, choose, everything
 
 Layer = Callable[[EvictionConfig], LastQueries]
 """One layer's last queries for a configuration."""

@@ -14,7 +14,7 @@ from perturbkv.selection.budgets import Budgets, Rows
 from perturbkv.selection.given import Group
 from perturbkv.selection.kept_sets import KeptSets, RankingGroup, ranking_groups
 from perturbkv.selection.lined import LinedGroup
-from perturbkv.selection.pages import PagedLayer, PageScores
+from perturbkv.selection.page_selection import PagedLayer, PageScores
 
 Layers = Callable[[EvictionConfig], PagedLayer]
 """One layer in the pages of a configuration; those with the same pages get the same object."""

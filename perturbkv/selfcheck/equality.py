@@ -25,7 +25,7 @@ from perturbkv.cache import ragged
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.capture import Observer, capture, decode_from, intercept_attention
+from perturbkv.pipeline.sample.capture import Observer, capture, decode_from, intercept_attention
 from perturbkv.selfcheck.checks import Check
 from perturbkv.selfcheck.small import D_HEAD, HEADS, KV_HEADS, LAYERS, full_cache, small_model, tokens
 

@@ -10,7 +10,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selfcheck.checks import Check
 from perturbkv.trace import SampleTrace
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind
 from perturbkv.storage import json_lines
+from perturbkv.user_files import FileKind
 
 FILE = "generation.jsonl"
 _KIND = FileKind("a file of answers, which perturbkv generate writes,", ConfigError, 2 * 2**30, "give another file")

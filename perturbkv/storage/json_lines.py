@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from perturbkv.reading import FileKind, parse_json
-from perturbkv.storage.files import clear_leftovers, write_whole
+from perturbkv.storage.atomic_files import clear_leftovers, write_whole
+from perturbkv.user_files import FileKind, parse_json
 from perturbkv.visible import in_json
 
 Document = dict[str, Any]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind
 from perturbkv.storage import json_lines
-from perturbkv.storage.lock import Lock
+from perturbkv.storage.output import Lock
 from perturbkv.storage.places import refusals
+from perturbkv.user_files import FileKind
 
 _KIND = FileKind("results sample by sample", ConfigError, 2 * 2**30, "give --overwrite or another --output")
 SAMPLE = "sample"

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses import ingredients
-from perturbkv.analyses.ablation import ablation
-from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.method_rows import control
+from perturbkv.analyses.ablation import ingredients
+from perturbkv.analyses.ablation.ablation import ablation
+from perturbkv.analyses.ablation.method_rows import control
+from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.selection.policies.registry import resolved
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.measured import MEASURED, config, hand_made
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.alpha import Alpha, alpha
-from perturbkv.analyses.alpha_choice import check_folds
+from perturbkv.analyses.questions.alpha.alpha import Alpha, alpha
+from perturbkv.analyses.questions.alpha.alpha_choice import check_folds
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made

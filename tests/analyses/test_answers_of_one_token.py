@@ -12,7 +12,7 @@ import perturbkv as pk
 from perturbkv.analyses.result import Result
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import Trace
 from tests.support.linked import answered, methods

@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
-from perturbkv.analyses.divergence import divergence
-from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.rouge import rouge_l
+from perturbkv.analyses.quality.divergence import divergence
+from perturbkv.analyses.quality.rouge import rouge_l
+from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.errors import ConfigError
 from perturbkv.storage.answers_file import read_answers
 from tests.support.answers import CONFIGS, row, said, written

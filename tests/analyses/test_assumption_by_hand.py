@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from perturbkv.analyses.assumption import assumption as summarise
-from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.sigma import READINGS
+from perturbkv.analyses.bounds.assumption import assumption as summarise
+from perturbkv.analyses.bounds.sigma import READINGS
+from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from perturbkv.analyses import intervals, strata
-from perturbkv.analyses.intervals import Interval, Kind, share_of
+from perturbkv.analyses.stats import intervals, strata
+from perturbkv.analyses.stats.intervals import Interval, Kind, share_of
 
 SCORE, DIFFERENCE = share_of(0), Kind(3 / 8, limits=(-1, 1))
 Draw = Callable[[np.random.Generator, int], np.ndarray]

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from perturbkv.analyses import bound_tightness, rank_agreement
-from perturbkv.analyses.bound_tightness import bound_tightness as summarise
-from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.ranks import spearman
-from perturbkv.analyses.tightness import LEVELS
+from perturbkv.analyses.bounds import bound_tightness, rank_agreement
+from perturbkv.analyses.bounds.bound_tightness import bound_tightness as summarise
+from perturbkv.analyses.bounds.ratios import LEVELS
+from perturbkv.analyses.stats.intervals import Interval
+from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.display import Table
 from perturbkv.errors import BoundError, ConfigError, TraceError
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.measured import MEASURED, config, hand_made
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.crossings import contest, crossing, first, last
+from perturbkv.analyses.stats.crossings import contest, crossing, first, last
 from perturbkv.errors import ConfigError, TraceError
 from tests.support.swept import swept
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.ablation import ablation
-from perturbkv.analyses.assumption import assumption
-from perturbkv.analyses.bound_tightness import bound_tightness
-from perturbkv.analyses.horizon import horizon
-from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.needle import needle
+from perturbkv.analyses.ablation.ablation import ablation
+from perturbkv.analyses.bounds.assumption import assumption
+from perturbkv.analyses.bounds.bound_tightness import bound_tightness
+from perturbkv.analyses.horizon.horizon import horizon
+from perturbkv.analyses.needle.needle import needle
 from perturbkv.analyses.sentences import compared, decided, difference, ends, over, tally
+from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.trace import Trace
 from tests.analyses.test_ablation_by_hand import CHAIN
 from tests.analyses.test_ablation_by_hand import made as chain

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from perturbkv.analyses.byte_rows import Measured, settings
-from perturbkv.analyses.equal_bytes import EqualBytes, equal_bytes
-from perturbkv.analyses.intervals import Interval
+from perturbkv.analyses.budget.byte_rows import Measured, settings
+from perturbkv.analyses.budget.equal_bytes import EqualBytes, equal_bytes
+from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.selection.grid import configuration

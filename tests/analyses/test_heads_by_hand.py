@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses import head_kind, kept_sets
-from perturbkv.analyses.heads import HeadComparison, summarise
-from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.numbers import about_intervals
+from perturbkv.analyses import kept_sets
+from perturbkv.analyses.heads import head_kind
+from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
+from perturbkv.analyses.measurements import held_shares, values
 from perturbkv.analyses.pairing import pairs
-from perturbkv.analyses.reading import held_shares, values
+from perturbkv.analyses.stats.intervals import Interval
+from perturbkv.analyses.text import about_intervals
 from perturbkv.analyses.verdicts import verdicts
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError

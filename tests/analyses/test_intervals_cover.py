@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses import intervals
-from perturbkv.analyses.arithmetic import half_share, plain
-from perturbkv.analyses.intervals import CORRELATION, DIFFERENCE, POSITIVE, RATIO, Interval, Kind, share_of
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.arithmetic import half_share, plain
+from perturbkv.analyses.stats.intervals import CORRELATION, DIFFERENCE, POSITIVE, RATIO, Interval, Kind, share_of
 
 DRAW = np.random.default_rng(0)
 POPULATION = 40

@@ -14,12 +14,12 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
-from perturbkv.analyses import intervals
-from perturbkv.analyses.intervals import Kind
-from perturbkv.analyses.judged import bounded
+from perturbkv.analyses.quality.judge import bounded
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.intervals import Kind
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.judging.judgements import Judge
-from perturbkv.judging.questions import pairwise, singly
+from perturbkv.storage.judgements import Judge
+from perturbkv.storage.questions import pairwise, singly
 from tests.support.answers import CONFIGS, row, written
 from tests.support.judges import planted_judge
 

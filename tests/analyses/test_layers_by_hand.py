@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses import budget_curve, budgets, last_layer, layers
-from perturbkv.analyses.intervals import Interval
+from perturbkv.analyses.layers import budget_curve, budget_curves, drift, last_layer
 from perturbkv.analyses.pairing import series, sweeps
-from perturbkv.configs.budget import Budget
+from perturbkv.analyses.stats.intervals import Interval
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.errors import TraceError, UnknownNameError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -41,7 +41,7 @@ def made(samples: int = 2, **changes: Any) -> Trace:
 
 
 def test_means_reductions_and_verdicts_per_layer() -> None:
-    found = layers.summarise(made(), *PAIR)
+    found = drift.summarise(made(), *PAIR)
     assert found.baseline_mean.tolist() == [20, 20, 60]
     assert found.treatment_mean.tolist() == [15, 19, 45]
     np.testing.assert_allclose(found.ratio, [0.75, 0.95, 0.75])
@@ -54,15 +54,15 @@ def test_means_reductions_and_verdicts_per_layer() -> None:
 def test_what_the_caches_hold_and_the_noise_floor_are_told() -> None:
     trace = made()
     trace.arrays["held_share"] = np.tile([0.1, 0.12, 0.4, 0.4], (2, 1))  # type: ignore[index]
-    drifts, samples = layers.summarise(trace, *PAIR).to_dict(), last_layer.summarise(trace, *PAIR).to_dict()
+    drifts, samples = drift.summarise(trace, *PAIR).to_dict(), last_layer.summarise(trace, *PAIR).to_dict()
     for told in (drifts, samples):
         assert (told["held_over_full_baseline"], told["held_over_full_treatment"]) == pytest.approx((0.1, 0.12))
     assert drifts["noise_floor"] == pytest.approx([0.1, 0.5, 0.1])
-    assert layers.summarise(trace, *PAIR, distance="l2").to_dict()["noise_floor"] is None
+    assert drift.summarise(trace, *PAIR, distance="l2").to_dict()["noise_floor"] is None
 
 
 def test_two_samples_show_their_range() -> None:
-    found = layers.summarise(made(), *PAIR)
+    found = drift.summarise(made(), *PAIR)
     ratios = DRIFT[:, 1] / DRIFT[:, 0]
     assert found.ratio_interval is not None
     assert found.ratio_interval.kind == "range"
@@ -71,20 +71,20 @@ def test_two_samples_show_their_range() -> None:
 
 
 def test_a_distance_without_a_floor_ties_only_what_is_equal_and_says_so() -> None:
-    found = layers.summarise(made(), *PAIR, distance="l2")
+    found = drift.summarise(made(), *PAIR, distance="l2")
     assert found.baseline_mean.tolist() == [2, 2, 6]
     assert found.baseline_relative is None
     assert found.verdict.tolist() == [1, 1, 1]
     assert not found.floored
     with pytest.raises(UnknownNameError, match="unknown distance 'l3'; known: l2, l1, cosine"):
-        layers.summarise(made(), *PAIR, distance="l3")
+        drift.summarise(made(), *PAIR, distance="l3")
 
 
 @pytest.mark.parametrize(("distance", "each"), [("l2", [1, 0]), ("cosine", [0, 0])])
 def test_each_distance_is_judged_by_its_own_floor(distance: str, each: list[int]) -> None:
     floors = np.tile([0.005, 0.06, 1.0], (2, 1))
     floor = {f"hidden_noise_floor_{distance}": floors, "hidden_norm_l2": np.full((2, 3), 20)}
-    found = layers.summarise(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
+    found = drift.summarise(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
     assert found.floored
     assert found.verdict.tolist() == [1, 0, 0]  # differences of 0.5, 0.1 and 1.5; of roots 0.19, 0.04 and 0.33
     assert (found.baseline_relative is None) == (distance == "cosine")
@@ -95,13 +95,13 @@ def test_each_distance_is_judged_by_its_own_floor(distance: str, each: list[int]
 def test_layers_up_to_which_all_kept_sets_are_equal_tie_by_identity() -> None:
     trace = made(kept_count=np.full((2, 4, 3, 1), 3))
     rekept(trace.arrays, lambda where, held: [0, 1, 2] if where[2] < 2 else held)
-    found = layers.summarise(trace, *PAIR)
+    found = drift.summarise(trace, *PAIR)
     assert found.verdict.tolist() == [0, 0, 1]  # their sets of layer 2 differ
     assert found.ratio.tolist() == [1.0, 1.0, 0.75]
 
 
 def test_a_stream_that_does_not_drift_has_no_reduction() -> None:
-    still = layers.summarise(made(hidden_drift_l1=np.zeros_like(DRIFT)), *PAIR)
+    still = drift.summarise(made(hidden_drift_l1=np.zeros_like(DRIFT)), *PAIR)
     assert np.isnan(still.ratio).all()
     assert still.verdict.tolist() == [0, 0, 0]
     json.dumps(still.to_dict(), allow_nan=False)
@@ -123,7 +123,7 @@ def test_samples_are_sorted_by_the_baselines_drift() -> None:
 
 
 def test_curves_run_over_kept_shares() -> None:
-    found = budgets.summarise(made(), ["attention", "two-stage"])
+    found = budget_curves.summarise(made(), ["attention", "two-stage"])
     attention, two_stage = found
     assert (attention.name, two_stage.name) == ("attention", "two-stage")
     assert attention.budgets == (Budget(0.1), Budget(0.4))
@@ -152,9 +152,9 @@ def test_the_cliff_is_where_kl_rises_most_per_halving() -> None:
 
 
 def test_one_sample_has_no_intervals() -> None:
-    assert layers.summarise(made(1), *PAIR).ratio_interval is None
+    assert drift.summarise(made(1), *PAIR).ratio_interval is None
     assert last_layer.summarise(made(1), *PAIR).improved_share_interval is None
-    assert budgets.summarise(made(1), ["attention"])[0].intervals["kl"] is None
+    assert budget_curves.summarise(made(1), ["attention"])[0].intervals["kl"] is None
 
 
 def test_series_and_sweeps_join_what_differs_in_budget_alone() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses import kept_sets
-from perturbkv.analyses.head_comparisons import compare_heads
+from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
 from perturbkv.trace import Trace
 from tests.analyses.test_pages_tie_by_hand import EVICTING, made

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.link import link
+from perturbkv.analyses.correlation.correlation import link
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError, PerturbkvError, TraceError
 from perturbkv.selection.grid import configuration

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses.sign_flips import decide
+from perturbkv.analyses.stats.permutation import decide
 
 
 def naive_p(differences: np.ndarray) -> list[float]:

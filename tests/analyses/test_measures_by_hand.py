@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.measure_rows import KINDS
-from perturbkv.analyses.measures import Measures, measures
+from perturbkv.analyses.questions.measures.measure_rows import KINDS
+from perturbkv.analyses.questions.measures.measures import Measures, measures
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from perturbkv.analyses.identity import MOST_NAMED, identity
+from perturbkv.analyses.json_values import config_object, config_of, run_object, setting_object
 from perturbkv.analyses.naming import apart, budgets, common, folded, setting, short, sides
-from perturbkv.analyses.objects import config_object, config_of, run_object, setting_object
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import Choice
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.selection.grid import configuration

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.name_meant import meant, one_meant
 from perturbkv.analyses.pairing import matches
+from perturbkv.analyses.questions.stability.name_meant import meant, one_meant
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from tests.support.measured import config, hand_made

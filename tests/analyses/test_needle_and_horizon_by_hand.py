@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses import horizon, needle
-from perturbkv.analyses.intervals import Interval
-from perturbkv.analyses.ranks import mean_ranks, spearman
+from perturbkv.analyses.horizon import horizon
+from perturbkv.analyses.needle import needle
+from perturbkv.analyses.stats.intervals import Interval
+from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses import one_sided
+from perturbkv.analyses.stats import one_sided
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 DRAWS = 300

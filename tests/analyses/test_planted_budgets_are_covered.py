@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses.intervals import DIFFERENCE, RATIO
+from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO
 from tests.analyses.test_savings_by_hand import BUDGETS_LIST, GRID, reached, reached_by_half
 from tests.oracle.budgets import crossing
 

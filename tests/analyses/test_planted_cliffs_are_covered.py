@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses.crossings import contest, crossing, last
+from perturbkv.analyses.stats.crossings import contest, crossing, last
 
 GRID = np.array([0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4])
 DRAWS = 400

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses.quality import Quality, quality
-from perturbkv.analyses.quality_columns import Mean
-from perturbkv.configs.kinds import KINDS, kind_of
+from perturbkv.analyses.quality.quality import Quality, quality
+from perturbkv.analyses.quality.score_columns import Mean
+from perturbkv.configs.task_kinds import KINDS, kind_of
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -320,7 +320,7 @@ def test_all_data_sets_stand_in_the_foot_until_they_are_many() -> None:
 
 
 def test_a_saved_trace_says_the_same(tmp_path: Path) -> None:
-    from perturbkv.storage.trace_file import read_trace
+    from perturbkv.storage.trace.trace_file import read_trace
 
     made = graded("qasper", *QASPER, held=[0.2, 0.2, 0.3])
     assert quality(read_trace(made.save(tmp_path / "t.h5"))).to_dict() == quality(made).to_dict()

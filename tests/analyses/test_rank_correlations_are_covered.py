@@ -7,8 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses.head_ranks import Agreement, Heads, agreement, between_samples, reliability
-from perturbkv.analyses.intervals import Interval, Scalar
+from perturbkv.analyses.questions.stability.rank_reliability import (
+    Agreement,
+    Heads,
+    agreement,
+    between_samples,
+    reliability,
+)
+from perturbkv.analyses.stats.intervals import Interval, Scalar
 from tests.analyses.test_stability_by_hand import noisy
 
 DRAWS, SAMPLES, HEADS = 80, 8, 40

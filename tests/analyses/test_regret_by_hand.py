@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.analyses.regret import RegretResult, regret_of
+from perturbkv.analyses.questions.regret.regret import RegretResult, regret_of
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.optimum.found import FoundSets
 from tests.support.measured import config

@@ -10,7 +10,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses import conclusions
-from perturbkv.analyses.intervals import Interval
+from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
 

@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
-from perturbkv.analyses.budget_axis import Axis
-from perturbkv.analyses.criteria import Criterion
-from perturbkv.analyses.fixed_sequence import FEW, NONE, SAFE, verdict
+from perturbkv.analyses.budget.budget_axis import Axis
+from perturbkv.analyses.budget.criteria import Criterion
+from perturbkv.analyses.budget.fixed_sequence import FEW, NONE, SAFE, verdict
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.selection.grid import configuration
 from tests.support.swept import BUDGETS, TOKEN_BYTES, swept
@@ -264,6 +264,6 @@ def test_a_row_of_the_frame_per_selection_limit_and_budget() -> None:
 
 
 def test_the_example_of_the_docstring_works() -> None:
-    module = importlib.import_module("perturbkv.analyses.safe_budget")
+    module = importlib.import_module("perturbkv.analyses.budget.safe_budget")
     ran = doctest.testmod(module, extraglobs={"trace": swept(np.ones((8, 2, 5)), budgets=(40, 48, 56, 60, 64))})
     assert (ran.attempted > 0, ran.failed) == (True, 0)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses import intervals
-from perturbkv.analyses.intervals import DIFFERENCE, RATIO, Kind
-from perturbkv.analyses.reaching import Reached
-from perturbkv.analyses.reaching import reached as reached_all
-from perturbkv.analyses.reaching import reached_by_half as reached_by_half_all
-from perturbkv.analyses.savings import PairSavings
+from perturbkv.analyses.budget.budget_equivalence import Reached
+from perturbkv.analyses.budget.budget_equivalence import reached as reached_all
+from perturbkv.analyses.budget.budget_equivalence import reached_by_half as reached_by_half_all
+from perturbkv.analyses.budget.savings import PairSavings
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO, Kind
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace
@@ -342,7 +342,7 @@ def test_answers_that_nothing_graded_leave_the_other_measures() -> None:
 
 
 def test_the_example_of_the_docstring_works() -> None:
-    module = importlib.import_module("perturbkv.analyses.savings")
+    module = importlib.import_module("perturbkv.analyses.budget.savings")
     losses = np.stack([falling(8, 9)] * 2, axis=1)
     ran = doctest.testmod(module, extraglobs={"trace": swept(moved=losses, budgets=(40, 48, 56, 60, 64))})
     assert (ran.attempted > 0, ran.failed) == (True, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perturbkv.analyses.quality import quality
+from perturbkv.analyses.quality.quality import quality
 from tests.analyses.test_quality_by_hand import NEWS, QASPER
 from tests.support.graded import graded
 

@@ -13,8 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses import kept_sets
-from perturbkv.analyses.bound_tightness import bound_tightness
-from perturbkv.analyses.split import split
+from perturbkv.analyses.bounds.bound_tightness import bound_tightness
+from perturbkv.analyses.questions.split.split import split
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError

@@ -10,16 +10,18 @@ from math import factorial
 import numpy as np
 import pytest
 
-from perturbkv.analyses import greedy, intervals, shapley, swap_values
-from perturbkv.analyses.greedy import Path
-from perturbkv.analyses.swap import Swap, conclude
-from perturbkv.analyses.swap_parts import sampling_error
+from perturbkv.analyses.questions.patching import swap_values
+from perturbkv.analyses.questions.patching.patching import Swap, conclude
+from perturbkv.analyses.questions.patching.patching_values import sampling_error
+from perturbkv.analyses.stats import coalition as shapley
+from perturbkv.analyses.stats import greedy, intervals
+from perturbkv.analyses.stats.greedy import Path
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.mixture import Mixture
+from perturbkv.configs.patching import Coalition, Game, SwapConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.configs.swap import Coalition, Game, SwapConfig
 from perturbkv.errors import ConfigError
-from perturbkv.storage.swap_file import SwapStore
+from perturbkv.storage.patching_file import SwapStore
 from perturbkv.storage.swap_rows import PER_STEP, SwapBatch, SwapRow
 
 ATTENTION, TWO_STAGE = (EvictionConfig(64, selection=name) for name in ("attention", "two-stage"))

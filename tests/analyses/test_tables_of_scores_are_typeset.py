@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from perturbkv.analyses.quality import Quality, quality
-from perturbkv.analyses.quality_latex import escaped
+from perturbkv.analyses.quality.quality import Quality, quality
+from perturbkv.analyses.quality.quality_latex import escaped
 from perturbkv.trace import Trace
 from tests.support.graded import graded
 from tests.support.measured import config

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from perturbkv.analyses.quality import quality
+from perturbkv.analyses.quality.quality import quality
 from perturbkv.errors import TraceError
 from tests.support.graded import graded
 from tests.support.measured import config

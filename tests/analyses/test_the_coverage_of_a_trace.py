@@ -1,4 +1,4 @@
-"""docs/coverage.py on a small trace: every statistic has a row, and ours is the widest where a mean is skewed."""
+"""docs/scripts/coverage.py on a small trace: every statistic has a row, and ours is the widest where a mean is skewed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.support.traces import run_config, sample_trace, trace
 
-TOOL = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "coverage.py"))
+TOOL = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "scripts" / "coverage.py"))
 
 
 def test_every_statistic_and_method_is_told_with_its_coverage() -> None:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.cells import cell_len
 
 import perturbkv as pk
-from perturbkv.analyses import folding
+from perturbkv.analyses.tokens import folding
 from perturbkv.display import as_text
 from perturbkv.errors import ConfigError, PerturbkvError, TraceError
 from perturbkv.schema import TEXT
@@ -232,6 +232,6 @@ def test_it_is_of_one_sample() -> None:
 
 
 def test_the_example_in_the_docstring_runs() -> None:
-    ran = doctest.testmod(importlib.import_module("perturbkv.analyses.tokens"), extraglobs={"trace": made()})
+    ran = doctest.testmod(importlib.import_module("perturbkv.analyses.tokens.tokens"), extraglobs={"trace": made()})
     assert ran.attempted > 0
     assert ran.failed == 0

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 import perturbkv as pk
-from perturbkv.analyses import numbers
+from perturbkv.analyses import text
 from tests.support.swept import swept
 
 ABOVE = "Above 1 nothing is saved: every query head keeps a set of its own; --granularity kv keeps one for all"
 
 
 def test_shares_above_1_are_explained_and_others_are_not() -> None:
-    assert numbers.about_held([0.2, 1.0, float("nan")]) == numbers.ABOUT_HELD
-    assert numbers.about_held([0.2, 1.01]).startswith(f"{numbers.ABOUT_HELD} {ABOVE}")
-    assert numbers.about_held([0.2], limit=1200) == (
-        f"{numbers.ABOUT_HELD} As the answers began; above 1,200 entries caches were compressed again."
+    assert text.about_held([0.2, 1.0, float("nan")]) == text.ABOUT_HELD
+    assert text.about_held([0.2, 1.01]).startswith(f"{text.ABOUT_HELD} {ABOVE}")
+    assert text.about_held([0.2], limit=1200) == (
+        f"{text.ABOUT_HELD} As the answers began; above 1,200 entries caches were compressed again."
     )
 
 

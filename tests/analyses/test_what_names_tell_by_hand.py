@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses.link import Link, link
+from perturbkv.analyses.correlation.correlation import Link, link
 from tests.analyses.test_link_by_hand import CONFIGS, DRAW, FULL, HELD, LOST, MOVED, OTHER, SCORES, areas, correlations
 from tests.support.linked import answered, methods
 

@@ -21,8 +21,8 @@ from perturbkv.display import Table
 from perturbkv.engines import here
 from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.given import fingerprint
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.models.user_model import fingerprint
+from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, Trace
 from tests.support.models import tiny_adapter
 from tests.support.notebook import CONFIGS, prompt
@@ -325,7 +325,7 @@ def test_answers_take_head_scores_as_they_were_checked(model: Adapter) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["perturbkv.api.loading", "perturbkv.api.auditing", "perturbkv.api.swapping", "perturbkv.datasets.encode"]
+    "module", ["perturbkv.api.inputs", "perturbkv.api.auditing", "perturbkv.api.questions", "perturbkv.datasets.encode"]
 )
 def test_the_examples_in_docstrings_run(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(module))

@@ -14,8 +14,8 @@ import perturbkv as pk
 from perturbkv.configs.resources import Resources
 from perturbkv.errors import DatasetError, InterruptedRunError, TraceError, UnknownNameError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import plan as planning
-from perturbkv.pipeline import samples
+from perturbkv.pipeline.run import plan as planning
+from perturbkv.pipeline.sample import one_sample
 from tests.support.notebook import CONFIGS, prompt
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 3
@@ -31,13 +31,13 @@ def rows(path: Path, count: int = 3, **more: Any) -> Path:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Sample and number of configurations of everything that is measured."""
     found: list[tuple[str, int]] = []
-    original = samples.trace_sample
+    original = one_sample.trace_sample
 
     def watched(adapter: Adapter, prompt: pk.Prompt, run: Any, *more: Any) -> Any:
         found.append((prompt.sample_id, len(run.configs)))
         return original(adapter, prompt, run, *more)
 
-    monkeypatch.setattr(samples, "trace_sample", watched)
+    monkeypatch.setattr(one_sample, "trace_sample", watched)
     return found
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_was_killed_keeps_its_scores_and_grades_the_rest(
     model: Adapter, tmp_path: Path, measured: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, data = tmp_path / "t.h5", rows(tmp_path / "d.jsonl")
-    watched = samples.trace_sample
+    watched = one_sample.trace_sample
 
     def killed(adapter: Adapter, prompt: pk.Prompt, *more: Any) -> Any:
         if prompt.sample_id == "p2":
@@ -83,7 +83,7 @@ def test_a_run_that_was_killed_keeps_its_scores_and_grades_the_rest(
         return watched(adapter, prompt, *more)
 
     with monkeypatch.context() as patched, pytest.raises(InterruptedRunError, match="2 of 3 samples are kept"):
-        patched.setattr(samples, "trace_sample", killed)
+        patched.setattr(one_sample, "trace_sample", killed)
         scored(model, data, path=path)
     found = scored(model, data, path=path)
     assert measured == [("p0", 2), ("p1", 2), ("p2", 2)]

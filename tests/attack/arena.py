@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.lock import lock_path
+from perturbkv.storage.output import lock_path
+from perturbkv.storage.run.journal_part import Journal, journal_path
 from tests.attack.materials import Materials
 from tests.attack.running import Outcome, Running
 from tests.support.growing import told

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from perturbkv.storage.journal import SUFFIX, Journal
-from perturbkv.storage.lock import Lock
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.output import Lock
+from perturbkv.storage.run.journal_part import SUFFIX, Journal
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.attack import processes
 from tests.attack.arena import LONG_S, same
 from tests.attack.counted import IDS, SCORE, Counted

@@ -23,7 +23,7 @@ MEMORY = 8 * 2**30
 """Bytes that an attack may ask for: what goes on asking ends, and the machine does not."""
 MAIN = "perturbkv.cli.main"
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload([MAIN, "transformers", "perturbkv.pipeline.measure", __name__])
+_SERVER.set_forkserver_preload([MAIN, "transformers", "perturbkv.pipeline.sample.measure", __name__])
 
 
 @dataclass(frozen=True)

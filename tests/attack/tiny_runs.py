@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from perturbkv.errors import PerturbkvError
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.attack.running import Outcome, flaw_of_refusal
 
 MODEL, PROMPTS, OUTPUT = "model", "prompts.jsonl", "out.h5"

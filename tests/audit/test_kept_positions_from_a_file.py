@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.analyses.audit import AuditResult
+from perturbkv.analyses.audit.audit import AuditResult
 from perturbkv.auditing import positions_file
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import model

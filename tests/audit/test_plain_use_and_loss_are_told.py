@@ -10,8 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.auditing import loss
-from perturbkv.pipeline import foreign
+from perturbkv.auditing import foreign, loss
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
 from tests.support.models import token_ids

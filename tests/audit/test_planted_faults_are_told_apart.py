@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import perturbkv as pk
-from perturbkv.analyses.audit import AuditResult
+from perturbkv.analyses.audit.audit import AuditResult
 from perturbkv.models.adapter import Adapter
 from tests.audit import planted
 from tests.support.models import tiny_adapter, token_ids

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from perturbkv.benchmark import browsing, made_traces, pages, rows
+from perturbkv.benchmark import browsing, made_traces, report_pages, rows
 from perturbkv.cli.main import app
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 
 SMALL, LARGE = {"samples": 1, "layers": 1, "heads": 2}, {"samples": 2, "layers": 2, "heads": 2}
 FIRST = {"paint": [0.3, 0.1, 0.2], "ready": [0.9, 0.4, 0.5]}
@@ -24,14 +24,14 @@ CHANGES = {"budget": [0.01, 0.02], "sample": [0.3]}
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces that take no time to make, and a browser whose times are known."""
-    monkeypatch.setattr(pages, "_SMALL", SMALL)
-    monkeypatch.setattr(pages, "_LARGE", LARGE)
+    monkeypatch.setattr(report_pages, "_SMALL", SMALL)
+    monkeypatch.setattr(report_pages, "_LARGE", LARGE)
     monkeypatch.setattr(browsing, "first_times", lambda path, repeats: FIRST if path.exists() else {})
     monkeypatch.setattr(browsing, "changes", lambda path, repeats: CHANGES if path.exists() else {})
 
 
 def test_every_row_is_what_was_found(little: None) -> None:
-    report = pages.measure(pages.Settings(tokens=200), rows.REPORT)
+    report = report_pages.measure(report_pages.Settings(tokens=200), rows.REPORT)
     found = {row.target.name: row for row in report.rows}
     assert list(found) == [target.name for target in rows.REPORT]
     times = {name: found[f"report-{name}"].value for name in ("paint", "ready", "change", "change-most")}
@@ -48,8 +48,8 @@ def test_every_row_is_what_was_found(little: None) -> None:
 def test_without_a_browser_its_rows_say_so_and_nothing_failed(
     monkeypatch: pytest.MonkeyPatch, lacking: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pages, "_SMALL", SMALL)
-    monkeypatch.setattr(pages, "_LARGE", LARGE)
+    monkeypatch.setattr(report_pages, "_SMALL", SMALL)
+    monkeypatch.setattr(report_pages, "_LARGE", LARGE)
     monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "chromium" else f"/bin/{name}")
     monkeypatch.setattr(browsing, "find_spec", lambda name: None)
     ran = CliRunner().invoke(app, ["bench", "report", "--tokens", "200", "-o", str(tmp_path / "r.json"), "--json"])
@@ -78,7 +78,7 @@ def test_a_browser_that_fails_makes_the_command_fail(
 
 
 def test_only_what_is_asked_for_is_measured(little: None) -> None:
-    report = pages.measure(pages.Settings(tokens=200), rows.check_names(["report-small"], rows.REPORT))
+    report = report_pages.measure(report_pages.Settings(tokens=200), rows.check_names(["report-small"], rows.REPORT))
     assert [row.target.name for row in report.rows] == ["report-small"]
     with pytest.raises(UnknownNameError, match="report-small"):
         rows.check_names(["small"], rows.REPORT)
@@ -87,7 +87,7 @@ def test_only_what_is_asked_for_is_measured(little: None) -> None:
 @pytest.mark.parametrize("asked", [{"tokens": 99}, {"tokens": 100_001}, {"repeats": 0}])
 def test_what_cannot_be_measured_is_refused(asked: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must lie between"):
-        pages.Settings(**asked)
+        report_pages.Settings(**asked)
 
 
 def test_a_made_trace_is_one_that_could_have_been_measured(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from perturbkv.benchmark import rows, scale, sharded, spreading, stand_ins
-from perturbkv.benchmark.process import without_network
+from perturbkv.benchmark import many_samples, many_workers, rows, sharded, stand_ins
+from perturbkv.benchmark.subprocesses import without_network
 from perturbkv.cli.main import app
 from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.task import Do, Models
 from perturbkv.engines.worker import Reply
 from perturbkv.errors import ConfigError, PerturbkvError, WorkerError
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.crews import FakeCrew
 from tests.support.folders import model_folder
 
@@ -55,14 +55,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         seen.append((f"{name} {arguments.get('engine', '')}".strip(), before))
         return ANSWERS[name](**arguments)
 
-    monkeypatch.setattr(scale, "in_process", answer)
-    monkeypatch.setattr(scale, "find_spec", lambda name: name)
-    monkeypatch.setattr(scale, "without_network", lambda: ("alone",))
+    monkeypatch.setattr(many_samples, "in_process", answer)
+    monkeypatch.setattr(many_samples, "find_spec", lambda name: name)
+    monkeypatch.setattr(many_samples, "without_network", lambda: ("alone",))
     return seen
 
 
 def test_every_row_of_scale_is_what_its_processes_found(asked: list[tuple[str, Any]]) -> None:
-    report = scale.measure(scale.Settings(samples=20), rows.SCALE)
+    report = many_samples.measure(many_samples.Settings(samples=20), rows.SCALE)
     assert {row.target.name: row.value for row in report.rows} == {
         name: pytest.approx(value) for name, value in EXPECTED.items()
     }
@@ -74,7 +74,7 @@ def test_every_row_of_scale_is_what_its_processes_found(asked: list[tuple[str, A
 
 
 def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[str, Any]]) -> None:
-    report = scale.measure(scale.Settings(samples=20), rows.SCALE)
+    report = many_samples.measure(many_samples.Settings(samples=20), rows.SCALE)
     assert {name for name, before in asked if before} == {"speed_up ray", "coordinating ray"}
     told = {row.target.name for row in report.rows if row.details.get("network") == "loopback alone"}
     assert told == {"scale-ray", "coordination-ray"}
@@ -82,14 +82,14 @@ def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[
 
 @pytest.mark.parametrize("name", [one for one in EXPECTED if one != "two-workers"])
 def test_the_sample_that_sleepers_answer_with_is_there_before_them(asked: list[tuple[str, Any]], name: str) -> None:
-    scale.measure(scale.Settings(samples=20), rows.check_names([name], rows.SCALE))
+    many_samples.measure(many_samples.Settings(samples=20), rows.check_names([name], rows.SCALE))
     assert asked[0] == ("one_sample", ())
 
 
 @pytest.mark.usefixtures("asked")
 def test_without_ray_its_rows_say_so_and_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "find_spec", lambda name: None)
-    report = scale.measure(scale.Settings(samples=20), rows.SCALE)
+    monkeypatch.setattr(many_samples, "find_spec", lambda name: None)
+    report = many_samples.measure(many_samples.Settings(samples=20), rows.SCALE)
     without = {row.target.name: row.reason for row in report.rows if row.value is None}
     assert without == {"scale-ray": rows.NO_RAY, "coordination-ray": rows.NO_RAY}
     assert report.failed == []
@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model under `model`, and a sample of it as the sleepers answer with."""
     made = tmp_path_factory.mktemp("scale")
     model_folder(made / "model", positions=2048)
-    found = spreading.one_sample(str(made / "model"), str(made))
+    found = many_workers.one_sample(str(made / "model"), str(made))
     assert found["bytes"] > 1000
     return made
 
@@ -146,7 +146,7 @@ class _Here(FakeCrew):
     """A crew that does what it is asked in this process."""
 
     def begin(self, place: int, task: Any) -> None:
-        self.do_ = task.prepare(Models(spreading._CPU))
+        self.do_ = task.prepare(Models(many_workers._CPU))
         super().begin(place, task)
 
     def do(self, place: int, item: Any) -> None:
@@ -161,7 +161,7 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(engine: str, sizes: list[int]) -> Iterator[list[_Here]]:
         yield [_Here(count=size) for size in sizes]
 
-    monkeypatch.setattr(spreading, "crews", made)
+    monkeypatch.setattr(many_workers, "crews", made)
     monkeypatch.setattr(stand_ins, "getpid", itertools.count().__next__)
 
 
@@ -169,14 +169,14 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pause", [0.02, None])
 def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, pause: float | None) -> None:
     each, repeats = (2, 2) if pause else (1, 1)
-    found = spreading.speed_up("workers", 2, each, repeats, str(folder / "model"), str(folder), pause)
+    found = many_workers.speed_up("workers", 2, each, repeats, str(folder / "model"), str(folder), pause)
     assert len(found["one"]) == len(found["all"]) == repeats
     assert min(found["one"]) > (pause or 0) * each  # in one process nothing is done at once
     assert min(found["all"]) > (pause or 0) * each * 2
 
 
 def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) -> None:
-    found = spreading.coordinating("workers", 1, 3, str(folder / "model"), str(folder))
+    found = many_workers.coordinating("workers", 1, 3, str(folder / "model"), str(folder))
     assert set(found) == {"handing", "writing", "finishing", "ready", "peak"}
     assert 0 < found["handing"]["cpu"] <= found["handing"]["passed"] + 0.1
     assert found["writing"]["passed"] > 0
@@ -209,4 +209,4 @@ def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_samples_have_limits() -> None:
     with pytest.raises(ConfigError, match="--samples must"):
-        scale.Settings(samples=100_001)
+        many_samples.Settings(samples=100_001)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from perturbkv.benchmark import norms, rows, suite, work
 from perturbkv.benchmark.comparison import compare, other_settings
-from perturbkv.benchmark.process import in_process
+from perturbkv.benchmark.subprocesses import in_process
 from perturbkv.cli.console import SCHEMA
 from perturbkv.cli.main import app
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError

@@ -8,7 +8,7 @@ from typing import Any
 
 import perturbkv as pk
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.reporting.page import page
+from perturbkv.reporting.html import page
 from perturbkv.reporting.payload import payload
 from perturbkv.trace import Trace
 

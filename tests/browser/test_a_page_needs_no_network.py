@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from perturbkv.reporting.making import Report
-from perturbkv.reporting.page import page
+from perturbkv.reporting.html import page
+from perturbkv.reporting.report import Report
 from tests.browser.conftest import launched, watched
 from tests.support.payloads import reported
 

@@ -10,8 +10,8 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.heads import summarise
-from perturbkv.analyses.token_fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
+from perturbkv.analyses.heads.head_comparison import summarise
+from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
 from tests.browser.conftest import watched
 from tests.browser.reports import (
     BUDGETS,

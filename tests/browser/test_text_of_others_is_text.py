@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.reporting.page import page
+from perturbkv.reporting.html import page
 from tests.support.payloads import HOSTILE, everywhere, reported
 
 Open = Callable[..., Any]

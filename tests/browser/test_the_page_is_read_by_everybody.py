@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace, Trace
 from tests.browser.conftest import watched
 from tests.browser.reports import choose, html, measured, settle, text

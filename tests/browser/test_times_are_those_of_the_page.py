@@ -10,7 +10,7 @@ import pytest
 
 from perturbkv.benchmark import browsing
 from perturbkv.errors import PerturbkvError
-from perturbkv.reporting.page import page
+from perturbkv.reporting.html import page
 from tests.support.payloads import reported
 
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from perturbkv.schema import ANSWER_TEXT, TEXT
-from perturbkv.storage.trace_file import describe, read_trace
+from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import Trace
 
 Run = Callable[..., Any]

@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 from rich.cells import cell_len
 
-from perturbkv.analyses.objects import config_of
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.analyses.json_values import config_of
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
 from tests.support.changed import changing
 from tests.support.measured import MEASURED

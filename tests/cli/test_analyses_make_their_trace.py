@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.trace.trace_file import read_run
 from tests.support.asked import instead
 
 Run = Callable[..., Any]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from perturbkv.pipeline.plan import Plan
-from perturbkv.storage.trace_file import read_run
+from perturbkv.pipeline.run.plan import Plan
+from perturbkv.storage.trace.trace_file import read_run
 from tests.support.graded import graded
 
 Run = Callable[..., Any]

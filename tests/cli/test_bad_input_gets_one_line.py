@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.asked import instead, refused
 from tests.support.folders import model_folder
 
@@ -215,9 +215,9 @@ def test_nothing_is_left_behind(perturbkv: Run, tiny: list[object], tmp_path: Pa
 def test_nan_fails_the_sample_and_the_run_exits_1(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perturbkv.pipeline import samples
+    from perturbkv.pipeline.sample import one_sample
 
-    measure = samples.trace_sample
+    measure = one_sample.trace_sample
 
     def poisoned(adapter, prompt, *more):  # type: ignore[no-untyped-def]
         norm = adapter.model.model.layers[1].input_layernorm.weight
@@ -229,7 +229,7 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
         finally:
             norm.data.copy_(kept)
 
-    monkeypatch.setattr(samples, "trace_sample", poisoned)
+    monkeypatch.setattr(one_sample, "trace_sample", poisoned)
     ran = perturbkv("heads", *tiny, "-o", "out")
     assert ran.code == 1
     assert "failed: the hidden states of layer 1 hold NaN or Inf in sample 'p0'" in ran.err

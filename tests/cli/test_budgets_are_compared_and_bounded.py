@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.trace.trace_file import read_run
 from tests.analyses.test_safe_budgets_by_hand import levels
 from tests.analyses.test_savings_by_hand import falling
 from tests.support.asked import instead, refused

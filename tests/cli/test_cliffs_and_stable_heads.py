@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from perturbkv.cli.widest_window import widest_window
-from perturbkv.configs.budget import Budget
+from perturbkv.cli.commands.widest_window import widest_window
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.trace.trace_file import read_run
 from tests.support.models import token_ids
 
 Run = Callable[..., Any]

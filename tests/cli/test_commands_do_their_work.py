@@ -17,8 +17,8 @@ import pytest
 from perturbkv.benchmark import suite
 from perturbkv.cli import console
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.samples import trace as run_trace
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.pipeline.sample.one_sample import trace as run_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.asked import instead
 from tests.support.gguf_files import gguf_file
 

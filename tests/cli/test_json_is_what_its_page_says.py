@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from perturbkv.benchmark import pages, scale, suite
-from perturbkv.cli import head_scores
+from perturbkv.benchmark import many_samples, report_pages, suite
+from perturbkv.cli.commands import head_scores
 from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
 from perturbkv.selfcheck import kernel
-from perturbkv.storage import trace_file
+from perturbkv.storage.trace import trace_file
 from perturbkv.trace import Trace
 from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
@@ -151,8 +151,8 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
     monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
-    monkeypatch.setattr(scale, "in_process", lambda work, **asked: {"merging": {"seconds": 1.0, "peak": 2}})
-    monkeypatch.setattr(pages, "_SMALL", {"samples": 1, "layers": 1, "heads": 1})
+    monkeypatch.setattr(many_samples, "in_process", lambda work, **asked: {"merging": {"seconds": 1.0, "peak": 2}})
+    monkeypatch.setattr(report_pages, "_SMALL", {"samples": 1, "layers": 1, "heads": 1})
     monkeypatch.setattr(suite, "in_process", lambda work, **asked: {"extra": 2})
     monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import perturbkv as pk
-from perturbkv.configs.swap import SwapConfig, layers_told, parse_layers
+from perturbkv.configs.patching import SwapConfig, layers_told, parse_layers
 from perturbkv.errors import ConfigError
 from tests.support.folders import model_folder
 

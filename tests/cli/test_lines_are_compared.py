@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.trace.trace_file import read_run
 from tests.support.linked import answered, methods
 
 Run = Callable[..., Any]
@@ -86,7 +86,7 @@ def test_traces_of_several_data_sets_are_pooled(perturbkv: Run, made: Callable[.
 
 def test_a_failed_sample_of_any_trace_is_told(perturbkv: Run, made: Callable[..., Path]) -> None:
     made("qasper"), made("trec")
-    from perturbkv.storage.trace_file import read_trace
+    from perturbkv.storage.trace.trace_file import read_trace
 
     trace = read_trace(Path("trec.h5"))
     trace.failures["trec5"] = "planted"  # type: ignore[index]

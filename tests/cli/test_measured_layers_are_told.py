@@ -14,7 +14,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.errors import TraceError
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.artists import words
 from tests.support.changed import changing
 from tests.support.folders import model_folder

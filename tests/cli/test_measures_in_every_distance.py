@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.storage.trace_file import read_run, read_trace
+from perturbkv.storage.trace.trace_file import read_run, read_trace
 
 Run = Callable[..., Any]
 NAMES = [

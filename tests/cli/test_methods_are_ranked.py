@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.trace.trace_file import read_run
 
 Run = Callable[..., Any]
 

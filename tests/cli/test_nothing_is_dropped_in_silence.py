@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import typer
 
-from perturbkv.cli import effects
+from perturbkv.cli import option_effects
 from perturbkv.cli.main import app
+from perturbkv.cli.option_routing import options
 from perturbkv.cli.options import RunOptions
-from perturbkv.cli.spreading import options
 from perturbkv.selection.policies import registry
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.trace.trace_file import read_run
 from tests.support.asked import instead, refused
 from tests.support.measured import MEASURED
 
@@ -236,8 +236,8 @@ def test_a_question_that_only_adds_is_answered(perturbkv: Run, measured: Path) -
 
 def test_every_name_of_the_table_is_an_option() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(effects.NEEDS) <= set(options(RunOptions))
-    for command, names in effects.UNUSED.items():
+    assert set(option_effects.NEEDS) <= set(options(RunOptions))
+    for command, names in option_effects.UNUSED.items():
         assert set(names) <= {parameter.name for parameter in commands[command].params}
 
 
@@ -246,4 +246,4 @@ def test_an_option_whose_help_names_what_it_is_for_needs_that() -> None:
     for name, annotated in options(RunOptions).items():
         said = next(option.help for option in annotated.__metadata__).partition(":")[0]
         if said in known:
-            assert effects.NEEDS[name].words == known[said]
+            assert option_effects.NEEDS[name].words == known[said]

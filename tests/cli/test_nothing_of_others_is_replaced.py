@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from perturbkv.pipeline import samples
-from perturbkv.storage.lock import Lock, lock_path
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.pipeline.sample import one_sample
+from perturbkv.storage.output import Lock, lock_path
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
 
 Run = Callable[..., Any]
@@ -62,7 +62,7 @@ def test_a_figure_of_somebody_else_stays(perturbkv: Run, made: str, suffix: str)
 def test_a_figure_in_the_way_is_known_before_a_model_is_loaded(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perturbkv.pipeline.plan.load_weights", None)
+    monkeypatch.setattr("perturbkv.pipeline.run.plan.load_weights", None)
     Path("out").mkdir()
     Path("out/layers-samples.png").write_bytes(PRECIOUS)
     ran = perturbkv("layers", *tiny, "--per-sample", "-o", "out")
@@ -155,7 +155,7 @@ def test_other_outputs_have_one_writer_too(perturbkv: Run, model: Path, command:
 def test_a_command_that_waits_goes_on_from_what_the_other_left(
     perturbkv: Run, tiny: list[object], made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perturbkv.storage.lock._POLL_S", 0.01)
+    monkeypatch.setattr("perturbkv.storage.output._POLL_S", 0.01)
     other = Lock(Path(made))
     other.__enter__()
     polls = iter(range(5))
@@ -165,7 +165,7 @@ def test_a_command_that_waits_goes_on_from_what_the_other_left(
             other.__exit__(None, None, None)
         before(seconds)
 
-    monkeypatch.setattr("perturbkv.storage.lock.time.sleep", sleep)
+    monkeypatch.setattr("perturbkv.storage.output.time.sleep", sleep)
     ran = perturbkv("trace", *tiny, "-o", made, "--wait")
     assert ran.code == 0, ran.err
     assert "waiting for process" in ran.err
@@ -174,7 +174,7 @@ def test_a_command_that_waits_goes_on_from_what_the_other_left(
 
 
 def test_sigterm_ends_a_run_as_ctrl_c_does(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = samples.trace_sample
+    measure = one_sample.trace_sample
 
     def terminated(adapter: Any, prompt: Any, *more: Any) -> Any:
         if prompt.sample_id == "p1":
@@ -183,7 +183,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(perturbkv: Run, tiny: list[object], m
 
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(samples, "trace_sample", terminated)
+        patch.setattr(one_sample, "trace_sample", terminated)
         ran = perturbkv("trace", *tiny, "-o", "out")
     assert ran.code == 143
     assert "error: interrupted: 1 of 2 samples are kept beside out/trace.h5" in ran.err
@@ -197,7 +197,7 @@ def test_an_interrupted_command_that_keeps_nothing_says_so(
     def interrupt(*given: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("perturbkv.storage.trace_file.read_trace", interrupt)
+    monkeypatch.setattr("perturbkv.storage.trace.trace_file.read_trace", interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
     try:
         ran = perturbkv("heads", made, "--json")
@@ -208,7 +208,7 @@ def test_an_interrupted_command_that_keeps_nothing_says_so(
 
 
 def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    from perturbkv.pipeline import answering
+    from perturbkv.pipeline.answers import answering
 
     answer = answering.answer
 

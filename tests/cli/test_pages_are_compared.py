@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]

@@ -15,9 +15,9 @@ import pytest
 from rich.cells import cell_len
 from transformers import AutoTokenizer
 
-from perturbkv.cli.datasets import datasets
+from perturbkv.cli.commands.datasets import datasets
 from perturbkv.models.aliases import DEFAULT
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.trace.trace_file import read_run
 from tests.support.folders import model_folder
 
 Run = Callable[..., Any]
@@ -226,13 +226,13 @@ def test_generate_shows_and_grades_what_was_expected(perturbkv: Run, chatty: Pat
 def test_a_score_is_the_metrics_of_the_answers_text(
     perturbkv: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perturbkv.pipeline import generation
+    from perturbkv.pipeline.answers import generation
 
     def answers(adapter, prompt, configs, *more, **options):  # type: ignore[no-untyped-def]
         said = [adapter.tokenizer(text)["input_ids"] for text in ("the cat sat", "dog")]
         return generation.Answers(said[0], [said[1] for _ in configs], [0.5] * len(configs), [])
 
-    monkeypatch.setattr("perturbkv.pipeline.answering.answer", answers)
+    monkeypatch.setattr("perturbkv.pipeline.answers.answering.answer", answers)
     row = {"context": "Fish swim.", "input": "Who?", "answers": ["a cat"], "dataset": "hotpotqa"}
     path = rows(tmp_path / "d.jsonl", row)
     ran = perturbkv("generate", "--model", model, "--dataset", path, "-o", "out", "--json")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from perturbkv.cli import selfcheck
+from perturbkv.cli.commands import selfcheck
 from perturbkv.models import aliases
 from perturbkv.selfcheck import equality, kernel
 

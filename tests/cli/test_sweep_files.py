@@ -14,14 +14,15 @@ import pytest
 import typer
 import yaml
 
-from perturbkv.cli import sweep_keys, sweeping
+from perturbkv.cli import sweep_keys
+from perturbkv.cli.commands import sweeping
+from perturbkv.cli.commands.sweeping import resolve
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
-from perturbkv.cli.sweeping import resolve
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection import spread
 from perturbkv.selection.grid import configuration
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 
 Run = Callable[..., Any]
 BOTH = ["attention", "two-stage"]

@@ -8,22 +8,15 @@ from unittest import mock
 
 import numpy as np
 
-from perturbkv.analyses import (
-    ablation,
-    bound_tables,
-    bound_tightness,
-    budgets,
-    horizon,
-    last_layer,
-    layers,
-    layers_told,
-    needle,
-    numbers,
-    rank_agreement,
-)
-from perturbkv.analyses import head_comparisons as heads
+from perturbkv.analyses import text
+from perturbkv.analyses.ablation import ablation
+from perturbkv.analyses.bounds import bound_tables, bound_tightness, rank_agreement
+from perturbkv.analyses.heads import heads
+from perturbkv.analyses.horizon import horizon
+from perturbkv.analyses.layers import budget_curves, drift, last_layer, layers_told
+from perturbkv.analyses.needle import needle
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sign_flips import decide
+from perturbkv.analyses.stats.permutation import decide
 from perturbkv.cli import console
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -92,18 +85,18 @@ def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
 
 def test_intervals_of_medians_say_their_own_level() -> None:
     pair = (CONFIGS[0], CONFIGS[2])
-    told = layers_told.drift_notes(layers.summarise(made(samples=8), *pair))
+    told = layers_told.drift_notes(drift.summarise(made(samples=8), *pair))
     assert "95 % intervals over samples (medians: 93 %)" in told
-    assert "medians:" not in layers_told.drift_notes(layers.summarise(made(samples=4), *pair))
-    assert "medians:" not in numbers.about_intervals(8)
+    assert "medians:" not in layers_told.drift_notes(drift.summarise(made(samples=4), *pair))
+    assert "medians:" not in text.about_intervals(8)
 
 
 def test_every_caption_says_its_noise_floor() -> None:
     trace = made(samples=5, hidden_noise_floor=3e-4, noise_floor=2e-3, noise_floor_isolated=1e-3)
     trace.arrays["logit_kl_noise_floor"][:] = 7e-9  # type: ignore[index]
     pair = (CONFIGS[0], CONFIGS[2])
-    assert "Noise floor of KL: 7.0e-09 nat (median)." in budgets.summarise(trace, ["attention"]).notes()
-    told = layers_told.drift_notes(layers.summarise(trace, *pair))
+    assert "Noise floor of KL: 7.0e-09 nat (median)." in budget_curves.summarise(trace, ["attention"]).notes()
+    told = layers_told.drift_notes(drift.summarise(trace, *pair))
     assert "Noise floor: 3.0e-04 after the last layer (mean)." in told
     assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in told_by(ablation.ablation(trace))
     steps = horizon.horizon(growing(7), ["attention"])
@@ -115,7 +108,7 @@ def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are()
     trace.arrays["held_share"] = np.tile([0.2, 0.2, 0.25, 0.4, 0.4, 0.4], (5, 1))  # type: ignore[index]
     pair = (CONFIGS[0], CONFIGS[2])
     assert "0.20 → 0.25" in as_text(layers_told.sample_tables([last_layer.summarise(trace, *pair)]))
-    told = layers_told.drift_notes(layers.summarise(trace, *pair))
+    told = layers_told.drift_notes(drift.summarise(trace, *pair))
     assert "Layers + / = / −: that drift less, tied, more than the baseline; the means over samples" in told
     assert "without a test" in told
 
@@ -127,13 +120,13 @@ def test_the_ablation_has_intervals_everywhere_and_a_half_per_setting() -> None:
     for kind in (results[0].rows[0].compared.isolated, results[0].rows[0].compared.propagated):
         assert kind.median_ratio_interval is not None
         assert f"[{kind.median_ratio_interval.low:.2f}, {kind.median_ratio_interval.high:.2f}]" in told
-        assert numbers.percent(kind.better_share, kind.better_share_interval).partition("[")[2] in told
+        assert text.percent(kind.better_share, kind.better_share_interval).partition("[")[2] in told
 
 
 def test_few_heads_by_chance_are_told_with_a_decimal() -> None:
     some = decide(np.random.default_rng(0).normal(size=(6, 8)))
     assert 0 < some.chance_mean < 0.5
-    assert f"by chance in {some.chance_mean:.1f} " in numbers.about_flips(some)
+    assert f"by chance in {some.chance_mean:.1f} " in text.about_flips(some)
     many = decide(np.random.default_rng(0).normal(size=(8, 400)))
     assert many.chance_mean > 10
-    assert f"by chance in {many.chance_mean:.0f} " in numbers.about_flips(many)
+    assert f"by chance in {many.chance_mean:.0f} " in text.about_flips(many)

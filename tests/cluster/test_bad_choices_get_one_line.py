@@ -23,7 +23,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.engines import choosing, devices, joining, nodes, registered
 from perturbkv.engines.nodes import Node
 from perturbkv.errors import ConfigError, ModelError, NoMemoryError, PerturbkvError, UnknownNameError
-from perturbkv.pipeline.plan import Plan, Settings
+from perturbkv.pipeline.run.plan import Plan, Settings
 
 GIB = 2**30
 
@@ -145,7 +145,7 @@ def test_more_workers_than_gpus_are_refused(plan: Plan, monkeypatch: pytest.Monk
 
 
 def test_workers_that_do_not_fit_the_memory_together_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.room.free", lambda device: devices.needed_bytes(plan) * 3 // 2)
+    monkeypatch.setattr("perturbkv.memory.free", lambda device: devices.needed_bytes(plan) * 3 // 2)
     monkeypatch.setattr(devices, "cores", lambda: 8)
     assert len(devices.places(EngineConfig("workers", workers=1), plan)) == 1
     with pytest.raises(NoMemoryError, match="2 workers, each with model .* fewer --workers take less"):

@@ -23,8 +23,8 @@ from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.spread import Spread
 from perturbkv.engines.worker import Place
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.plan import Plan, Settings
-from perturbkv.pipeline.run import run_in_memory, run_to_file
+from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.running import run_in_memory, run_to_file
 from perturbkv.schema import KEPT, PREFILLS
 from tests.support.alike import assert_close_where_rounded, differing
 from tests.support.every_policy import head_scores, of_every_policy

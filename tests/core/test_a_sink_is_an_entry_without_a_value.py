@@ -8,7 +8,7 @@ import torch
 
 from perturbkv import theory
 from perturbkv.configs.resources import CHUNK_BYTES
-from perturbkv.scoring import registry
+from perturbkv.scoring import score_registry
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from tests.oracle import scores as naive
@@ -20,7 +20,7 @@ SINKS = torch.tensor([1.5, -2.0, 0.0, 4.0], dtype=torch.float64)
 
 
 def computed(name: str, seen: LayerView, chunk_bytes: int = CHUNK_BYTES) -> torch.Tensor:
-    score = registry.build(name)
+    score = score_registry.build(name)
     return layer_scores(seen, [score], chunk_bytes)[score]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from perturbkv.errors import ConfigError
-from perturbkv.reading import FileKind, parse_json
+from perturbkv.user_files import FileKind, parse_json
 
 KIND = FileKind("a list", ConfigError, most=2**20, hint="choose another")
 

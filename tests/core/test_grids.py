@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from perturbkv.cli.options import RunOptions
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BudgetError, ConfigError, PerturbkvError
 from perturbkv.selection.grid import FIELDS, ORDER, configuration, grid

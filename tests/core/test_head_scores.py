@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from perturbkv.datasets import needle
+from perturbkv.datasets.dataset_registry import DatasetOptions
 from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.registry import DatasetOptions
 from perturbkv.errors import ConfigError, DatasetError
 from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.pipeline import retrieval
-from perturbkv.pipeline.retrieval import Evidence
+from perturbkv.pipeline.answers import answer_heads
+from perturbkv.pipeline.answers.answer_heads import Evidence
 from perturbkv.scoring import head_scores as files
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder
@@ -54,7 +54,7 @@ def test_scores_equal_the_naive_loop_over_the_models_own_answer(family: str, hea
                 largest = sorted(range(len(weights)), key=lambda entry: -weights[entry])[: len(place)]
                 inside = sum(weights[entry] for entry in largest if entry in place)
                 expected[layer, head] += inside / (len(place) * steps)
-    found, text = retrieval.score_prompt(adapter, Evidence(prompt(), SENTENCE))
+    found, text = answer_heads.score_prompt(adapter, Evidence(prompt(), SENTENCE))
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-15)
     assert expected.any()
     assert text == adapter.tokenizer.decode(made)
@@ -63,14 +63,14 @@ def test_scores_equal_the_naive_loop_over_the_models_own_answer(family: str, hea
 def test_only_prompts_that_were_answered_right_count(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = exact_adapter("llama", 4, 2)
     asked = [Evidence(prompt(f"{word} It is 4711 here. So it is"), SENTENCE) for word in ("Well.", "No.", "So.")]
-    texts = [retrieval.score_prompt(adapter, one)[1] for one in asked]
-    alone = [retrieval.score_prompt(adapter, one)[0] for one in asked]
+    texts = [answer_heads.score_prompt(adapter, one)[1] for one in asked]
+    alone = [answer_heads.score_prompt(adapter, one)[0] for one in asked]
     with pytest.raises(DatasetError, match="one of 3 prompts at least, got none"):
-        retrieval.head_scores(adapter, asked)
+        answer_heads.head_scores(adapter, asked)
     verdicts = iter([True, False, True])
     seen: list[str] = []
-    monkeypatch.setattr(retrieval, "right", lambda text, answers: seen.append(text) or next(verdicts))
-    found = retrieval.head_scores(adapter, asked)
+    monkeypatch.setattr(answer_heads, "right", lambda text, answers: seen.append(text) or next(verdicts))
+    found = answer_heads.head_scores(adapter, asked)
     assert (found.right, seen) == (2, texts)
     np.testing.assert_allclose(found.scores.numpy(), (alone[0] + alone[2]).numpy() / 2, rtol=1e-12)
 
@@ -81,14 +81,14 @@ def test_only_prompts_that_were_answered_right_count(monkeypatch: pytest.MonkeyP
 )
 def test_an_answer_is_right_where_more_than_half_of_its_words_agree(text: str, verdict: bool) -> None:
     """F1 of one word among k is 2 / (k + 1): 1, 0.67, and 0.5 of three, which is not more than a half."""
-    assert retrieval.right(text, ("4711",)) is verdict
+    assert answer_heads.right(text, ("4711",)) is verdict
 
 
 def test_the_sentence_is_found_where_it_stands() -> None:
-    assert retrieval.locate(Evidence(prompt(), SENTENCE), ByteTokenizer()) == range(5, 22)
-    assert retrieval.locate(Evidence(prompt("(It is 4711 here.)"), SENTENCE), ByteTokenizer()) == range(1, 17)
+    assert answer_heads.locate(Evidence(prompt(), SENTENCE), ByteTokenizer()) == range(5, 22)
+    assert answer_heads.locate(Evidence(prompt("(It is 4711 here.)"), SENTENCE), ByteTokenizer()) == range(1, 17)
     with pytest.raises(DatasetError, match="to hold 'It is 4712 here.', got a prompt without"):
-        retrieval.locate(Evidence(prompt(), "It is 4712 here."), ByteTokenizer())
+        answer_heads.locate(Evidence(prompt(), "It is 4712 here."), ByteTokenizer())
 
 
 def test_a_distractor_says_the_same_of_another_city() -> None:

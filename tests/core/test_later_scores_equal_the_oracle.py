@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.prefill import Statistics, all_asked
+from perturbkv.pipeline.sample.prefill import Statistics, all_asked
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score

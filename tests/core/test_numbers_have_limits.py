@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from perturbkv.configs import numbers
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
 from perturbkv.configs.resources import parse_size
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.registry import DatasetOptions
+from perturbkv.datasets.dataset_registry import DatasetOptions
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.grid import grid
 from perturbkv.selection.policies import registry

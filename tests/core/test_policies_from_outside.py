@@ -9,15 +9,16 @@ from collections.abc import Callable
 import pytest
 
 from perturbkv.analyses import pairing
-from perturbkv.analyses.head_comparisons import compare_heads
+from perturbkv.analyses.heads.heads import compare_heads
+from perturbkv.auditing import foreign
 from perturbkv.configs.choice import Choice, halves, parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
-from perturbkv.pipeline import foreign
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.policies import presses, registry
+from perturbkv.selection.policies import kvpress as presses
+from perturbkv.selection.policies import registry
 from tests.support.traces import sample_trace, trace
 
 INNER = Choice("SnapKVPress", {"window_size": 32, "kernel_size": 5}, frozenset({"kernel_size"}))

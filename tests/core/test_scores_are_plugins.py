@@ -19,8 +19,8 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import NEEDS, LayerView
-from perturbkv.scoring.registry import SCORES
 from perturbkv.scoring.score import Score
+from perturbkv.scoring.score_registry import SCORES
 from perturbkv.scoring.scores.snapkv import SnapKV
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry

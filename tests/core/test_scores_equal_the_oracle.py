@@ -12,7 +12,7 @@ import torch
 
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError
-from perturbkv.scoring import registry
+from perturbkv.scoring import score_registry
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.rotation import Rotation
@@ -40,7 +40,7 @@ def turned(vector: np.ndarray, position: int) -> np.ndarray:
 
 def computed(name: str, seen: LayerView, chunk_bytes: int = CHUNK_BYTES) -> torch.Tensor:
     """Per query head."""
-    score = registry.build(name).unpooled()
+    score = score_registry.build(name).unpooled()
     found = layer_scores(seen, [score], chunk_bytes)[score]
     return found.repeat_interleave(seen.heads // len(found), dim=0)
 
@@ -90,7 +90,7 @@ def test_expected_attention_is_its_formula(options: dict[str, Any], heads: tuple
 
 def test_expected_attention_refuses_an_epsilon_without_effect() -> None:
     with pytest.raises(ConfigError, match="epsilon of expected-attention has no effect with use_vnorm=false"):
-        registry.build("expected-attention(epsilon=0.1, use_vnorm=false)")
+        score_registry.build("expected-attention(epsilon=0.1, use_vnorm=false)")
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6, 9])

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from perturbkv.datasets import jsonl
+from perturbkv.datasets.dataset_registry import DatasetOptions
 from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.prompts import load
-from perturbkv.datasets.registry import DatasetOptions
 from perturbkv.errors import DatasetError
 from tests.support.folders import model_folder
 

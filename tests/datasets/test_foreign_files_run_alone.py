@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perturbkv.datasets.foreign_code import NoEnd, run_file
+from perturbkv.datasets.external_code import NoEnd, run_file
 from perturbkv.datasets.ruler.words import Pairs
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.datasets import jsonl, longbench
+from perturbkv.datasets.dataset_registry import DatasetOptions
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.registry import DatasetOptions
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError
 from perturbkv.models.tokenization import ByteTokenizer

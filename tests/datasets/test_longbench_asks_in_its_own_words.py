@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from perturbkv.datasets import metrics, registry, wording
+from perturbkv.datasets import dataset_registry, metrics, wording
+from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, load
 from perturbkv.datasets.encode import encode
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, load
 from perturbkv.errors import ConfigError, DatasetError
 from perturbkv.models.tokenization import ByteTokenizer
 
@@ -85,7 +85,7 @@ def named(tmp_path: Path, name: str, *rows: dict[str, Any]) -> LoadedDataset:
 
 
 def test_there_are_21() -> None:
-    assert {info.name for info in registry.known() if registry.in_longbench(info.name)} == set(LENGTHS)
+    assert {info.name for info in dataset_registry.known() if dataset_registry.in_longbench(info.name)} == set(LENGTHS)
     assert sorted(name for names in METRICS.values() for name in names) == sorted(LENGTHS)
 
 

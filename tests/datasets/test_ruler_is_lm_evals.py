@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from perturbkv.datasets import metrics
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, load
+from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, load
 from tests.support import lm_eval_ruler, ruler_data
 
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")

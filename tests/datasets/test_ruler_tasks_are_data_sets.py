@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from perturbkv.datasets import metrics, registry, wording
+from perturbkv.datasets import dataset_registry, metrics, wording
+from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, load
 from perturbkv.datasets.encode import encode
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset, load
-from perturbkv.datasets.ruler import making, tasks
+from perturbkv.datasets.ruler import ruler_rows, tasks
 from perturbkv.errors import ConfigError, DatasetError
 from perturbkv.models.tokenization import ByteTokenizer
 from tests.support import lm_eval_ruler, ruler_data
@@ -46,15 +46,17 @@ def made(task: str, samples: int = 2, **options: Any) -> LoadedDataset:
 
 
 def test_there_are_13_of_which_6_need_no_data() -> None:
-    names = [info.name for info in registry.known() if registry.in_ruler(info.name)]
+    names = [info.name for info in dataset_registry.known() if dataset_registry.in_ruler(info.name)]
     assert sorted(names) == sorted(f"ruler:{name}" for name in LENGTHS)
-    offline = {name for name in names if not registry.takes(name, "data_dir")}
+    offline = {name for name in names if not dataset_registry.takes(name, "data_dir")}
     assert offline == {
         f"ruler:{name}" for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
     }
-    for info in registry.known():
-        assert registry.takes(info.name, "lengths") == (info.name == "needle" or registry.in_ruler(info.name))
-    assert not registry.takes("some.jsonl", "lengths")
+    for info in dataset_registry.known():
+        assert dataset_registry.takes(info.name, "lengths") == (
+            info.name == "needle" or dataset_registry.in_ruler(info.name)
+        )
+    assert not dataset_registry.takes("some.jsonl", "lengths")
 
 
 @pytest.mark.parametrize("task", LENGTHS)
@@ -174,7 +176,7 @@ def test_questions_whose_documents_are_too_long_are_passed_over(tmp_path: Path) 
 def test_missing_data_is_told_with_what_to_bring(
     task: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perturbkv.models.hub.unreachable", lambda: "no route to the hub")
+    monkeypatch.setattr("perturbkv.models.hub_part.unreachable", lambda: "no route to the hub")
     with pytest.raises(DatasetError, match=told) as error:
         made(task, data_dir=tmp_path)
     assert "\n" not in str(error.value)
@@ -192,7 +194,7 @@ def test_what_the_hub_holds_is_what_files_hold(tmp_path: Path, monkeypatch: pyte
         return str(tmp_path / ("essays.parquet" if file.endswith("parquet") else "hotpotqa.json"))
 
     monkeypatch.setattr("perturbkv.datasets.ruler.data.hub_file", given)
-    monkeypatch.setattr(making, "sentences", lambda text: re.split(r"(?<=\.) ", text))
+    monkeypatch.setattr(ruler_rows, "sentences", lambda text: re.split(r"(?<=\.) ", text))
     for task in ("niah_multivalue", "qa_hotpot"):
         fetched, local = made(task, data_dir=tmp_path / "none"), made(task, data_dir=tmp_path)
         assert fetched.samples == local.samples
@@ -231,7 +233,7 @@ def test_without_nltks_own_data_its_command_is_told(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("package", ["lm_eval", "wonderwords"])
 def test_a_package_that_is_missing_is_told_with_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    making._words.cache_clear()
+    ruler_rows._words.cache_clear()
     with pytest.raises(DatasetError, match=f"not installed; {INSTALL}"):
         made("cwe")
 
@@ -284,7 +286,7 @@ def test_a_short_length_is_refused_for_what_it_is() -> None:
 def test_a_longer_prompt_than_the_model_takes_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     from perturbkv.datasets import prompts
 
-    monkeypatch.setattr(registry, "load", lambda *args: pytest.fail("made it"))
+    monkeypatch.setattr(dataset_registry, "load", lambda *args: pytest.fail("made it"))
     with pytest.raises(
         DatasetError, match="a ruler:vt prompt of 9,000 tokens is longer than the model's 8192 positions"
     ):

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perturbkv.datasets import registry, scoring
+from perturbkv.datasets import dataset_registry, scoring
+from perturbkv.datasets.dataset_registry import DatasetInfo, DatasetOptions, load
 from perturbkv.datasets.encode import Prompt, check_length, cut_middle, encode
 from perturbkv.datasets.prose import sentences
-from perturbkv.datasets.registry import DatasetInfo, DatasetOptions, load
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
 
@@ -37,7 +37,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def loaded(name: str | Path, samples: int = 1, **options: Any) -> registry.LoadedDataset:
+def loaded(name: str | Path, samples: int = 1, **options: Any) -> dataset_registry.LoadedDataset:
     return load(str(name), DatasetOptions(samples, **options), Words())
 
 
@@ -112,7 +112,7 @@ def test_a_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypa
 
 
 def test_without_a_hub_the_file_and_both_ways_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("perturbkv.models.hub.unreachable", lambda: "no route to the hub")
+    monkeypatch.setattr("perturbkv.models.hub_part.unreachable", lambda: "no route to the hub")
     with pytest.raises(DatasetError) as told:
         loaded("qasper", data_dir=tmp_path)
     for wanted in ("qasper.jsonl", "zai-org/LongBench/data.zip", "--data-dir", "HF_HOME", "no route"):
@@ -197,7 +197,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
 
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError, match="registered already"):
-        registry.register(DatasetInfo("needle", "", "", "", ""))
+        dataset_registry.register(DatasetInfo("needle", "", "", "", ""))
 
 
 @pytest.mark.parametrize(

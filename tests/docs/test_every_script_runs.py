@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.folders import model_folder
-from tests.support.scripts import DOCS, perturbkv, script
+from tests.support.scripts import DOCS, SCRIPTS, perturbkv, script
 
 BY_OTHERS = {
     "coverage.py",
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path, longbench: Pat
 
 def test_every_script_has_a_test_here() -> None:
     tested = Path(__file__).read_text()
-    names = {path.name for path in DOCS.glob("*.py")} - BY_OTHERS
+    names = {path.name for path in SCRIPTS.glob("*.py")} - BY_OTHERS
     assert {name for name in names if f'script("{name.removesuffix(".py")}"' not in tested} == set()
 
 

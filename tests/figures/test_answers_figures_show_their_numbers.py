@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perturbkv.analyses.divergence import divergence
-from perturbkv.analyses.judged import judged
-from perturbkv.analyses.preferred import preferred
+from perturbkv.analyses.quality.divergence import divergence
+from perturbkv.analyses.quality.judge import judged
+from perturbkv.analyses.quality.preferred import preferred
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.judging.judgements import Judge, Judgement
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.answers_file import WrittenAnswers
+from perturbkv.storage.judgements import Judge, Judgement
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.support.answers import CONFIGS, row, written
 from tests.support.artists import artist, artists, overlapping, render, words

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 import perturbkv as pk
-from perturbkv.analyses.safe_budget import SafeBudgets
-from perturbkv.analyses.savings import PairSavings
+from perturbkv.analyses.budget.safe_budget import SafeBudgets
+from perturbkv.analyses.budget.savings import PairSavings
 from tests.analyses.test_safe_budgets_by_hand import levels
 from tests.analyses.test_savings_by_hand import measured
 from tests.support.artists import artist, artists, overlapping, render, words

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.depths import GRID
-from perturbkv.analyses.stability import Stability
+from perturbkv.analyses.questions.stability.depths import GRID
+from perturbkv.analyses.questions.stability.stability import Stability
 from tests.analyses.test_cliffs_by_hand import made as swept
 from tests.analyses.test_stability_by_hand import made
 from tests.support.artists import artist, artists, overlapping, render, words

@@ -10,21 +10,24 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses import assumption, bound_tightness, budgets, ingredients, last_layer, layers
-from perturbkv.analyses.ablation import Ablation, ablation
+from perturbkv.analyses.ablation import ingredients
+from perturbkv.analyses.ablation.ablation import Ablation, ablation
+from perturbkv.analyses.bounds import assumption, bound_tightness
+from perturbkv.analyses.bounds.ratios import LEVELS, MASS_EDGES, RATIOS
+from perturbkv.analyses.bounds.sigma import READINGS
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.layer_drifts import DriftSeries
+from perturbkv.analyses.layers import budget_curves, last_layer
+from perturbkv.analyses.layers import drift as layers
+from perturbkv.analyses.layers.layers import DriftSeries
+from perturbkv.analyses.layers.sample_drifts import SampleSeries
 from perturbkv.analyses.pairing import series
-from perturbkv.analyses.sample_drifts import SampleSeries
-from perturbkv.analyses.sigma import READINGS
-from perturbkv.analyses.tightness import LEVELS, MASS_EDGES, RATIOS
 from perturbkv.figures import ablation as ablation_figure
 from perturbkv.figures import assumption as assumption_figure
-from perturbkv.figures import bound_tightness as bounds_figure
+from perturbkv.figures import bounds as bounds_figure
 from perturbkv.figures import budgets as budgets_figure
 from perturbkv.figures import last_layer as samples_figure
 from perturbkv.figures import layers as layers_figure
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.support import measured
 from tests.support.artists import artist, artists, render, words
 
@@ -233,7 +236,7 @@ def test_samples_are_pairs_of_drifts_on_one_scale_and_ties_are_crosses(width: in
 
 @pytest.mark.parametrize("shares", [(0.0296, 1.2), (0.05, 0.11), (0.3, 0.3), (0.028, 0.51)])
 def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None:
-    result = budgets.summarise(TRACE, ["attention"])
+    result = budget_curves.summarise(TRACE, ["attention"])
     curve = result[0]
     held = np.linspace(*shares, len(curve.budgets))
     figure = budgets_figure.draw(replace(result, members=(replace(curve, held=held),)), 174)
@@ -249,7 +252,7 @@ def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None
 
 @WIDTHS
 def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
-    result = budgets.summarise(TRACE, ["attention", "random"])
+    result = budget_curves.summarise(TRACE, ["attention", "random"])
     figure = budgets_figure.draw(result, width)
     known = not any(np.isnan(curve.held).any() for curve in result)
     for panel, quantity in enumerate(("drift", "kl", "top1")):
@@ -321,7 +324,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
         ["sample, by attention", "last layer's drift (L1)"],
     ),
     "budgets": (
-        lambda: budgets_figure.draw(budgets.summarise(TRACE, ["attention", "two-stage"])),
+        lambda: budgets_figure.draw(budget_curves.summarise(TRACE, ["attention", "two-stage"])),
         ["(%)", "medians over samples", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
     ),
     "ablation": (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perturbkv.analyses.bound_tightness import BoundTightness, bound_tightness
-from perturbkv.analyses.head_comparisons import HeadComparisons, compare_heads
+from perturbkv.analyses.bounds.bound_tightness import BoundTightness, bound_tightness
+from perturbkv.analyses.heads.heads import HeadComparisons, compare_heads
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace

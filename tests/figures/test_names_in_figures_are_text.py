@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.analyses.head_comparisons import compare_heads
-from perturbkv.analyses.tokens import tokens
+from perturbkv.analyses.heads.heads import compare_heads
+from perturbkv.analyses.tokens.tokens import tokens
 from perturbkv.cli.saving import save_figure
 from perturbkv.figures import style
 from perturbkv.figures.symbols import symbols, typeset

@@ -7,10 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from perturbkv.analyses import horizon, needle
-from perturbkv.analyses.growth import KINDS
-from perturbkv.analyses.intervals import Interval
-from perturbkv.configs.budget import Budget
+from perturbkv.analyses.horizon import horizon
+from perturbkv.analyses.horizon.growth import KINDS
+from perturbkv.analyses.needle import needle
+from perturbkv.analyses.stats.intervals import Interval
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import horizon as horizon_figure
 from perturbkv.figures import needle as needle_figure
 from perturbkv.figures import needle_depths as depths_figure

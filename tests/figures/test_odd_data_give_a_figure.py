@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses import assumption, bound_tightness, budgets, ingredients, last_layer, layers
-from perturbkv.analyses.ablation import Ablation
+from perturbkv.analyses.ablation import ingredients
+from perturbkv.analyses.ablation.ablation import Ablation
+from perturbkv.analyses.bounds import assumption, bound_tightness
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.layer_drifts import DriftSeries
+from perturbkv.analyses.layers import budget_curves, drift, last_layer
+from perturbkv.analyses.layers.layers import DriftSeries
+from perturbkv.analyses.layers.sample_drifts import SampleSeries
 from perturbkv.analyses.pairing import series
-from perturbkv.analyses.sample_drifts import SampleSeries
 from perturbkv.figures import ablation as ablation_figure
 from perturbkv.figures import assumption as assumption_figure
-from perturbkv.figures import bound_tightness as bounds_figure
+from perturbkv.figures import bounds as bounds_figure
 from perturbkv.figures import budgets as budgets_figure
 from perturbkv.figures import last_layer as samples_figure
 from perturbkv.figures import layers as layers_figure
@@ -67,9 +69,9 @@ def figures(trace: Trace, width: int) -> Iterator[Figure]:
     yield bounds_figure.draw(bounds, width)
     yield bounds_figure.draw_heads(bounds, width)
     yield assumption_figure.draw(assumption.assumption(trace), width)
-    yield layers_figure.draw(DriftSeries(tuple(layers.summarise(trace, *pair) for pair in pairs), shown), width)
+    yield layers_figure.draw(DriftSeries(tuple(drift.summarise(trace, *pair) for pair in pairs), shown), width)
     yield samples_figure.draw(SampleSeries(tuple(last_layer.summarise(trace, *pair) for pair in pairs), shown), width)
-    yield budgets_figure.draw(budgets.summarise(trace, list(NAMES)), width)
+    yield budgets_figure.draw(budget_curves.summarise(trace, list(NAMES)), width)
     yield ablation_figure.draw(Ablation(ingredients.settings(trace), 0, shown, ()), width)
 
 

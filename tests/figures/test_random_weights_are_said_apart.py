@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.divergence import divergence
-from perturbkv.analyses.judged import judged
-from perturbkv.analyses.preferred import preferred
-from perturbkv.judging.judgements import Judge, Judgement
+from perturbkv.analyses.quality.divergence import divergence
+from perturbkv.analyses.quality.judge import judged
+from perturbkv.analyses.quality.preferred import preferred
+from perturbkv.storage.judgements import Judge, Judgement
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.figures.test_figures_show_their_numbers import DRAWN
 from tests.figures.test_the_quality_figure_shows_its_numbers import made

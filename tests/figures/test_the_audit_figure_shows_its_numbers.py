@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.audit import AuditResult
+from perturbkv.analyses.audit.audit import AuditResult
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 

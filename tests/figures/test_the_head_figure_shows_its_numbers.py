@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.head_comparisons import HeadComparisons
-from perturbkv.analyses.heads import HeadComparison, summarise
+from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
+from perturbkv.analyses.heads.heads import HeadComparisons
 from perturbkv.analyses.identity import identity
 from perturbkv.figures import style
 from perturbkv.figures.head_panels import draw as draw_pairs

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.quality import Quality, quality
+from perturbkv.analyses.quality.quality import Quality, quality
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures.quality import panels
 from tests.support.artists import overlapping, render, words

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses import shapley
-from perturbkv.analyses.greedy import Path
-from perturbkv.analyses.swap import Swap, conclude
-from perturbkv.configs.swap import Coalition, SwapConfig
+from perturbkv.analyses.questions.patching.patching import Swap, conclude
+from perturbkv.analyses.stats import coalition as shapley
+from perturbkv.analyses.stats.greedy import Path
+from perturbkv.configs.patching import Coalition, SwapConfig
 from tests.analyses.test_swap_by_hand import game_of, store_of
 from tests.support.artists import artist, artists, overlapping, render, words
 

@@ -22,12 +22,13 @@ from matplotlib.text import Text
 
 from perturbkv.analyses import naming
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.cli import answers, console, study
+from perturbkv.cli import console, session
+from perturbkv.cli.commands import answers
 from perturbkv.cli.main import main
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import style
 from perturbkv.selection.grid import configuration
-from perturbkv.storage import trace_file
+from perturbkv.storage.trace import trace_file
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace
 
@@ -172,7 +173,7 @@ def told(command: str, folder: Path) -> str:
     )
     made_trace = asked_of(command)
     finished = mock.patch.object(trace_file, "read_trace", lambda path: made_trace)
-    with screens, argv, finished, mock.patch.object(study, "save_figure", drawn), contextlib.suppress(SystemExit):
+    with screens, argv, finished, mock.patch.object(session, "save_figure", drawn), contextlib.suppress(SystemExit):
         main()
     numbers = json.loads((folder / "summary.json").read_text())["analyses"]
     return f"{out.getvalue()}\n{json.dumps(numbers, indent=0, ensure_ascii=False)}".replace(str(folder), "FOLDER")

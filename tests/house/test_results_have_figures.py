@@ -21,7 +21,7 @@ def subclasses(one: type) -> Iterator[type]:
 
 def named() -> set[str]:
     """What needs an entry: each result that analyses define, and its further figures; several are drawn singly."""
-    for module in pkgutil.iter_modules(perturbkv.analyses.__path__, "perturbkv.analyses."):
+    for module in pkgutil.walk_packages(perturbkv.analyses.__path__, "perturbkv.analyses."):
         importlib.import_module(module.name)
     found = set()
     for result in subclasses(Result):

@@ -18,8 +18,8 @@ PARTS = {
     "cli": "perturbkv.cli",
 }
 FLOORS = (
-    ("errors", "theory", "devices", "visible", "passages", "display", "reading"),
-    ("configs", "room", "kept_code"),
+    ("errors", "theory", "devices", "escaping", "display", "user_files"),
+    ("configs", "memory", "kept_codec"),
     ("optimum",),
     ("schema", "models", "scoring"),
     ("trace", "audit_trace"),
@@ -27,33 +27,31 @@ FLOORS = (
     ("cache",),
     ("pipeline",),
     ("engines", "reporting"),
-    ("auditing", "benchmark", "selfcheck", "judging"),
+    ("auditing", "benchmark", "selfcheck"),
     ("api",),
     ("cli",),
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
-    "errors", "visible", "passages", "display", "reading", "configs", "kept_code", "optimum", "schema", "trace",
-    "audit_trace", "storage", "judging", "analyses", "figures", "reporting",
+    "errors", "escaping", "display", "user_files", "configs", "kept_codec", "optimum", "schema", "trace", "audit_trace",
+    "storage", "analyses", "figures", "reporting",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {
     "perturbkv.api.answering": {"analyses"},
     "perturbkv.api.auditing": {"analyses"},
-    "perturbkv.api.judging": {"analyses"},
-    "perturbkv.api.searching": {"analyses"},
-    "perturbkv.api.swapping": {"analyses"},
+    "perturbkv.api.questions": {"analyses"},
 }
 """What a module imports late, against the arrows: what was measured is concluded."""
 BY_NAME = {
     "perturbkv": "public names",
     "perturbkv.analyses.result": "the figure of a result",
     "perturbkv.configs.catalogue": "modules of policies and scores",
-    "perturbkv.datasets.foreign_code": "what a file of another package imports",
-    "perturbkv.datasets.registry": "modules of data sets",
+    "perturbkv.datasets.external_code": "what a file of another package imports",
+    "perturbkv.datasets.dataset_registry": "modules of data sets",
     "perturbkv.engines.registered": "what a user registered, in another process",
     "perturbkv.figures": "modules of figures",
-    "perturbkv.selection.policies.presses": "kvpress, where it is installed",
+    "perturbkv.selection.policies.kvpress": "kvpress, where it is installed",
     "perturbkv.selection.policies.registry": "modules of policies",
     "perturbkv.trace": "what writes and converts traces",
 }
@@ -88,7 +86,7 @@ def imports(source: str, everywhere: bool = True) -> set[str]:
 
 
 def part(module: str) -> str:
-    """perturbkv.analyses.heads -> analyses; perturbkv.theory -> theory."""
+    """perturbkv.analyses.heads.head_comparison -> analyses; perturbkv.theory -> theory."""
     return module.split(".")[1] if module.count(".") else ""
 
 
@@ -127,11 +125,11 @@ def test_arrows_go_one_way(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "part_named"),
     [
-        ("perturbkv.configs.run", "from perturbkv.storage.trace_file import read_trace", "storage"),
-        ("perturbkv.pipeline.samples", "from perturbkv.analyses import heads", "analyses"),
-        ("perturbkv.analyses.heads", "import perturbkv.figures.heads", "figures"),
+        ("perturbkv.configs.run", "from perturbkv.storage.trace.trace_file import read_trace", "storage"),
+        ("perturbkv.pipeline.sample.one_sample", "from perturbkv.analyses import heads", "analyses"),
+        ("perturbkv.analyses.heads.head_comparison", "import perturbkv.figures.heads", "figures"),
         ("perturbkv.theory", "def f():\n    from perturbkv.cache import gather", "cache"),
-        ("perturbkv.storage.trace_file", "from perturbkv import cli", "cli"),
+        ("perturbkv.storage.trace.trace_file", "from perturbkv import cli", "cli"),
         ("perturbkv.trace", "from perturbkv.storage import views", "storage"),
     ],
 )
@@ -162,10 +160,18 @@ def test_no_modules_import_each_other() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "other"),
     [
-        ("pipeline.capture", "def f():\n    from perturbkv.pipeline import decoding", "pipeline.decoding"),
-        ("analyses.needle", "def f():\n    from perturbkv.figures.needle import draw", "figures.needle"),
-        ("trace", "def f():\n    from perturbkv.storage import views", "storage.views"),
-        ("analyses.swap", "if TYPE_CHECKING:\n    import perturbkv.figures.swap", "figures.swap"),
+        (
+            "pipeline.sample.capture",
+            "def f():\n    from perturbkv.pipeline.sample import decoding",
+            "pipeline.sample.decoding",
+        ),
+        ("analyses.needle.needle", "def f():\n    from perturbkv.figures import needle", "figures.needle"),
+        ("trace", "def f():\n    from perturbkv.storage.trace import export", "storage.trace.export"),
+        (
+            "analyses.questions.patching.patching",
+            "if TYPE_CHECKING:\n    import perturbkv.figures.patching",
+            "figures.patching",
+        ),
     ],
 )
 def test_a_planted_circle_is_found(module: str, line: str, other: str) -> None:
@@ -194,8 +200,8 @@ def test_only_these_import_by_name() -> None:
     ],
 )
 def test_a_planted_import_by_name_is_found(line: str) -> None:
-    assert not imports_by_name(modules()["perturbkv.analyses.heads"])
-    assert imports_by_name(modules()["perturbkv.analyses.heads"] + "\n" + line)
+    assert not imports_by_name(modules()["perturbkv.analyses.heads.head_comparison"])
+    assert imports_by_name(modules()["perturbkv.analyses.heads.head_comparison"] + "\n" + line)
 
 
 def uses_torch(source: str) -> bool:
@@ -210,7 +216,7 @@ def test_the_numpy_side_knows_no_torch(module: str) -> None:
 
 def test_only_the_store_imports_h5py() -> None:
     found = [name for name, source in modules().items() if "h5py" in imports(source)]
-    assert found == ["perturbkv.storage.hdf5", "perturbkv.storage.trace_writing"]
+    assert found == ["perturbkv.storage.trace.hdf5", "perturbkv.storage.trace.trace_writing"]
 
 
 def imports_triton(source: str) -> bool:
@@ -238,7 +244,7 @@ def test_kernels_are_imported_only_when_used() -> None:
 def test_only_capture_registers_hooks() -> None:
     words = ("register_forward", "ALL_ATTENTION_FUNCTIONS")
     found = [name for name, source in modules().items() if any(word in source for word in words)]
-    assert found == ["perturbkv.pipeline.capture"]
+    assert found == ["perturbkv.pipeline.sample.capture"]
 
 
 def torch_is_loaded_after(code: str) -> bool:
@@ -251,9 +257,9 @@ def torch_is_loaded_after(code: str) -> bool:
     "code",
     [
         "import perturbkv",
-        "import perturbkv.storage.trace_file, perturbkv.storage.writer",
+        "import perturbkv.storage.trace.trace_file, perturbkv.storage.run.writer",
         "\n".join(f"import {name}" for name in modules() if part(name) in ("analyses", "figures", "export")),
-        "import perturbkv.datasets.registry, perturbkv.selection.policies.registry, perturbkv.selection.grid",
+        "import perturbkv.datasets.dataset_registry, perturbkv.selection.policies.registry, perturbkv.selection.grid",
         "from perturbkv.cli.main import app\nfrom typer.testing import CliRunner\n"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
         "assert CliRunner().invoke(app, ['heads', '--help']).exit_code == 0",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.storage.trace_file import describe
+from perturbkv.storage.trace.trace_file import describe
 from tests.support.folders import model_folder
 from tests.support.hub import Hub, Trouble, serving
 

@@ -20,9 +20,9 @@ from transformers import DynamicCache
 from perturbkv.errors import ConfigError, PerturbkvError, UnreadableError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline import presses as running
+from perturbkv.pipeline.variants import presses as running
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.policies import presses
+from perturbkv.selection.policies import kvpress as presses
 from tests.support.folders import model_folder
 from tests.support.models import tiny_adapter, token_ids
 

@@ -32,7 +32,7 @@ from perturbkv.datasets.prose import sentences
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.pipeline.prefill import prefill
+from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import ranking_groups
 from tests.support.models import tiny_model, token_ids

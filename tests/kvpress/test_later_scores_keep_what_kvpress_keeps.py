@@ -19,7 +19,7 @@ from perturbkv.datasets.prose import sentences
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.pipeline.prefill import asked, prefill
+from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.selection.grid import configuration
 from tests.kvpress.test_kept_sets_equal_kvpress import keys, press_keeps, tiny, we_keep
 from tests.support.models import tiny_model, token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.audit import AuditResult
+from perturbkv.analyses.audit.audit import AuditResult
 from tests.support.models import tiny_adapter, token_ids
 
 TOKENS, KEPT = 80, 24

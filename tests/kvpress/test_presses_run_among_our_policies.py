@@ -20,11 +20,11 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.policies import presses
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.selection.policies import kvpress
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.kvpress.test_kept_sets_equal_kvpress import SYSTEMS, tiny
 from tests.support.models import token_ids
 
@@ -76,7 +76,7 @@ def test_what_is_measured_is_what_the_presses_users_decode(name: str) -> None:
     adapter = tiny(6, 2)
     trace = measured(adapter, (configuration(B, policy=f"kvpress:{PRESSES[name]}"),), save=("outputs",))
     cache, seen = DynamicCache(), []
-    press = presses.build(trace.run.configs[0].policy)
+    press = kvpress.build(trace.run.configs[0].policy)
     press.compression_ratio = 1 - B / TOKENS
     with torch.no_grad():
         with press(adapter.model):
@@ -105,7 +105,7 @@ import sys
 import numpy as np
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from tests.support.models import tiny_adapter, token_ids
 adapter, prompt = tiny_adapter(), Prompt("s", token_ids(90, seed=1), 0, question_tokens=5)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from perturbkv.errors import ModelError
 from perturbkv.models import sources, stored_weights
 from perturbkv.models.aliases import ALIASES, DEFAULT
-from perturbkv.models.gguf_header import read_header
+from perturbkv.models.gguf import read_header
 from perturbkv.models.loading import load_model, open_model
 from perturbkv.models.sources import Source, embedded_gguf, resolve
 from tests.support.folders import model_folder
@@ -160,7 +160,7 @@ def test_a_trace_and_its_figures_say_the_storage_type_of_quantised_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised_and_plain: Callable[[], tuple[Path, Path]]
 ) -> None:
     from perturbkv.analyses.identity import identity
-    from perturbkv.storage.trace_file import describe, read_trace
+    from perturbkv.storage.trace.trace_file import describe, read_trace
 
     quantised, plain = quantised_and_plain()
     attrs = describe(quantised).attrs

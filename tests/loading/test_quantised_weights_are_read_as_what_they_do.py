@@ -16,9 +16,9 @@ import perturbkv as pk
 from perturbkv.errors import ModelError
 from perturbkv.models import projection, quantisers, stored_weights
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.given import fingerprint
 from perturbkv.models.loading import open_model
 from perturbkv.models.sources import Source
+from perturbkv.models.user_model import fingerprint
 from perturbkv.models.wholeness import check_finite
 from perturbkv.trace import Trace
 from tests.support import quantised

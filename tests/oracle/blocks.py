@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from tests.oracle import policies
 
 

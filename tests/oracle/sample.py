@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from tests.oracle import correction, lines, pages, policies, quantisation, selection, theory

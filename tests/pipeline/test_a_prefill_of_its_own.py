@@ -11,22 +11,22 @@ import torch
 
 from perturbkv.configs import lines as asked_of
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.patching import check_sides
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.configs.run import RunConfig
-from perturbkv.configs.swap import check_sides
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.pipeline import own_prefill as owned
-from perturbkv.pipeline import searching
-from perturbkv.pipeline.finite import FiniteCheck
-from perturbkv.pipeline.generation import check_asked
-from perturbkv.pipeline.own_prefill import own_prefill
-from perturbkv.pipeline.prefill import prefill
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.generation import check_asked
+from perturbkv.pipeline.run import searching
+from perturbkv.pipeline.sample.finite import FiniteCheck
+from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.sample.prefill import prefill
+from perturbkv.pipeline.variants import sparse_prefill as owned
+from perturbkv.pipeline.variants.sparse_prefill import own_prefill
 from perturbkv.selection import compatibility, grid
-from perturbkv.selection import lines as chosen_lines
+from perturbkv.selection import sparse_lines as chosen_lines
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.lines import Lines
+from perturbkv.selection.sparse_lines import Lines
 from tests.oracle.sample import QUESTION, Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
 

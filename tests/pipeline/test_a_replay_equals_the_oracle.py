@@ -16,12 +16,12 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError, PluginError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.pipeline import prefill as reading
-from perturbkv.pipeline.evicting import read_evicting
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.prefill import asked, prefill
-from perturbkv.pipeline.replay import passes
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.evicting import read_evicting
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample import prefill as reading
+from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.sample.prefill import asked, prefill
+from perturbkv.pipeline.sample.replay import passes
 from perturbkv.schema import VARIABLES
 from perturbkv.scoring import replay_view
 from perturbkv.scoring.compute import replayed

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, BudgetError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.samples import trace, trace_sample
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample.one_sample import trace, trace_sample
 from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perturbkv.cache import gather
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Shape, parse_size, plan_batches
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline import layer, samples
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample import layer, one_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.timing import timed
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
@@ -106,7 +106,7 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(
     prompt = replace(PROMPT, answers=("a b",), question_tokens=7)
     whole = trace_sample(adapter, prompt, run(configs, steps=2, generate=8, scenario=scenario)).arrays
     held: list[int] = []
-    original = samples.decode_evicted
+    original = one_sample.decode_evicted
 
     def watched(adapter: Any, cache: Any, *more: Any) -> Any:
         borrowed = sum(layer.borrowed_nbytes for layer in cache.layers)
@@ -116,7 +116,7 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(
         return original(adapter, cache, *more)
 
     rows: set[int] = set()
-    monkeypatch.setattr(samples, "decode_evicted", watched)
+    monkeypatch.setattr(one_sample, "decode_evicted", watched)
     resources = Resources(max_bytes=kibibytes * 2**10)
     split = trace_sample(adapter, prompt, run(configs, steps=2, generate=8, scenario=scenario), resources).arrays
     assert len(held) > 2
@@ -218,11 +218,11 @@ def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.Mon
     """Head scores and PyramidKV's line are worked out on the host, where there is nothing to wait for."""
     configs = tuple(config for config in sweep() if config.policy.name not in ("headkv", "pyramidkv", "random"))
     modes = {name: Waiting() for name in ("measure_layer", "evict", "decode", "measure")}
-    monkeypatch.setattr(samples, "measure_layer", under(modes["measure_layer"], samples.measure_layer))
-    monkeypatch.setattr(samples._Decoding, "_evict", under(modes["evict"], samples._Decoding._evict))
-    monkeypatch.setattr(samples, "decode_evicted", under(modes["decode"], samples.decode_evicted))
-    monkeypatch.setattr(samples, "decode_full", under(modes["decode"], samples.decode_full))
-    monkeypatch.setattr(samples._Decoding, "_measure", under(modes["measure"], samples._Decoding._measure))
+    monkeypatch.setattr(one_sample, "measure_layer", under(modes["measure_layer"], one_sample.measure_layer))
+    monkeypatch.setattr(one_sample._Decoding, "_evict", under(modes["evict"], one_sample._Decoding._evict))
+    monkeypatch.setattr(one_sample, "decode_evicted", under(modes["decode"], one_sample.decode_evicted))
+    monkeypatch.setattr(one_sample, "decode_full", under(modes["decode"], one_sample.decode_full))
+    monkeypatch.setattr(one_sample._Decoding, "_measure", under(modes["measure"], one_sample._Decoding._measure))
     columns = gather._nonzero
 
     def of_known_length(mask: torch.Tensor, count: int) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.trace import SampleTrace
 from tests.oracle import correction, pages, quantisation, selection, theory
 from tests.oracle.decoder import Step

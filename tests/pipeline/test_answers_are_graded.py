@@ -15,10 +15,10 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answered import row
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.grading import metrics_of
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.answered import row
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.answers.grading import metrics_of
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import ANSWER_TEXT
 from perturbkv.trace import Trace
 from tests.pipeline.test_scenarios_and_generation import PROMPT, config

@@ -16,8 +16,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Shape, plan_batches
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.batches import passing
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.run.batches import passing
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration
 from tests.pipeline.test_the_compact_cache_really_evicts import (

@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.capture import Observer, capture, intercept_attention
+from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -20,9 +20,9 @@ from perturbkv.configs.option import completed
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline import correcting
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.variants import corrected as correcting
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.oracle import theory as oracle

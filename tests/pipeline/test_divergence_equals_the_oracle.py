@@ -11,8 +11,8 @@ from perturbkv.api.measuring import measure
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import divergence, generation
-from perturbkv.pipeline.generation import answer
+from perturbkv.pipeline.answers import generation, teacher_forcing
+from perturbkv.pipeline.answers.generation import answer
 from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.pipeline.test_long_generation_is_compressed import LIMIT, PROMPT, TOKENS, Naive, NaiveBlocks, config
@@ -95,7 +95,7 @@ def test_how_many_tokens_are_read_at_once_changes_nothing(monkeypatch: pytest.Mo
     adapter = exact_adapter("llama", 4, 2, seed=1)
     configs = (config("snapkv"), config("random"), config("streaming-llm(positions=in-cache)", selection="position"))
     at_once = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
-    monkeypatch.setattr(divergence, "_TOGETHER", 1)
+    monkeypatch.setattr(teacher_forcing, "_TOGETHER", 1)
     single = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
     assert at_once is not None
     assert single is not None

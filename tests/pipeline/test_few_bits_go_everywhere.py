@@ -14,10 +14,10 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, ConfigError
-from perturbkv.pipeline.evicting import read_evicting
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.recompression import Compressor
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.evicting import read_evicting
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.answers.recompression import Compressor
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.support.models import HEADS, exact_adapter, token_ids

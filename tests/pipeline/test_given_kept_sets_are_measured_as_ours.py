@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from perturbkv.auditing import foreign
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import foreign
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 from tests.oracle import theory

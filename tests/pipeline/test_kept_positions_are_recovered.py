@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from perturbkv.cache import recovery
-from perturbkv.cache.recovery import NOWHERE, LayerKept, recover
+from perturbkv.cache import external_cache
+from perturbkv.cache.external_cache import NOWHERE, LayerKept, recover
 from perturbkv.errors import UnreadableError
 from tests.support.models import tiny_adapter, token_ids
 
@@ -92,8 +92,8 @@ def test_what_is_equal_counts_more_than_what_is_near() -> None:
 def test_what_was_rounded_is_found_with_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     full = whole()
     rounded = [tuple((kind * 16).round() / 16 for kind in layer) for layer in taken(full, PLACES)]
-    for size in (recovery._CHUNK_BYTES, 16 * N):  # all at once, and entry by entry
-        monkeypatch.setattr(recovery, "_CHUNK_BYTES", size)
+    for size in (external_cache._CHUNK_BYTES, 16 * N):  # all at once, and entry by entry
+        monkeypatch.setattr(external_cache, "_CHUNK_BYTES", size)
         found = recover(rounded, full)  # type: ignore[arg-type]
         assert listed(found) == PLACES
         assert all(0 < float(one.max()) < 0.05 for layer in found for one in layer.key_distance)

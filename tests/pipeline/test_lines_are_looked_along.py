@@ -12,8 +12,8 @@ import torch
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline import lined as pipeline_lined
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.variants import lined as pipeline_lined
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import KeptSets
 from perturbkv.selection.lined import LinedGroup

@@ -11,10 +11,10 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import generation
-from perturbkv.pipeline.evicting import read_evicting
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.recompression import mean_entries
+from perturbkv.pipeline.answers import generation
+from perturbkv.pipeline.answers.evicting import read_evicting
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.answers.recompression import mean_entries
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.oracle import policies, selection, theory
@@ -230,7 +230,7 @@ def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest
 
 def test_every_value_norm_is_computed_as_the_run_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a compression too: with another kernel or another bound of memory they would be other numbers."""
-    from perturbkv.pipeline import prefill
+    from perturbkv.pipeline.sample import prefill
 
     asked: list[tuple[int, str]] = []
     original = prefill.projected_value_norms

@@ -16,13 +16,13 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.pipeline import searching
-from perturbkv.pipeline.generation import answer, check_asked
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.generation import answer, check_asked
+from perturbkv.pipeline.run import searching
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection import reading
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.layer_statistics import LayerStatistics
-from perturbkv.selection.pages import PagedLayer
+from perturbkv.selection.page_selection import PagedLayer
 from perturbkv.selection.reading import Reader, ReadGroup, read_groups
 from tests.oracle.sample import QUESTION, Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
@@ -210,7 +210,7 @@ def test_a_wrong_bound_is_found(wrong: object, page: int, monkeypatch: pytest.Mo
 
 
 def test_pages_of_the_first_step_for_all_steps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.pipeline.reading.read_groups", first_step)
+    monkeypatch.setattr("perturbkv.pipeline.variants.page_reading.read_groups", first_step)
     assert reading.read_groups is read_groups
     assert off(config()) > 1e-3
 

@@ -11,8 +11,8 @@ from perturbkv.cache import positions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.selection.policies import registry
 from tests.pipeline.test_positions_inside_the_cache import INSIDE, KEPT, PROMPT, SINKS, SNAPKV

@@ -14,16 +14,16 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from perturbkv.cache import positions, ragged
 from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries, pool_entries
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import parse
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.capture import decode_from
-from perturbkv.pipeline.evicting import read_evicting
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.evicting import read_evicting
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample.capture import decode_from
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
 from tests.oracle import theory

@@ -10,15 +10,15 @@ from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partly
 
-from perturbkv.auditing import run
+from perturbkv.auditing import audit
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import replay
-from perturbkv.pipeline.capture import Observer, capture
-from perturbkv.pipeline.prefill import prefill
-from perturbkv.pipeline.rotations import Rotations
+from perturbkv.pipeline.sample import replay
+from perturbkv.pipeline.sample.capture import Observer, capture
+from perturbkv.pipeline.sample.prefill import prefill
+from perturbkv.pipeline.sample.rotations import Rotations
 from perturbkv.selection.grid import configuration
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
 
@@ -107,4 +107,4 @@ def test_replays_and_audits_stay_on_one_side_of_a_change_of_rotations() -> None:
         replay.check_fits(adapter, 30, 20, "s")
     audited = Prompt("s", token_ids(32), 0)
     with pytest.raises(ModelError, match=r"sample 's' is read to 32 tokens and goes on to 34, .*LongRoPE"):
-        run._check_length(adapter, audited, 2)
+        audit._check_length(adapter, audited, 2)

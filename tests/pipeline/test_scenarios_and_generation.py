@@ -15,11 +15,11 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import generation
-from perturbkv.pipeline.capture import decode_from
-from perturbkv.pipeline.evicting import read_evicting
-from perturbkv.pipeline.generation import answer, generate
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers import generation
+from perturbkv.pipeline.answers.evicting import read_evicting
+from perturbkv.pipeline.answers.generation import answer, generate
+from perturbkv.pipeline.sample.capture import decode_from
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.oracle.sample import Reference
@@ -72,7 +72,7 @@ def test_evicting_while_reading_keeps_what_evicting_afterwards_keeps() -> None:
 
 def test_no_full_cache_is_left_of_a_prompt_that_was_evicted_while_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a layer starts, the layers before it hold nothing but what they kept."""
-    from perturbkv.pipeline import prefill
+    from perturbkv.pipeline.sample import prefill
 
     made: list[DynamicCache] = []
     held: list[int] = []

@@ -12,9 +12,9 @@ from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.prefill import asked, prefill
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.selection.compatibility import check_compressible
 from perturbkv.selection.grid import configuration
 from tests.oracle import scores as naive

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from perturbkv.auditing import foreign
 from perturbkv.cache import ragged
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import borrow
@@ -17,10 +18,10 @@ from perturbkv.configs.resources import Resources, Shape
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import foreign, sources
-from perturbkv.pipeline.capture import decode_from, intercept_attention
-from perturbkv.pipeline.generation import answer
-from perturbkv.pipeline.prefill import prefill
+from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
+from perturbkv.pipeline.sample.prefill import prefill
+from perturbkv.pipeline.variants import sources
 from perturbkv.selection.grid import configuration
 from tests.support.caches import gather
 from tests.support.models import MIXED, WINDOW, tiny_adapter, token_ids

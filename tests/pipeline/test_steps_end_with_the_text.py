@@ -10,18 +10,18 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import samples
-from perturbkv.pipeline.decoding import steps_of_text
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample import one_sample
+from perturbkv.pipeline.sample.decoding import steps_of_text
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import VARIABLES
-from perturbkv.storage import export
-from perturbkv.storage.trace_file import read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace import export
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace
 from tests.pipeline.test_a_sweep_shares_one_prefill import Waiting
 from tests.support.models import tiny_adapter, token_ids
@@ -91,13 +91,13 @@ def test_a_first_token_that_ends_the_text_is_measured_all_the_same() -> None:
 def test_evicted_runs_decode_the_measured_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = free_text("regular")
     decoded: list[int] = []
-    original = samples.decode_evicted
+    original = one_sample.decode_evicted
 
     def watched(adapter: Any, cache: Any, question: Any, given: torch.Tensor, *more: Any) -> Any:
         decoded.extend(given.tolist())
         return original(adapter, cache, question, given, *more)
 
-    monkeypatch.setattr(samples, "decode_evicted", watched)
+    monkeypatch.setattr(one_sample, "decode_evicted", watched)
     end = next(token for token in tokens[1:] if token != tokens[0])
     trace_sample(ending(end), PROMPT, run())
     assert decoded == tokens[: tokens.index(end)]

@@ -20,10 +20,10 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import swapping
-from perturbkv.pipeline.samples import trace_sample
-from perturbkv.pipeline.swapping import SwapSample
-from perturbkv.storage.swap_file import SwapStore
+from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.variants import mixtures as swapping
+from perturbkv.pipeline.variants.mixtures import SwapSample
+from perturbkv.storage.patching_file import SwapStore
 from perturbkv.storage.swap_rows import SwapRow
 from perturbkv.trace import Trace
 from tests.oracle import theory

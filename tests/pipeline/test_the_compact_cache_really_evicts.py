@@ -14,7 +14,7 @@ from perturbkv.cache.entries import borrow
 from perturbkv.configs.resources import SLACK
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.capture import decode_from, intercept_attention
+from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
 from tests.support.caches import gather
 from tests.support.models import HEADS, tiny_adapter, token_ids
 from tests.support.varlen import varlen

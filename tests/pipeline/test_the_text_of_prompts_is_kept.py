@@ -11,9 +11,9 @@ import torch
 
 import perturbkv as pk
 from perturbkv.engines import here
-from perturbkv.pipeline.lost import ENTRIES, largest_lost, ordered
+from perturbkv.pipeline.sample.lost import ENTRIES, largest_lost, ordered
 from perturbkv.schema import TEXT
-from perturbkv.storage.trace_file import describe
+from perturbkv.storage.trace.trace_file import describe
 from tests.support.models import tiny_adapter
 
 CONFIGS = pk.grid(24, window=8, selection=["attention", "two-stage"])

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import perturbkv as pk
-from perturbkv import room
+from perturbkv import memory
 from perturbkv.errors import NoMemoryError
 from perturbkv.models import loading
 from perturbkv.models.loading import load_model, load_weights, open_model
-from perturbkv.pipeline import samples
+from perturbkv.pipeline.sample import one_sample
 from tests.support.folders import model_folder
 from tests.support.models import tiny_adapter
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def raised_by(work: Any) -> str:
-    with pytest.raises(NoMemoryError) as raised, room.told("take less"):
+    with pytest.raises(NoMemoryError) as raised, memory.told("take less"):
         work()
     return str(raised.value)
 
@@ -46,14 +46,14 @@ def test_what_a_gpu_says_is_told_with_the_size() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("x"), OSError(2, "No such file")])
 def test_every_other_error_passes(error: Exception) -> None:
-    with pytest.raises(type(error), match=str(error.args[-1])), room.told():
+    with pytest.raises(type(error), match=str(error.args[-1])), memory.told():
         raise error
 
 
 def test_free_memory_is_that_of_the_machine_at_most() -> None:
     import psutil
 
-    assert 0 < room.free(CPU) <= psutil.virtual_memory().total + psutil.swap_memory().total
+    assert 0 < memory.free(CPU) <= psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 def test_what_a_system_does_not_show_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +61,8 @@ def test_what_a_system_does_not_show_is_no_limit(tmp_path: Path, monkeypatch: py
         raise FileNotFoundError(2, "No such file", "/proc/vmstat")
 
     monkeypatch.setattr("psutil.swap_memory", hidden)
-    monkeypatch.setattr(room, "_LIMITS", (tmp_path / "none", tmp_path))
-    assert room.free(CPU) > 0
+    monkeypatch.setattr(memory, "_LIMITS", (tmp_path / "none", tmp_path))
+    assert memory.free(CPU) > 0
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
@@ -71,7 +71,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     files = open_model(str(model_folder(tmp_path / "model")))
     needed = files.parameters() * 4
     monkeypatch.setattr(loading, "_read_weights", lambda *asked: pytest.fail("read"))
-    monkeypatch.setattr(room, "free", lambda device: needed - 1)
+    monkeypatch.setattr(memory, "free", lambda device: needed - 1)
     with pytest.raises(NoMemoryError, match="the weights of model .* are free on cpu; a smaller model or --dtype"):
         load_weights(files, torch.float32, CPU)
 
@@ -79,7 +79,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 def test_weights_that_just_fit_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = str(model_folder(tmp_path / "model"))
     needed = open_model(name).parameters() * 4
-    monkeypatch.setattr(room, "free", lambda device: needed)
+    monkeypatch.setattr(memory, "free", lambda device: needed)
     load_model(name, "float32", "cpu")
 
 
@@ -90,16 +90,16 @@ def test_samples_that_are_finished_survive_and_the_rest_follows(
     prompts = [pk.Prompt.from_text(f"{place} " + "text " * 10, adapter, id=str(place)) for place in range(3)]
     configs = pk.grid(16, window=4)
     whole = pk.measure(adapter, prompts, configs, progress=False)
-    measure, calls = samples.trace_sample, []
+    measure, calls = one_sample.trace_sample, []
 
     def short(adapter: Any, prompt: Any, *more: Any) -> Any:
         calls.append(prompt.sample_id)
         return measure(adapter, prompt, *more) if len(calls) < 3 else torch.empty(2**58)
 
-    monkeypatch.setattr(samples, "trace_sample", short)
+    monkeypatch.setattr(one_sample, "trace_sample", short)
     with pytest.raises(NoMemoryError, match="EiB wanted; shorter prompts"):
         pk.measure(adapter, prompts, configs, path=tmp_path / "t.h5", progress=False)
-    monkeypatch.setattr(samples, "trace_sample", lambda *asked: calls.append("again") or measure(*asked))
+    monkeypatch.setattr(one_sample, "trace_sample", lambda *asked: calls.append("again") or measure(*asked))
     found = pk.measure(adapter, prompts, configs, path=tmp_path / "t.h5", progress=False)
     assert calls[3:] == ["again"]
     assert found.sample_ids == whole.sample_ids

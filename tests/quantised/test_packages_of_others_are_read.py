@@ -23,9 +23,9 @@ import perturbkv as pk
 from perturbkv.cli.main import app
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.given import fingerprint
+from perturbkv.models.user_model import fingerprint
 from perturbkv.models.wholeness import check_finite
-from perturbkv.storage.trace_file import describe
+from perturbkv.storage.trace.trace_file import describe
 from perturbkv.trace import Trace
 from tests.support.folders import model_folder
 from tests.support.notebook import CONFIGS, prompt

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.benchmark.process import in_process
+from perturbkv.benchmark.subprocesses import in_process
 from perturbkv.benchmark.suite import Settings
 from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.dataset_registry import DatasetOptions, load
 from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.prose import sentences
-from perturbkv.datasets.registry import DatasetOptions, load
 from perturbkv.datasets.scoring import exact_number
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.sources import embedded_gguf
-from perturbkv.pipeline.generation import answer, end_tokens
-from perturbkv.pipeline.retrieval import Evidence, head_scores
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.answers.answer_heads import Evidence, head_scores
+from perturbkv.pipeline.answers.generation import answer, end_tokens
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import configuration
 from tests.oracle import theory
 

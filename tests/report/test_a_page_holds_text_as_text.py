@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from perturbkv.reporting.document import Payload
-from perturbkv.reporting.page import LIBRARIES, as_json, page
+from perturbkv.reporting.html import LIBRARIES, as_json, page
 from perturbkv.reporting.policy import PLOT_CLASS, PLOT_STYLES
 from tests.support.payloads import HOSTILE, small_payload
 
@@ -122,7 +122,7 @@ def test_blocks_arrive_as_they_were() -> None:
 
 def test_the_styles_of_plot_are_those_that_it_writes() -> None:
     """Each with the name of a class in place of the variable; a browser's test holds that there are no others."""
-    from perturbkv.reporting.page import _library
+    from perturbkv.reporting.html import _library
 
     written = re.sub(r"\$\{[a-z]+\}", "${}", _library("plot.min.js"))
     for style in PLOT_STYLES:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.reporting.page import page
+from perturbkv.reporting.html import page
 from perturbkv.reporting.payload import payload
 from perturbkv.reporting.portable import name_of, portable
 from perturbkv.trace import Trace

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses import heads, layers, sigma
+from perturbkv.analyses.ablation.ingredients import settings
+from perturbkv.analyses.bounds import sigma
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.ingredients import settings
+from perturbkv.analyses.heads import head_comparison
+from perturbkv.analyses.layers import drift as layers
 from perturbkv.reporting.payload import Payload, payload
 from perturbkv.trace import Trace
 from tests.support.decoded import array, bundle, shares, trace_of
@@ -65,7 +67,7 @@ def test_every_pair_is_what_comparing_heads_says(kind: str, distance: str) -> No
     seen = set()
     for number, (first, second) in enumerate(told()["pairs"]):
         for way, (one, other) in enumerate(((first, second), (second, first))):
-            found = getattr(heads.summarise(trace(), run.configs[one], run.configs[other], 0, distance), kind)
+            found = getattr(head_comparison.summarise(trace(), run.configs[one], run.configs[other], 0, distance), kind)
             np.testing.assert_allclose(mean[one], found.baseline_mean, rtol=SINGLE)
             np.testing.assert_allclose(floor, found.floor_mean, rtol=SINGLE)
             np.testing.assert_array_equal(verdict[number, 0] * (1, -1)[way], found.verdict)

@@ -14,7 +14,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.errors import ConfigError, OutputError, TraceError
-from perturbkv.reporting import making
+from perturbkv.reporting import report
 from perturbkv.trace import FailedSample, Trace
 from tests.support.payloads import small_trace
 from tests.support.traces import run_config, sample_trace, trace
@@ -99,7 +99,7 @@ def test_a_page_that_cannot_be_made_leaves_no_file(tmp_path: Path, monkeypatch: 
     def fails(payload: Any) -> str:
         raise RuntimeError
 
-    monkeypatch.setattr(making, "page", fails)
+    monkeypatch.setattr(report, "page", fails)
     with pytest.raises(RuntimeError):
         pk.report(KNOWN, tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +122,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
 
 def test_the_examples_in_docstrings_run() -> None:
     ran = doctest.testmod(
-        importlib.import_module("perturbkv.reporting.making"), extraglobs={"trace": trace(sample_trace(optional=True))}
+        importlib.import_module("perturbkv.reporting.report"), extraglobs={"trace": trace(sample_trace(optional=True))}
     )
     assert ran.attempted > 0
     assert ran.failed == 0

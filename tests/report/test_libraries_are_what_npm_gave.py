@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from perturbkv.reporting.page import LIBRARIES
+from perturbkv.reporting.html import LIBRARIES
 from tests.support.scripts import functions
 
 FOLDER = Path(__file__).resolve().parents[2] / "perturbkv" / "reporting" / "vendor"

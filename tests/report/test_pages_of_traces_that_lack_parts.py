@@ -14,7 +14,7 @@ from perturbkv.errors import TraceError
 from perturbkv.reporting.answers import answers
 from perturbkv.reporting.payload import Payload, payload
 from perturbkv.schema import MEASURED, TEXT, VARIABLES
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.decoded import array, bundle, inflated, text, trace_of
 from tests.support.paged import configs, paged

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from perturbkv.reporting import quantising
-from perturbkv.reporting.blocks import LIBRARIES, Blocks, limit
+from perturbkv.reporting.page_blocks import LIBRARIES, Blocks, limit
 from perturbkv.reporting.payload import Payload, payload
 from tests.support.decoded import array, bundle, inflated, numbers, trace_of
 from tests.support.paged import configs, paged

@@ -10,9 +10,9 @@ import pytest
 from perturbkv.cli.sharding import typed
 from perturbkv.configs.shard import Shard
 from perturbkv.engines import here
-from perturbkv.pipeline import run, sharding
-from perturbkv.storage.lock import Lock
-from perturbkv.storage.shards import beside
+from perturbkv.pipeline.run import running, sharding
+from perturbkv.storage.output import Lock
+from perturbkv.storage.run.shards import beside
 from tests.support.asked import instead, refused
 from tests.support.sharded import assert_same_trace
 
@@ -159,4 +159,4 @@ def test_of_shards_that_end_at_once_one_joins_them(
     assert path in made.values(), made
     assert_same_trace(path, Path("one.h5"))
     assert sorted(file.name for file in Path().iterdir()) == ["one.h5", "t.h5"]
-    assert run.run_to_file(planned, engine, path) == path
+    assert running.run_to_file(planned, engine, path) == path

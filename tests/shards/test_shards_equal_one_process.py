@@ -11,11 +11,12 @@ import pytest
 import perturbkv as pk
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline import own_prefill, samples
-from perturbkv.pipeline.sharding import ShardDone
+from perturbkv.pipeline.run.sharding import ShardDone
+from perturbkv.pipeline.sample import one_sample
+from perturbkv.pipeline.variants import sparse_prefill
 from perturbkv.schema import ANSWER_TEXT, KEPT, SUMS
 from perturbkv.selection.policies import registry
-from perturbkv.storage.merge import _FLOORS
+from perturbkv.storage.run.merge import _FLOORS
 from perturbkv.trace import Trace
 from tests.support.alike import assert_close_where_rounded
 from tests.support.models import tiny_adapter
@@ -38,22 +39,22 @@ def prompts(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[pk.Promp
     """Eight, of which the fifth fails."""
     texts = [f"{place} The quick brown fox jumps over it. " * 2 for place in range(8)]
     made = tuple(pk.Prompt.from_text(text, adapter, "Which fox?", id=f"p{place}") for place, text in enumerate(texts))
-    whole, broken = samples.trace_sample, made[4].sample_id
+    whole, broken = one_sample.trace_sample, made[4].sample_id
 
     def failing(adapter: Any, prompt: pk.Prompt, *more: Any) -> Any:
         if prompt.sample_id == broken:
             raise ActivationError(WHERE, broken)
         return whole(adapter, prompt, *more)
 
-    monkeypatch.setattr(samples, "trace_sample", failing)
+    monkeypatch.setattr(one_sample, "trace_sample", failing)
     return made
 
 
 @pytest.fixture
 def a_still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills that are timed take no time."""
-    timed = own_prefill._timed
-    monkeypatch.setattr(own_prefill, "_timed", lambda *asked: (0.0, timed(*asked)[1]))
+    timed = sparse_prefill._timed
+    monkeypatch.setattr(sparse_prefill, "_timed", lambda *asked: (0.0, timed(*asked)[1]))
 
 
 def in_shards(path: Path, *asked: Any, count: int = SHARDS, **options: Any) -> Iterator[Trace | ShardDone]:

@@ -12,13 +12,13 @@ import pytest
 from perturbkv.configs.shard import Shard
 from perturbkv.errors import ConfigError, HeldError, OutputError, TraceError, UnknownNameError
 from perturbkv.schema import ANSWER_TEXT
-from perturbkv.storage.joining import done, join, merge, taken_over
-from perturbkv.storage.journal import journal_path
-from perturbkv.storage.lock import Lock
-from perturbkv.storage.shard_writer import ShardWriter
-from perturbkv.storage.shards import beside
-from perturbkv.storage.trace_file import read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.output import Lock
+from perturbkv.storage.run.joining import done, join, merge, taken_over
+from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.shard_writer import ShardWriter
+from perturbkv.storage.run.shards import beside
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
 from tests.support.growing import CONFIGS, measured, opened
 from tests.support.sharded import (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage import writer
-from perturbkv.storage.joining import merge
-from perturbkv.storage.shards import beside
+from perturbkv.storage.run import writer
+from perturbkv.storage.run.joining import merge
+from perturbkv.storage.run.shards import beside
 from tests.store.test_growing_survives_kills import KilledError, killed_at, left_on_disk
 from tests.support.sharded import FEW, assert_same_trace, in_one_process, measure_shard
 
@@ -100,7 +100,7 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import h5py, numpy as np
-from perturbkv.storage.joining import merge
+from perturbkv.storage.run.joining import merge
 from tests.support.dying import dying
 from tests.support.sharded import FEW, measure_shard
 

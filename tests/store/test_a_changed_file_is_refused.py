@@ -13,9 +13,9 @@ import pytest
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import ANSWER_TEXT, VARIABLES
-from perturbkv.storage.existing import ExistingTrace
-from perturbkv.storage.trace_file import describe, read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.resume import ExistingTrace
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample
 from tests.support.changed import Change, changing, everything, refusal, without_sums
 from tests.support.traces import run_config

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import OutputError, TraceError
-from perturbkv.storage import journal_entry, trace_writing
-from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.journal_entry import Entry, write_entry
-from perturbkv.storage.stream import Stream
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run import journal
+from perturbkv.storage.run.journal import Entry, write_entry
+from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace import trace_writing
+from perturbkv.storage.trace.stream import Stream
 from tests.support.growing import CONFIGS, assert_same_file, fill, measured, opened
 from tests.support.traces import run_config, sample_trace
 
@@ -125,7 +126,7 @@ def test_a_full_disk_while_a_sample_is_kept_leaves_the_others(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal_entry, "_write_bytes", full)
+        patch.setattr(journal, "_write_bytes", full)
         with pytest.raises(OutputError, match="expected room for"):
             writer.append(measured("s1", CONFIGS), CONFIGS)
     assert len(list(journal_path(tmp_path / "t.h5").iterdir())) == 2, "the run and its first sample"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from perturbkv.storage.export import tokens_path, write, write_tokens
+from perturbkv.storage.trace.export import tokens_path, write, write_tokens
 from tests.support import prompts
 
 WORDS = ["=cmd|' /C calc'!A0", "+1+cmd", "-2+3", "@SUM(1)", "\tx", "\rx", "-1\n=2"]

@@ -15,10 +15,10 @@ import perturbkv
 from perturbkv.errors import TraceError
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.schema import TEXT, VARIABLES
-from perturbkv.storage.existing import ExistingTrace
-from perturbkv.storage.layout import FORMAT_VERSION
-from perturbkv.storage.trace_file import describe, read_run, read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.resume import ExistingTrace
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.layout import FORMAT_VERSION
+from perturbkv.storage.trace.trace_file import describe, read_run, read_trace
 from perturbkv.trace import FailedSample
 from tests.support.changed import changing
 from tests.support.traces import KEPT, run_config, sample_trace, write

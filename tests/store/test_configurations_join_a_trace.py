@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
-from perturbkv.storage.journal import journal_path
-from perturbkv.storage.trace_file import read_run, read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.trace_file import read_run, read_trace
 from perturbkv.trace import FailedSample
 from tests.store.test_parts_join_to_the_sample import with_arrays
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened

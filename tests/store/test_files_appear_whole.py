@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perturbkv.errors import OutputError
-from perturbkv.storage.files import clear_leftovers, write_whole, written_whole
+from perturbkv.storage.atomic_files import clear_leftovers, write_whole, written_whole
 
 
 def names(folder: Path) -> list[str]:

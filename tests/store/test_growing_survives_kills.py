@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from perturbkv.storage import journal_entry
-from perturbkv.storage.journal import journal_path
-from perturbkv.storage.trace_file import read_run
+from perturbkv.storage.run import journal
+from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.trace.trace_file import read_run
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = [
     (os, "mkdir"), (os, "open"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"),
-    (journal_entry, "_write_bytes"),
+    (journal, "_write_bytes"),
 ]  # fmt: skip
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import DIGEST, KEPT, VARIABLES
-from perturbkv.storage.trace_file import describe, read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import SampleTrace, Trace
 from tests.store.test_equal_kept_sets_are_found import alike_in_places, expected
 from tests.support.growing import CONFIGS, measured, opened

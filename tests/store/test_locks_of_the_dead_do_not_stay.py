@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from perturbkv.configs.shard import Shard
-from perturbkv.storage.joining import join, taken_over
-from perturbkv.storage.lock import Lock, lock_path
-from perturbkv.storage.shards import ShardJournal, clear_killed
+from perturbkv.storage.output import Lock, lock_path
+from perturbkv.storage.run.joining import join, taken_over
+from perturbkv.storage.run.shards import ShardJournal, clear_killed
 from tests.support.growing import CONFIGS, fill, opened
 from tests.support.traces import run_config
 

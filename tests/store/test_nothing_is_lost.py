@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.journal import Journal, journal_path
-from perturbkv.storage.trace_file import read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 from tests.support.changed import changing
 from tests.support.traces import run_config, sample_trace
@@ -59,7 +59,7 @@ from tests.support.dying import dying
 from tests.support.changed import changing
 from tests.support.traces import run_config, sample_trace
 from perturbkv.storage import journal, journal_entry, trace_file
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
 
 path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 

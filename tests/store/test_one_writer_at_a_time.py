@@ -17,15 +17,15 @@ import psutil
 import pytest
 
 from perturbkv.errors import OutputError
-from perturbkv.storage import lock
+from perturbkv.storage import output
 from perturbkv.storage.holder import SILENCE_S, Holder
-from perturbkv.storage.lock import Lock, check_free, drop_dead, lock_path
+from perturbkv.storage.output import Lock, check_free, drop_dead, lock_path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDING = """
 import sys, time
 from pathlib import Path
-from perturbkv.storage.lock import Lock
+from perturbkv.storage.output import Lock
 with Lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -109,7 +109,7 @@ def test_a_clock_that_is_set_kills_no_holder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_holder_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(output, "HEARTBEAT_S", 0.01)
     with Lock(tmp_path / "t.h5"):
         file = lock_path(tmp_path / "t.h5")
         os.utime(file, (0, 0))

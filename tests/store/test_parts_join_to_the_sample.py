@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import PREFILLS
-from perturbkv.storage.merge import code_bytes, join, joined_shapes, single_whole_part
+from perturbkv.storage.run.merge import code_bytes, join, joined_shapes, single_whole_part
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, sample_trace
 

@@ -14,11 +14,11 @@ import pytest
 import xarray as xr
 
 from perturbkv.schema import ANSWER_TEXT, TEXT
-from perturbkv.storage.existing import ExistingTrace
-from perturbkv.storage.export import columns
-from perturbkv.storage.texts import Texts
-from perturbkv.storage.trace_file import describe, read_trace
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.resume import ExistingTrace
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.export import columns
+from perturbkv.storage.trace.texts import Texts
+from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 from tests.support.changed import changing
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, measured

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.schema import KEPT
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.trace_file import read_trace
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample, Trace
 from tests.support.traces import sample_trace, write
 

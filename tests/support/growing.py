@@ -12,7 +12,7 @@ import h5py
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, run_config, sample_trace
 

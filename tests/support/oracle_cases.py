@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from perturbkv.configs.alpha_table import AlphaTable
-from perturbkv.configs.budget import Budget
 from perturbkv.configs.choice import Choice, parse
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
 from tests.support.models import FAMILIES

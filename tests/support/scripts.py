@@ -16,6 +16,7 @@ from perturbkv.cli.main import main
 from tests.support.undrawn import undrawn
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SCRIPTS = DOCS / "scripts"
 
 
 def quietly(work: Callable[[], object], *arguments: object) -> str:
@@ -38,21 +39,21 @@ def perturbkv(*arguments: object) -> None:
 
 def script(name: str, *arguments: object) -> str:
     """What a script says, run as `python docs/name.py` runs it: scripts beside it can be imported."""
-    path = str(DOCS / f"{name}.py")
+    path = str(SCRIPTS / f"{name}.py")
     return quietly(lambda: _run(path, "__main__"), path, *arguments)
 
 
 def functions(name: str) -> dict[str, Any]:
     """What a script defines."""
-    return _run(str(DOCS / f"{name}.py"), name)
+    return _run(str(SCRIPTS / f"{name}.py"), name)
 
 
 def _run(path: str, name: str) -> dict[str, Any]:
     """The script's names; scripts that it imports are forgotten afterwards: theirs are other modules' names too."""
     try:
-        with mock.patch.object(sys, "path", [str(DOCS), *sys.path]):
+        with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
             return runpy.run_path(path, run_name=name)
     finally:
         for module in [*sys.modules.values()]:
-            if str(getattr(module, "__file__", None)).startswith(f"{DOCS}/"):
+            if str(getattr(module, "__file__", None)).startswith(f"{SCRIPTS}/"):
                 del sys.modules[module.__name__]

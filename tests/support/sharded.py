@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.configs.shard import Shard
-from perturbkv.storage.lock import Lock
-from perturbkv.storage.shard_writer import ShardWriter
-from perturbkv.storage.shards import Command, ShardRecord
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.output import Lock
+from perturbkv.storage.run.shard_writer import ShardWriter
+from perturbkv.storage.run.shards import Command, ShardRecord
+from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample
 from tests.support import growing
 from tests.support.growing import CONFIGS, measured

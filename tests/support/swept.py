@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.configs.budget import Budget
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace

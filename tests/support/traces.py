@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv import kept_code
+from perturbkv import kept_codec
 from perturbkv.configs.run import RunConfig
 from perturbkv.schema import ANSWER_TEXT, DIGEST, TEXT, VARIABLES
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.selection.grid import configuration
-from perturbkv.storage.merge import distinct_places
-from perturbkv.storage.texts import SampleText
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.merge import distinct_places
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.texts import SampleText
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 KEPT, TOKENS = 3, 64
@@ -77,8 +77,8 @@ def kept(arrays: Mapping[str, Any], offsets: Any, positions: Any) -> dict[str, A
     offsets, counts = np.asarray(offsets), np.asarray(arrays["kept_count"])
     first, place = distinct_places(offsets, counts)
     starts, own = offsets.reshape(-1)[first], counts.reshape(-1)[first]
-    taken = np.asarray(positions)[kept_code.places(starts, own)]
-    code, lengths = kept_code.of_positions(taken, own, int(arrays["prompt_tokens"]))
+    taken = np.asarray(positions)[kept_codec.places(starts, own)]
+    code, lengths = kept_codec.of_positions(taken, own, int(arrays["prompt_tokens"]))
     found = (np.cumsum(lengths) - lengths)[place], lengths[place]
     return dict(zip(KEPT_CODES, (*(one.reshape(offsets.shape) for one in found), code), strict=True))
 
@@ -113,7 +113,7 @@ def rekept(arrays: dict[str, Any], change: Callable[[tuple[int, ...], list[int]]
         own = int(tokens[where[0]]) if tokens.ndim else int(tokens)
         begin, length = int(arrays["kept_offset"][where]), int(arrays["kept_length"][where])
         positions = np.array(change(where, decoded(arrays["kept_code"][begin : begin + length].tolist(), own)))
-        code, _ = kept_code.of_positions(positions.astype(np.int32), np.array([len(positions)]), own)
+        code, _ = kept_codec.of_positions(positions.astype(np.int32), np.array([len(positions)]), own)
         arrays["kept_offset"][where], arrays["kept_length"][where] = sum(map(len, rows)), len(code)
         arrays["kept_count"][where] = len(positions)
         rows.append(code)

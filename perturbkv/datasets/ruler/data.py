@@ -13,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from perturbkv.datasets.dataset_registry import DATA_DIR_VARIABLE
 from perturbkv.datasets.hub_data import hub_file
-from perturbkv.datasets.registry import DATA_DIR_VARIABLE
 from perturbkv.errors import DatasetError
-from perturbkv.reading import FileKind
+from perturbkv.user_files import FileKind
 
 ESSAYS = "PaulGrahamEssays.json"
 NAMES = {"dev-v2.0.json": "squad.json", "hotpot_dev_distractor_v1.json": "hotpotqa.json"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from perturbkv.datasets.foreign_code import run_file
+from perturbkv.datasets.external_code import run_file
 from perturbkv.datasets.ruler import tasks
 
 _LENGTH = 4096

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.foreign_code import NoEnd
-from perturbkv.datasets.registry import DatasetOptions, LoadedDataset
+from perturbkv.datasets.external_code import NoEnd
 from perturbkv.datasets.ruler import tasks
 from perturbkv.datasets.ruler.data import Data
-from perturbkv.datasets.ruler.making import NUMPY_SEED, Making
+from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, Making
 from perturbkv.datasets.ruler.tasks import Task
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perturbkv.configs.kinds import RULER_PREFIX
+from perturbkv.configs.task_kinds import RULER_PREFIX
 from perturbkv.datasets import wording
-from perturbkv.datasets.foreign_code import run_file
+from perturbkv.datasets.external_code import run_file
 from perturbkv.errors import DatasetError
 
 INSTALL = 'pip install "perturbkv[ruler]"'

@@ -21,7 +21,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from perturbkv.configs.budget import entries
+from perturbkv.configs.entry_counts import entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.selection.competition import beyond, counted

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from perturbkv.configs.budget import whole_entries
+from perturbkv.configs.entry_counts import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.scoring.score import Score

@@ -33,8 +33,8 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.scoring.registry import build
 from perturbkv.scoring.score import Score
+from perturbkv.scoring.score_registry import build
 from perturbkv.scoring.scores import lava
 from perturbkv.selection.competition import counted
 from perturbkv.selection.layer_budget import LayerBudget

@@ -18,14 +18,14 @@ from perturbkv.configs.option import completed
 from perturbkv.configs.plugins import class_of_file, digest, is_ours, of_file
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
-from perturbkv.scoring import registry as scores
-from perturbkv.scoring.registry import SCORES
+from perturbkv.scoring import score_registry as scores
+from perturbkv.scoring.score_registry import SCORES
 from perturbkv.selection import effects
 
 if TYPE_CHECKING:
     from perturbkv.scoring.score import Score
     from perturbkv.selection.policies.base import Policy
-    from perturbkv.selection.policies.outside import Outside
+    from perturbkv.selection.policies.external import Outside
 
 
 def _base() -> type[Policy]:
@@ -38,12 +38,12 @@ _POLICIES: Catalogue[Policy] = Catalogue(
     "policy",
     "perturbkv.selection.policies",
     _base,
-    besides=("base", "outside", "presses", "registry"),
+    besides=("base", "external", "kvpress", "registry"),
     refused=lambda: SELECTIONS,
 )
 
 
-_OUTSIDE = {"given": "outside", "kvpress": "presses"}
+_OUTSIDE = {"given": "external", "kvpress": "kvpress"}
 """What stands before the colon of a policy from outside -> the module that has it."""
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample
 from tests.support.models import tiny_adapter, token_ids
 

@@ -14,10 +14,10 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline.samples import trace_sample
+from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration
-from perturbkv.storage.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.folders import model_folder
 

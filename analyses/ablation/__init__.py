@@ -1,0 +1,1 @@
+"""The question `ablation`: what each ingredient of a method brings, and what restricted kept sets cost."""

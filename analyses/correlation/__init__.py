@@ -1,0 +1,1 @@
+"""The question `correlation`: does perturbation at the first step tell which answers are lost."""

@@ -1,0 +1,1 @@
+"""The question `horizon`: does perturbation grow over the decode steps."""

@@ -1,0 +1,1 @@
+"""The question `needle`: is a hidden fact still found (figure 8)."""

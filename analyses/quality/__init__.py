@@ -1,0 +1,1 @@
+"""The question `quality`: what answers from evicted caches are worth (tables 1 to 6)."""

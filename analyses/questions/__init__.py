@@ -1,0 +1,1 @@
+"""The paper's open questions, a folder each; `perturbkv.analyses` has the questions that it answers."""

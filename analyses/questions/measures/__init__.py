@@ -1,0 +1,1 @@
+"""Does another distance than L1 change what is concluded."""

@@ -1,0 +1,1 @@
+"""How far each method is from the best kept set."""

@@ -1,0 +1,143 @@
+"""How far a method's kept sets are from the best known ones, and how much of that is not knowing the query.
+
+Three factors, as `optimum.chain` has it: L(method) / L(best) = L(method) / L(plain) · L(plain) / L(knowing) ·
+L(knowing) / L(best). *Plain* ranks by the window's estimate without pooling and stages, *knowing* by the realised
+values of the same thing. Of geometric means over the same heads the product holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.arithmetic import half_share, plain, ratio
+from perturbkv.analyses.stats.intervals import RATIO, Kind, Scalar
+from perturbkv.analyses.text import at
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.optimum import chain
+
+_NEVER_BELOW = replace(RATIO, limits=(1, np.inf))
+"""L over that of the best known set."""
+_ROUNDING = 1e-9
+"""Share of the largest L of a head's sets below which the best one's is rounding."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A geometric mean over heads, then over samples, with its interval; NaN where nothing is defined."""
+
+    value: float
+    interval: Scalar
+
+
+@dataclass(frozen=True)
+class Regret:
+    """One method's sets against the best known ones of the same heads and sizes.
+
+    Attributes:
+        config: the method.
+        heads: how many it is of, all samples together; `samples`: of how many, those that have one of them.
+        sum_ratio: Σ L over Σ L of the best, all heads of all samples.
+        sum_ratio_interval: over samples.
+        median_ratio: of the median head of each sample, their median over samples.
+        median_ratio_interval: over samples.
+        half: the smallest share of the heads that carries half of Σ L.
+        factor: L over the best's.
+        form: of it what pooling and stages cost; NaN, like the others, where the method estimates neither A nor A ν.
+        query: what not knowing the query costs.
+        criterion: what the criterion costs with the query known; the three multiply to `factor`.
+    """
+
+    config: EvictionConfig
+    heads: int
+    samples: int
+    sum_ratio: float
+    sum_ratio_interval: Scalar
+    median_ratio: float
+    median_ratio_interval: Scalar
+    half: float
+    factor: Factor
+    form: Factor
+    query: Factor
+    criterion: Factor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        found: dict[str, Any] = plain(vars(self))
+        return found
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one sample: (method, head) L of every set, and (head,) that of the best known."""
+
+    methods: Floats
+    best: Floats
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
+        """The heads whose best known L is more than rounding."""
+        found = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
+        best = np.array([row["best"] for row in rows], dtype=np.float64)
+        held = best > _ROUNDING * found.max(axis=0, initial=0)
+        return cls(found[:, held], best[held])
+
+
+def regrets(configs: Sequence[EvictionConfig], samples: Sequence[Heads]) -> tuple[Regret, ...]:
+    """Every method's, over the samples that have a head."""
+    held = [sample for sample in samples if sample.best.size]
+    return tuple(_regret(configs, place, held) for place in range(len(configs))) if held else ()
+
+
+def _regret(configs: Sequence[EvictionConfig], place: int, samples: Sequence[Heads]) -> Regret:
+    sums = np.array([(one.methods[place].sum(), one.best.sum()) for one in samples])
+    medians = np.array([np.median(one.methods[place] / one.best) for one in samples])
+    along = _along(configs, place)
+    parts = [_steps(one, along) for one in samples]
+    return Regret(
+        config=configs[place],
+        heads=sum(one.best.size for one in samples),
+        samples=len(samples),
+        sum_ratio=float(ratio(*sums.sum(axis=0))),
+        sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
+        median_ratio=float(np.median(medians)),
+        median_ratio_interval=at(intervals.of_medians(medians[:, None]), 0),
+        half=half_share(np.concatenate([one.methods[place] for one in samples])),
+        factor=_factor([_logs(one.methods[place], one.best) for one in samples], _NEVER_BELOW),
+        form=_factor([part[0] for part in parts]),
+        query=_factor([part[1] for part in parts]),
+        criterion=_factor([part[2] for part in parts], _NEVER_BELOW),
+    )
+
+
+def _along(configs: Sequence[EvictionConfig], place: int) -> list[int] | None:
+    """Where the method, its plain form and the one that knows the query stand; None for a method without them."""
+    found = [configs[place], chain.plain(configs[place]), chain.knowing(configs[place])]
+    return [configs.index(one) for one in found if one is not None] if set(found) <= set(configs) else None
+
+
+def _steps(one: Heads, places: Sequence[int] | None) -> list[float]:
+    """Mean log of each factor over a sample's heads; NaN without a chain."""
+    if places is None:
+        return [float("nan")] * 3
+    along = [*(one.methods[place] for place in places), one.best]
+    return [_logs(above, below) for above, below in pairwise(along)]
+
+
+def _logs(above: Floats, below: Floats) -> float:
+    """Mean over heads of log(above / below)."""
+    return float(np.log(above / below).mean())
+
+
+def _factor(logs: Sequence[float], kind: Kind = RATIO) -> Factor:
+    held = np.array(logs)
+    if np.isnan(held).any():
+        return Factor(float("nan"), None)
+    interval = intervals.scalar(lambda weights: np.exp(weights @ held), len(held), kind)
+    return Factor(float(np.exp(held.mean())), interval)

@@ -1,0 +1,1 @@
+"""Is a head hurt by how much goes or by what goes."""

@@ -1,0 +1,1 @@
+"""Intervals, tests and correlations over samples: NumPy and SciPy only, and nothing of a trace."""

@@ -1,0 +1,127 @@
+"""What each player brings, averaged over the orders in which players may come: Shapley values.
+
+The value of player i is the mean over all orders of `v(those before i, and i) − v(those before i)` (Shapley, 1953). All
+orders are too many of more than a few players: then some are drawn, each with its reverse, which takes out the error
+that the place in an order brings (antithetic sampling: Mitchell et al., 2022). The values of every order add up to
+`v(all) − v(none)`, so those drawn do too.
+
+An order and its reverse average every pair of players exactly: where players interact in pairs alone, each pair of
+orders gives the value itself, and the spread of drawn pairs is 0 however strong the interaction is. Interaction is seen
+in what a player brings `alone` and `last`: equal where it is worth the same beside whomever, and with pairs alone the
+value is half of their sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from math import factorial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.analyses.measurements import Floats
+from perturbkv.configs.patching import Coalition
+
+Orders = NDArray[np.int64]
+"""(order, place): players, each row one permutation of them."""
+Values = Mapping[Coalition, Floats]
+"""Of each coalition the outcome of every sample: (sample,)."""
+
+
+def orders(players: int, permutations: int, seed: int) -> Orders:
+    """Drawn orders, each followed by its reverse; `permutations` counts both.
+
+    Example:
+        >>> orders(3, 4, seed=0).tolist()
+        [[2, 0, 1], [1, 0, 2], [2, 1, 0], [0, 1, 2]]
+    """
+    drawn = np.random.default_rng(seed % 2**64)
+    pairs = [drawn.permutation(players) for _ in range(permutations // 2)]
+    return np.array([one for order in pairs for one in (order, order[::-1])]).reshape(-1, players)
+
+
+def along(drawn: Orders) -> list[Coalition]:
+    """The coalitions that orders pass through, from nobody to everybody, each once."""
+    passed = (frozenset(order[:place].tolist()) for order in drawn for place in range(drawn.shape[1] + 1))
+    return list(dict.fromkeys(passed))
+
+
+def ends(players: int) -> list[Coalition]:
+    """Of each player it alone, then of each all others.
+
+    Example:
+        >>> [sorted(one) for one in ends(3)]
+        [[0], [1], [2], [1, 2], [0, 2], [0, 1]]
+    """
+    everybody = frozenset(range(players))
+    singles = [frozenset({player}) for player in range(players)]
+    return [*singles, *(everybody - one for one in singles)]
+
+
+def needed(players: int, drawn: Orders | None) -> list[Coalition]:
+    """The coalitions that values from these orders take, `ends` among them; None: all; of no orders none."""
+    if drawn is None:
+        return subsets(players)
+    return list(dict.fromkeys([*along(drawn), *ends(players)])) if len(drawn) else []
+
+
+def subsets(players: int) -> list[Coalition]:
+    """All coalitions, small ones first."""
+    sizes = range(players + 1)
+    return [frozenset(one) for size in sizes for one in itertools.combinations(range(players), size)]
+
+
+def marginals(values: Values, drawn: Orders) -> Floats:
+    """(order, player, sample): what each player brings where it stands in each order."""
+    found = np.empty((*drawn.shape, len(next(iter(values.values())))))
+    for row, order in enumerate(drawn.tolist()):
+        for place, player in enumerate(order):
+            before = frozenset(order[:place])
+            found[row, player] = values[before | {player}] - values[before]
+    return found
+
+
+def exact(values: Values, players: int) -> Floats:
+    """(player, sample) Shapley values from all coalitions.
+
+    Example, of two players who are worth 1 and 2 alone and 5 together:
+        >>> sizes = {(): 0.0, (0,): 1.0, (1,): 2.0, (0, 1): 5.0}
+        >>> exact({frozenset(one): np.array([value]) for one, value in sizes.items()}, 2).ravel().tolist()
+        [2.0, 3.0]
+    """
+    found = np.zeros((players, len(next(iter(values.values())))))
+    for coalition in subsets(players):
+        for player in set(range(players)) - coalition:
+            share = factorial(len(coalition)) * factorial(players - len(coalition) - 1) / factorial(players)
+            found[player] += share * (values[coalition | {player}] - values[coalition])
+    return found
+
+
+def alone(values: Values, players: int) -> Floats:
+    """(player, sample): what each player brings where nobody else is switched.
+
+    Example, of the two players of `exact`:
+        >>> sizes = {(): 0.0, (0,): 1.0, (1,): 2.0, (0, 1): 5.0}
+        >>> alone({frozenset(one): np.array([value]) for one, value in sizes.items()}, 2).ravel().tolist()
+        [1.0, 2.0]
+    """
+    return np.array([values[frozenset({player})] - values[frozenset()] for player in range(players)])
+
+
+def last(values: Values, players: int) -> Floats:
+    """(player, sample): what each player brings where all others are switched already.
+
+    Example, of the two players of `exact`:
+        >>> sizes = {(): 0.0, (0,): 1.0, (1,): 2.0, (0, 1): 5.0}
+        >>> last({frozenset(one): np.array([value]) for one, value in sizes.items()}, 2).ravel().tolist()
+        [3.0, 4.0]
+    """
+    everybody = frozenset(range(players))
+    return np.array([values[everybody] - values[everybody - {player}] for player in range(players)])
+
+
+def by_pair(found: Sequence[Floats] | Floats) -> Floats:
+    """(pair, …) means of each order and its reverse, which are drawn together, of (order, …)."""
+    told = np.asarray(found)
+    return np.asarray(told.reshape(-1, 2, *told.shape[1:]).mean(axis=1))

@@ -1,0 +1,1 @@
+"""The question `tokens`: which words of a prompt a head keeps and evicts."""

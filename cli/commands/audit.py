@@ -1,0 +1,132 @@
+"""`perturbkv audit`: an eviction that is not ours, broken or only lossy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from perturbkv.audit_trace import SITUATIONS
+from perturbkv.cli import console, option_effects
+from perturbkv.cli.choices import apart
+from perturbkv.cli.data_options import DATA, DataOptions
+from perturbkv.cli.figure_options import FigureOptions
+from perturbkv.cli.option_routing import with_options
+from perturbkv.cli.options import JsonOption
+from perturbkv.cli.planned_run import run_folder
+from perturbkv.cli.planning import encode_prompts
+from perturbkv.cli.saving import free, free_figures, save_figure
+from perturbkv.configs.entry_counts import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.output import WAIT_ALONE, Lock
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.audit.audit import AuditResult
+    from perturbkv.datasets.prompts import Prompts
+
+_FILE, _STEM = "audit.json", "audit"
+
+
+@dataclass(frozen=True)
+class AuditOptions(DataOptions):
+    """What the user asked of an audit, as typed."""
+
+    samples: Annotated[
+        int | None, Option(metavar="N", help="Prompts", show_default="2; 1 for positions", rich_help_panel=DATA)
+    ] = None
+    budget: Annotated[
+        str | None, Option("--budget", "-b", metavar="B", help="Of a kvpress press: entries per head, 128 or 0.05")
+    ] = None
+    situation: Annotated[
+        list[str] | None, Option(metavar="NAME", help=", ".join(SITUATIONS), show_default="all of them")
+    ] = None
+    steps: Annotated[int, Option(metavar="N", help="Forward passes after the eviction")] = 4
+    loss: Annotated[bool, Option("--loss/--no-loss", help="Measure the loss beside controls", show_default="yes")] = (
+        True
+    )
+    dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
+    device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="PATH", help="Folder", show_default="runs/<time>-<model>-<dataset>"),
+    ] = None
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the results of another audit")] = False
+    as_json: JsonOption = False
+
+    @property
+    def situations(self) -> tuple[str, ...]:
+        """Those asked for; all of them where none is. Raises ConfigError for one that is asked for twice."""
+        return tuple(apart("--situation", self.situation or list(SITUATIONS)))
+
+
+@with_options
+def audit(
+    asked: AuditOptions,
+    look: FigureOptions,
+    eviction: Annotated[
+        str, Argument(help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…)")
+    ],
+) -> None:
+    """Tell whether an eviction is broken, or only lossy.
+
+    One that is not ours is held against the plain model with the full cache and a mask of exactly the entries that it
+    keeps: alone, with a block of tokens after it, and in a left-padded batch. It is a function (model, input_ids,
+    attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1: differs, the first
+    difference named; 2: unreadable.
+    """
+    option_effects.check("audit", asked, (EvictionConfig(128, selection="random"),))
+    folder = run_folder(asked, asked.output)
+    free_figures(folder, [_STEM], look.formats, asked.overwrite)
+    with Lock(free(folder / _FILE, asked.overwrite), advice=WAIT_ALONE):
+        result = _audited(eviction, asked)
+        _leave(result, folder, asked, look)
+    raise typer.Exit(result.exit_code)
+
+
+def _audited(eviction: str, asked: AuditOptions) -> AuditResult:
+    """Everything that can be wrong with the request is found before the weights are loaded."""
+    from perturbkv.analyses.audit.audit import conclude
+    from perturbkv.auditing.audit import Settings
+    from perturbkv.auditing.audit import audit as measure
+    from perturbkv.auditing.loading import load
+    from perturbkv.auditing.positions_file import KeptFile
+    from perturbkv.datasets import dataset_registry as datasets
+    from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
+
+    budget = None if asked.budget is None else Budget.parse(asked.budget)
+    settings, given = Settings(asked.steps, asked.situations, asked.loss), load(eviction, budget)
+    datasets.check_name(asked.dataset)
+    place = pick_device(asked.device)
+    files = open_model(asked.model, asked.seed, asked.revision or "")
+    usual = 1 if isinstance(given, KeptFile) else 2
+    prompts = encode_prompts(
+        replace(asked, samples=asked.samples or usual), files.tokenizer, int(files.config.max_position_embeddings)
+    )
+    adapter = load_weights(files, pick_dtype(asked.dtype, place), place, asked.seed)
+    with console.progress("prompts", len(prompts)) as bar:
+        return conclude(measure(adapter, prompts, given, settings, _about(prompts), progress=bar.one_more))
+
+
+def _about(prompts: Prompts) -> dict[str, str]:
+    return {"dataset": prompts.dataset, "seed": str(prompts.seed)}
+
+
+def _leave(result: AuditResult, folder: Path, asked: AuditOptions, look: FigureOptions) -> None:
+    """The document and the figure as files, where there is something to draw; the numbers on stdout."""
+    figures, document = [], result.to_dict()
+    if result.compared or any(one.entries is not None for one in result.trace.runs):
+        figures = save_figure(
+            result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, asked.overwrite
+        )
+        document |= {"figures": figures}
+        write_whole(folder / _FILE, lambda stream: stream.write(console.as_json(document).encode()))
+    if asked.as_json:
+        console.print_json({"figures": figures, **document})
+        return
+    console.result(result, result.title())
+    if figures:
+        console.say(f"written to {folder}")

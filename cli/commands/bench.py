@@ -1,0 +1,212 @@
+"""`perturbkv bench`: what measuring costs and what evicting saves, as ratios within one run."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from perturbkv.analyses.naming import counted
+from perturbkv.cli import console
+from perturbkv.cli.once import OnceCommand, OnceGroup
+from perturbkv.cli.option_routing import typed
+from perturbkv.cli.options import JsonOption
+from perturbkv.cli.saving import claimed
+from perturbkv.configs import numbers
+from perturbkv.errors import ConfigError
+from perturbkv.models.aliases import DEFAULT
+
+if TYPE_CHECKING:
+    from perturbkv.benchmark.comparison import Change
+    from perturbkv.benchmark.rows import Report, Row
+
+_OWN_SHAPES = {"norms-time", "norms-memory", "triton-time", "triton-rate", "cuda-24", "cuda-decode"}
+"""Rows whose model, prompt and dtype are their own."""
+_OWN_LENGTHS = {"quality-12"}
+"""Rows whose prompt alone is."""
+
+bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True, cls=OnceGroup)
+
+
+@bench.callback()
+def run(
+    context: typer.Context,
+    model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
+    tokens: Annotated[int, Option(metavar="N", help="Prompt length; growth is from half of it to twice")] = 4096,
+    repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed, in turns; medians count")] = 3,
+    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto",
+    device: Annotated[str, Option(metavar="NAME", help="Of all rows but those of a GPU")] = "cpu",
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-bench.json"),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure every row: time, memory, growth, value norms, writing, generating; those of a GPU where there is one.
+
+    A row whose process fails says why, and the command exits with 1 when the others are done.
+
+    Each value is a ratio of two things measured in the same run, in turns. `perturbkv bench compare` holds two such
+    files side by side.
+    """
+    if context.invoked_subcommand is not None:
+        _check_nothing_typed(context)
+        return
+    from perturbkv.benchmark import suite
+    from perturbkv.benchmark.rows import check_names
+
+    targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
+    _check_used(context, {target.name for target in targets})
+    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
+    with claimed(path, overwrite) as beside, console.progress("groups", suite.groups(settings)) as bar:
+        report = suite.measure(settings, targets, lambda name: bar.one_more())
+        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
+    _tell(report, path, as_json)
+
+
+@bench.command(cls=OnceCommand)
+def scale(
+    model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
+    samples: Annotated[int, Option(metavar="N", help="Of the longest runs; fewer take less time")] = 10_000,
+    repeats: Annotated[int, Option(metavar="N", help="How often workers are timed, in turns; medians count")] = 3,
+    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-scale.json"),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what runs of thousands of samples take: workers, Ray, coordinating, merging.
+
+    Workers sleep instead of measuring, but for one row: so two cores carry eight of them. Each value is a ratio within
+    one run, or milliseconds; start-up is not in it, but in the JSON. A row whose process fails says why, and the
+    command exits with 1 when the others are done.
+    """
+    from perturbkv.benchmark import many_samples
+    from perturbkv.benchmark.rows import SCALE, check_names
+
+    targets, settings = check_names(only or [], SCALE), many_samples.Settings(model, samples, repeats)
+    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-scale.json"
+    with claimed(path, overwrite) as beside, console.progress("groups", many_samples.groups(settings)) as bar:
+        report = many_samples.measure(settings, targets, lambda name: bar.one_more())
+        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
+    _tell(report, path, as_json)
+
+
+@bench.command(name="report", cls=OnceCommand)
+def of_report(
+    tokens: Annotated[int, Option(metavar="N", help="Prompt length of the traces that are made for it")] = 1500,
+    repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed; medians count")] = 5,
+    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-report.json"),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure `perturbkv report`: the size of its pages, their first paint, a change of choice.
+
+    Of traces that are made for it. What is timed is so in headless Chromium, where there is one.
+    """
+    from perturbkv.benchmark import report_pages
+    from perturbkv.benchmark.rows import REPORT, check_names
+
+    targets, settings = check_names(only or [], REPORT), report_pages.Settings(tokens, repeats)
+    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-report.json"
+    with claimed(path, overwrite) as beside, console.progress("groups", report_pages.groups(settings)) as bar:
+        report = report_pages.measure(settings, targets, lambda name: bar.one_more())
+        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
+    _tell(report, path, as_json)
+
+
+@bench.command(cls=OnceCommand)
+def compare(
+    old: Annotated[Path, Argument(help="JSON of the earlier run", show_default=False)],
+    new: Annotated[Path, Argument(help="JSON of the later run", show_default=False)],
+    tolerance: Annotated[float, Option(metavar="X", help="How much worse a value may become, as a share")] = 0.1,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two files of `perturbkv bench`; exit with 1 where a row became worse by more than the tolerance."""
+    from dataclasses import asdict
+
+    from perturbkv.benchmark.comparison import compare, other_settings
+    from perturbkv.benchmark.rows import read
+
+    numbers.check("--tolerance", tolerance)
+    before, after = read(old), read(new)
+    changes, others = compare(before, after, tolerance), other_settings(before, after)
+    if as_json:
+        console.print_json({"changes": [asdict(change) for change in changes], "differences": others})
+    else:
+        rows = [(change.name, _number(change.old), _number(change.new), _word(change)) for change in changes]
+        console.table(f"{old} and {new}, tolerance {tolerance:.0%}", ["row", "#old", "#new", ""], rows)
+        for other in others:
+            console.note(f"not measured alike: {other}")
+    regressed = [change.name for change in changes if change.regressed]
+    if regressed:
+        console.note(f"{counted(len(regressed), 'row')} worse by more than {tolerance:.0%}: {', '.join(regressed)}")
+        raise typer.Exit(1)
+
+
+def _check_nothing_typed(context: typer.Context) -> None:
+    """Raise ConfigError for an option that stands before a subcommand, which takes none of them."""
+    for name in sorted(typed(context)):
+        option, command = name.removeprefix("as_"), context.invoked_subcommand
+        msg = f"--{option} has no effect on bench {command}; leave it out, or write it behind {command} if it takes it"
+        raise ConfigError(msg)
+
+
+def _check_used(context: typer.Context, names: set[str]) -> None:
+    """Raise ConfigError for an option that none of these rows looks at."""
+    for name in ("model", "tokens", "dtype"):
+        own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
+        if name in typed(context) and names <= own:
+            msg = f"--{name} has no effect on {', '.join(sorted(names))}, of shapes of their own; leave it out"
+            raise ConfigError(msg)
+
+
+def _tell(report: Report, path: Path, as_json: bool) -> None:
+    """Show a report, or print it; the command ends with 1 where a row failed."""
+    if as_json:
+        console.print_json(report.to_dict())
+    else:
+        _show(report)
+        console.say(f"written to {path}")
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def _show(report: Report) -> None:
+    about = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
+    console.say(f"{report.machine['device']}: {about}")
+    settings = report.settings
+    length = f"{settings['tokens']:,} tokens" if "tokens" in settings else counted(settings["samples"], "sample")
+    told = (settings.get("model", ""), length, counted(settings["repeats"], "repeat"))
+    title = ", ".join(filter(None, told))
+    rows = [(row.target.name, row.target.what, _bound(row), _number(row.value), row.verdict()) for row in report.rows]
+    console.table(title, ["row", "what", "#bound", "#value", ""], rows)
+    for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):
+        names = ", ".join(row.target.name for row in report.rows if row.reason == reason)
+        console.say(f"{names}: {reason}")
+
+
+def _bound(row: Row) -> str:
+    return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _word(change: Change) -> str:
+    if change.worse is None:
+        return "not in both"
+    word = "worse" if change.worse > 0 else "better"
+    return f"{abs(change.worse):.0%} {word}{' (!)' if change.regressed else ''}"

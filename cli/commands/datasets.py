@@ -1,0 +1,150 @@
+"""`perturbkv datasets`: what there is to choose from, how a dataset asks, and its prompts as the model sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from perturbkv.cli import console
+from perturbkv.cli.commands import prompts
+from perturbkv.cli.data_options import DataOptions
+from perturbkv.cli.options import JsonOption
+from perturbkv.cli.planning import encode_prompts
+from perturbkv.errors import ConfigError
+from perturbkv.models.aliases import DEFAULT
+from perturbkv.visible import line
+
+if TYPE_CHECKING:
+    from perturbkv.datasets.ruler.tasks import Task
+    from perturbkv.datasets.wording import Wording
+
+
+def datasets(
+    name: Annotated[
+        str | None, Argument(help="A data set or .jsonl file to look at; without it all are listed", show_default=False)
+    ] = None,
+    show: Annotated[bool, Option("--show", help="Print the encoded prompt's ends and where it splits")] = False,
+    tokens: Annotated[int, Option(metavar="N", help="How many tokens of the beginning and of the end")] = 100,
+    sample: Annotated[int | None, Option(metavar="N", help="Which sample, from 0")] = None,
+    samples: Annotated[int, Option(metavar="N", help="How many samples, the first ones")] = 1,
+    model: Annotated[
+        str, Option("--model", "-m", metavar="NAME", help="Whose tokenizer; no weights are loaded")
+    ] = DEFAULT,
+    data_dir: Annotated[
+        Path | None,
+        Option(metavar="PATH", help="LongBench's or RULER's files; PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
+    ] = None,
+    max_tokens: Annotated[int | None, Option(metavar="N", help="Cut longer prompts in the middle")] = None,
+    chat_template: Annotated[
+        bool | None,
+        Option("--chat-template/--no-chat-template", help="Use the model's template", show_default="as in a run"),
+    ] = None,
+    length: Annotated[
+        list[str] | None, Option("--length", "--lengths", metavar="N", help="needle, ruler: tokens of a prompt")
+    ] = None,
+    depth: Annotated[
+        list[str] | None, Option("--depth", "--depths", metavar="X", help="needle: where the fact lies")
+    ] = None,
+    haystack: Annotated[str, Option(metavar="NAME", help="needle: prose or noise")] = "prose",
+    seed: Annotated[int, Option(metavar="N", help="Seed of the data")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """List the data sets, or look at one and its prompts.
+
+    Any .jsonl file with `prompt`, a chat's `messages` or LongBench's fields works too. With a name, say how it asks and
+    grades. With --show, print prompts as the model sees them, special tokens included: what --model, --max-tokens,
+    --chat-template and the others make of them, as in a run.
+    """
+    if name is None:
+        if show:
+            msg = "--show needs a dataset to look at, such as `perturbkv datasets needle --show`"
+            raise ConfigError(msg)
+        _list(as_json)
+    elif show:
+        run = DataOptions(
+            model=model, dataset=name, samples=samples if sample is None else sample + 1, seed=seed, data_dir=data_dir,
+            length=length, depth=depth, haystack=haystack, max_tokens=max_tokens, chat_template=chat_template,
+        )  # fmt: skip
+        _show(run, sample or 0, tokens, as_json)
+    else:
+        _describe(name, as_json)
+
+
+def _list(as_json: bool) -> None:
+    from perturbkv.datasets.dataset_registry import known
+
+    if as_json:
+        console.print_json({"datasets": [
+            {"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs} for row in known()
+        ]})  # fmt: skip
+        return
+    console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
+    console.say("perturbkv datasets NAME tells what one needs, how it asks and how it is graded.")
+
+
+def _describe(name: str, as_json: bool) -> None:
+    """What the registry and a wording say of a dataset. Raises PerturbkvErrors."""
+    from perturbkv.datasets import dataset_registry
+
+    dataset_registry.check_name(name)
+    if dataset_registry.is_file(name):
+        msg = f"'{name}' is a file; --show prints its prompts"
+        raise ConfigError(msg)
+    info = next(info for info in dataset_registry.known() if info.name == name)
+    document: dict[str, Any] = {"name": name, "kind": info.kind, "summary": info.summary, "needs": info.needs}
+    worded = _wording(name)
+    if as_json:
+        console.print_json(document | (worded.record() if worded else {}))
+        return
+    rows = [(key, value) for key, value in document.items() if key != "name"]
+    console.table(name, ["", ""], [*rows, *(_asked(worded) if worded else [])])
+
+
+def _wording(name: str) -> Wording | Task | None:
+    from perturbkv.datasets import dataset_registry, wording
+    from perturbkv.datasets.ruler import tasks
+
+    if dataset_registry.in_ruler(name):
+        return tasks.read(name)
+    return wording.read(name) if dataset_registry.in_longbench(name) else None
+
+
+def _asked(worded: Wording | Task) -> list[tuple[str, str]]:
+    record = worded.record()
+    ends = f", up to the first {' or '.join(map(repr, worded.until))}" if worded.until else ""
+    return [
+        ("prompt", f"from {record['from']}:\n{worded.template}"),
+        ("answer", f"at most {worded.generation_length} tokens{ends}"),
+        ("metric", f"{worded.metric}, 0 to 1"),
+        ("chat template", "where the tokenizer has one" if record["chat_template"] else "none"),
+    ]
+
+
+def _show(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
+    """Samples from `first` on as the model of the run would get them. Raises PerturbkvErrors."""
+    from perturbkv.datasets import dataset_registry
+    from perturbkv.models.loading import open_model
+
+    if tokens < 1 or first < 0:
+        option, least, got = ("--tokens", 1, tokens) if tokens < 1 else ("--sample", 0, first)
+        msg = f"{option} must be at least {least}, got {got}"
+        raise ConfigError(msg)
+    dataset_registry.check_name(run.dataset)
+    tokenizer = open_model(run.model, run.seed, run.revision or "").tokenizer
+    encoded = encode_prompts(run, tokenizer)
+    found = [prompts.describe(prompt, tokenizer.decode, tokens) for prompt in encoded[first:]]
+    about = {
+        "dataset": run.dataset,
+        "model": run.model,
+        "chat_template": encoded.chat_template,
+        "generation_length": encoded.generation_length,
+    }
+    if as_json:
+        console.print_json({**about, "dataset_options": encoded.options, "samples": found})
+        return
+    template = "chat template" if encoded.chat_template else "no chat template"
+    console.say(line(f"{run.dataset} · as {run.model} sees it · {template}"), bold=True)
+    for document in found:
+        prompts.show(document)

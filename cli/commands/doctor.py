@@ -1,0 +1,74 @@
+"""`perturbkv doctor`: is everything here that a run needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+from perturbkv.analyses.naming import counted
+from perturbkv.cli import console
+from perturbkv.cli.options import JsonOption
+
+_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib", "pyarrow", "gguf", "accelerate")
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Report versions, devices, the embedded model and folders."""
+    findings = _findings()
+    if as_json:
+        console.print_json(findings)
+        return
+    console.table("doctor", ["what", "found"], list(findings.items()))
+
+
+def _findings() -> dict[str, str]:
+    import torch
+
+    cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    data = os.environ.get("PERTURBKV_DATA_DIR")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "CUDA devices": ", ".join(cuda) or "none: runs use the CPU",
+        "CPU threads": str(torch.get_num_threads()),
+        "norm kernel": _norm_kernel(),
+        "embedded model": _embedded(),
+        "hub cache": _hub_cache(),
+        "converted models": _converted(),
+        "data folder": data or "PERTURBKV_DATA_DIR is not set: LongBench comes from the hub",
+    }
+
+
+def _embedded() -> str:
+    from perturbkv.models.aliases import EMBEDDED, INSTALL_EMBEDDED
+    from perturbkv.models.gguf import read_header, storage
+    from perturbkv.models.sources import embedded_gguf
+
+    found = embedded_gguf()
+    return f"{EMBEDDED}: {storage(read_header(found))[1]}; {found}" if found else f"missing: {INSTALL_EMBEDDED}"
+
+
+def _norm_kernel() -> str:
+    """What `--norm-kernel auto` takes here."""
+    from perturbkv.models.loading import pick_device
+    from perturbkv.scoring.value_norms import triton_unavailable_reason
+
+    why = triton_unavailable_reason(pick_device("auto"))
+    return f"chunked ({why})" if why else "triton"
+
+
+def _converted() -> str:
+    """Where converted GGUF files are kept, and what they take."""
+    from perturbkv.models import user_cache
+
+    entries, size = user_cache.used()
+    return f"{user_cache.place()} ({counted(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"
+
+
+def _hub_cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+    models = len(list(Path(HF_HUB_CACHE).glob("models--*")))
+    return f"{HF_HUB_CACHE} ({models} models){', offline' if HF_HUB_OFFLINE else ''}"

@@ -1,0 +1,203 @@
+"""`perturbkv generate`: what a model writes from its full cache and from evicted ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from perturbkv.analyses import text
+from perturbkv.analyses.json_values import provenance_object, run_object
+from perturbkv.analyses.naming import counted
+from perturbkv.cli import console, option_effects
+from perturbkv.cli.commands import answers
+from perturbkv.cli.commands.trace import say_failures
+from perturbkv.cli.option_routing import with_options
+from perturbkv.cli.options import MetricOption, RunOptions
+from perturbkv.cli.planned_run import run_folder
+from perturbkv.cli.planning import plan
+from perturbkv.cli.saving import reachable
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
+from perturbkv.storage import json_lines
+from perturbkv.storage.answers_file import FILE, is_row
+from perturbkv.storage.output import Lock
+from perturbkv.storage.places import refusals
+from perturbkv.user_files import FileKind
+
+if TYPE_CHECKING:
+    from perturbkv.configs.eviction import EvictionConfig
+    from perturbkv.datasets.encode import Prompt
+    from perturbkv.pipeline.run.plan import Plan
+
+_KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
+
+
+@with_options
+def generate(
+    run: RunOptions,
+    selection: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="How entries are selected", show_default="attention, two-stage"),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
+    ] = None,
+    compress_every: Annotated[
+        int | None,
+        Option(metavar="N", help="Compress again whenever a cache holds more than this"),
+    ] = None,
+    metric: MetricOption = "",
+    divergence: Annotated[
+        bool, Option("--divergence", help="Also read the full cache's answer from every cache: KL, token by token")
+    ] = False,
+) -> None:
+    """Answer from the full and the evicted caches; compare.
+
+    Greedily, all caches in one batch, beside the accepted answers and graded from 0 to 1.
+    generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
+    held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
+    perturbkv divergence and perturbkv judge look at the file.
+    """
+    from perturbkv.pipeline.answers.generation import check_asked, check_memory
+    from perturbkv.pipeline.answers.grading import metrics_of
+
+    configs = run.configs(selection or ["attention", "two-stage"])
+    option_effects.check("generate", run, configs)
+    check_asked(configs, max_new_tokens, compress_every)
+    path = run_folder(run, run.output) / FILE
+    if not run.dry_run:
+        reachable(path, run.wait)
+    planned = plan(run, configs, generate=max_new_tokens, metric=metric, scored=False)
+    check_memory(planned)
+    if run.dry_run:
+        from perturbkv.cli import dry_run
+
+        dry_run.show(planned, run.as_json, None)
+        return
+    metrics_of(planned.prompts)
+    header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
+              "divergence": divergence}  # fmt: skip
+    failed: dict[str, str] = {}
+    with Lock(path, run.wait) as lock:
+        rows = _answered(run, planned, path, header, failed, lock)
+    if not rows:
+        raise FailedRunError(str(path), failed)
+    if run.as_json:
+        document = {**header, "run": run_object(planned.run), "file": str(path), "samples": rows, "failed": failed}
+        console.print_json(document)
+    else:
+        _show(rows, planned.run.configs, compress_every, path)
+    say_failures(failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _answered(
+    run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str], lock: Lock
+) -> list[dict[str, Any]]:
+    """Every sample's answers in the run's order, those of an earlier run of the same kind among them."""
+    from perturbkv.pipeline.run.provenance import provenance
+
+    about = provenance_object(provenance(planned))
+    begun, rows = _open(path, header, about, run.overwrite)
+    try:
+        with refusals(path):
+            _generate(run, planned, path, rows, header, failed, lock)
+            return _in_order(planned, path, begun, rows)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
+
+
+def _in_order(planned: Plan, path: Path, begun: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as the run has its samples; the file too, whose lines came as workers were done."""
+    place = {name: index for index, name in enumerate(planned.prompts.ids)}
+    ordered = sorted(rows, key=lambda row: place.get(row["sample"], len(place)))
+    if ordered != rows:
+        json_lines.write(path, [begun, *ordered])
+    return ordered
+
+
+def _show(
+    rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], compress_every: int | None, path: Path
+) -> None:
+    for row in rows:
+        answers.show(row, configs)
+    held = [made.get("held_share", 0.0) for row in rows for made in row["evicted"].values()]
+    console.say(text.about_held(held, compress_every))
+    if names := dict.fromkeys(config.policy.name for config in configs if config.reads):
+        console.say(f"{', '.join(names)}: {text.ABOUT_READ}")
+    console.say(f"written to {path}, every answer whole")
+
+
+def _open(
+    path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The file's first line, and the samples that the same run has finished already; a new file where there is none.
+
+    Raises ConfigError where the file is of another run, or none of ours.
+    """
+    there = os.path.lexists(path) and not overwrite
+    first, *others = _KIND.read_text(path).split("\n") if there else [""]
+    begun = json_lines.of_line(first)
+    rows = [row for row in map(json_lines.of_line, others) if row is not None]
+    if there and (begun is None or _asked(begun) != header):
+        msg = f"{path} is of another run; give --overwrite or another --output"
+        raise ConfigError(msg)
+    if strange := [row for row in rows if not is_row(row)]:
+        raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
+    if rows:
+        console.note(f"{counted(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
+    first_line = begun or {**header, "made_with": about}
+    json_lines.write(path, [first_line, *rows])
+    return first_line, rows
+
+
+def _asked(document: dict[str, Any]) -> dict[str, Any]:
+    """A file's first line as this version says it: choices that its writer did not know have their defaults."""
+    try:
+        run = RunConfig.from_json(json.dumps(document.get("run", {})))
+    except ConfigError:
+        return {}
+    beside = {"compress_every": document.get("compress_every"), "divergence": document.get("divergence", False)}
+    return {"run": json.loads(run.to_json()), **beside}
+
+
+def _generate(
+    run: RunOptions,
+    planned: Plan,
+    path: Path,
+    rows: list[dict[str, Any]],
+    header: dict[str, Any],
+    failed: dict[str, str],
+    lock: Lock,
+) -> None:
+    """Answer the prompts that `rows` lack, one line each as soon as it is there; `failed` gets those given up."""
+    from perturbkv.engines import choosing
+    from perturbkv.pipeline.answers.answering import Answered, Asked
+
+    names = {line["sample"] for line in rows}
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
+    if not todo:
+        return
+
+    def done(prompt: Prompt, made: Answered) -> None:
+        lock.check()
+        json_lines.append(path, made.row)
+        rows.append(made.row)
+        bar.one_more()
+
+    def given_up(prompt: Prompt, why: str) -> None:
+        failed[prompt.sample_id] = why
+        bar.one_more()
+
+    asked = Asked(header["compress_every"], header["divergence"])
+    with (
+        choosing.engine(run.spread, [planned]) as engine,
+        console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
+    ):
+        engine.answer(planned, asked, todo, done, given_up)

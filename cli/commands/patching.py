@@ -1,0 +1,148 @@
+"""`perturbkv swap`: which layers and heads decide what comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Option
+
+from perturbkv.analyses.json_values import run_object
+from perturbkv.cli import console, dry_run, option_effects
+from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
+from perturbkv.cli.commands.trace import say_failures
+from perturbkv.cli.figure_options import LOOK, FigureOptions
+from perturbkv.cli.leaving import Leaving
+from perturbkv.cli.option_routing import hiding, with_options
+from perturbkv.cli.options import RunOptions
+from perturbkv.cli.planned_run import run_folder
+from perturbkv.cli.planning import plan
+from perturbkv.cli.saving import reachable
+from perturbkv.configs import patching as swapping
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.patching import BY, LEAST, OUTCOMES, SwapConfig
+from perturbkv.errors import ConfigError
+from perturbkv.storage.patching_file import FILE
+
+if TYPE_CHECKING:
+    from perturbkv.pipeline.run.plan import Plan
+
+_NAME = "swap"
+_OF_A_GAME = ("by", "layers", "outcome", "exact")
+
+
+@hiding(*option_effects.UNUSED[_NAME])
+@with_options
+def swap(
+    run: RunOptions,
+    look: FigureOptions,
+    compare: Annotated[str, Option(metavar="NAMES", help="Baseline and treatment")] = DEFAULT_COMPARE,
+    by: Annotated[str, Option(metavar="NAME", help=f"Who is switched: {' or '.join(BY)}")] = BY[0],
+    layers: Annotated[
+        str | None, Option(metavar="LIST", help="Layers that are switched: 0,18-23", show_default="all")
+    ] = None,
+    baseline_in: Annotated[
+        list[str] | None, Option(metavar="LIST", help="Tell of the baseline here, treatment elsewhere")
+    ] = None,
+    treatment_in: Annotated[
+        list[str] | None, Option(metavar="LIST", help="Tell of the treatment here, baseline elsewhere")
+    ] = None,
+    permutations: Annotated[
+        int | None,
+        Option(metavar="N", help=f"Orders for Shapley values: even, from {LEAST} on, or 0", show_default="16"),
+    ] = None,
+    exact: Annotated[bool, Option("--exact", help="All subsets, not orders; of up to 8 unasked, up to 12")] = False,
+    greedy: Annotated[
+        int | None, Option(metavar="N", help="How many are switched greedily; 0: none", show_default="10")
+    ] = None,
+    outcome: Annotated[str, Option(metavar="NAME", help=", ".join(OUTCOMES))] = "drift",
+    answers: Annotated[bool, Option("--answers", help="Also answer from every mixture, and grade it")] = False,
+    max_new_tokens: Annotated[
+        int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's")
+    ] = None,
+    step: Annotated[int, Option(metavar="N", help="Decode step that is looked at", rich_help_panel=LOOK)] = 0,
+) -> None:
+    """Tell which layers and heads decide what comes out.
+
+    The treatment's kept sets in some layers or heads, the baseline's elsewhere, really evicted: what each does to
+    drift, KL or the score (Shapley values), and which to switch first, chosen and judged on different samples.
+    swap.jsonl keeps what is measured: the same command, or another question, goes on from there.
+    """
+    _check_effects(run, permutations, greedy, answers)
+    asked = SwapConfig(
+        by, _layers("--layers", layers), _lists("--baseline-in", baseline_in), _lists("--treatment-in", treatment_in),
+        permutations, exact, greedy, outcome, step, run.seed,
+    )  # fmt: skip
+    configs = _sides(run, compare)
+    option_effects.check(_NAME, run, configs)
+    folder = run_folder(run, run.output)
+    if not run.dry_run:
+        reachable(folder / FILE, run.wait)
+    planned = plan(run, configs, generate=max_new_tokens if answers else 0)
+    if run.dry_run:
+        _tell(run, planned, asked)
+        return
+    _leave(run, look, folder, planned, asked)
+
+
+def _leave(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, asked: SwapConfig) -> None:
+    """Measure what is missing; figure and numbers as files, and on stdout. Exits with 1 where samples failed."""
+    from perturbkv.api.questions import game_of, swapped
+
+    game_of(planned, asked)
+    place, path = Leaving(_NAME, folder, look, run.overwrite, run.as_json), folder / FILE
+    with place.held(), console.progress("mixtures") as bar:
+        result = swapped(planned, asked, path, run.overwrite, run.wait, bar.at)
+    place.leave(result, {"file": str(path), "run": run_object(planned.run)})
+    say_failures(dict(result.failures))
+    if result.failures:
+        raise typer.Exit(1)
+
+
+def _tell(run: RunOptions, planned: Plan, asked: SwapConfig) -> None:
+    """What would be measured; nothing is."""
+    from perturbkv.api.questions import cost, game_of
+
+    found, samples = cost(planned, asked, game_of(planned, asked)), len(planned.prompts)
+    if run.as_json:
+        console.print_json({**dry_run.describe(planned, None), "mixtures": found})
+        return
+    dry_run.show(planned, False, None)
+    console.say(
+        f"mixtures of each prompt: {found['named']} by name, {found['shapley']:,} for Shapley values, at most "
+        f"{found['greedy']:,} for the greedy path; at most {samples * found['mixtures']:,} of {samples} prompts, "
+        f"{found['rows']} in a batch"
+    )
+
+
+def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
+    """Baseline and treatment. Raises ConfigError for more than one of each."""
+    configs = run.configs(parse_compare(compare))
+    if len(configs) != 2:
+        msg = (
+            f"expected one baseline and one treatment at one budget, got {len(configs)} configurations; ask for each "
+            "pair apart"
+        )
+        raise ConfigError(msg)
+    swapping.check_sides(*configs)
+    return configs
+
+
+def _layers(option: str, text: str | None) -> tuple[int, ...]:
+    return () if text is None else swapping.parse_layers(option, text)
+
+
+def _lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    return tuple(swapping.parse_layers(option, text) for text in texts or [])
+
+
+def _check_effects(run: RunOptions, permutations: int | None, greedy: int | None, answers: bool) -> None:
+    """Raise ConfigError for an option that was typed and makes no difference."""
+    idle = [name for name in _OF_A_GAME if name in run.typed] if permutations == 0 and greedy == 0 else []
+    if idle:
+        msg = f"{option_effects.spelled(idle[0])} has no effect here: it needs --permutations or --greedy; leave it out"
+        raise ConfigError(msg)
+    if "max_new_tokens" in run.typed and not answers:
+        msg = "--max-new-tokens has no effect here: it needs --answers; leave it out"
+        raise ConfigError(msg)

@@ -1,0 +1,54 @@
+"""The table of docs/cost.md, out of a file of `perturbkv bench`: `python docs/scripts/cost.py docs/bench/cpu.json`."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from perturbkv.benchmark.rows import Report, Row, read
+
+
+def main() -> None:
+    """The machine, the table, and where the sweeps spend their seconds."""
+    report = read(Path(sys.argv[1]))
+    lines = [", ".join(f"{name} {value}" for name, value in report.machine.items()), "", *_table(report), ""]
+    lines += [_phases(row) for row in report.rows if "phases" in row.details]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _table(report: Report) -> list[str]:
+    head = ["| row | what | to reach | measured | |", "|---|---|---|---|---|"]
+    return head + [
+        f"| `{row.target.name}` | {row.target.what} | {_bound(row)} | {_value(row)} | {row.verdict()} |"
+        for row in report.rows
+    ]
+
+
+def _bound(row: Row) -> str:
+    return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
+
+
+def _value(row: Row) -> str:
+    """The ratio, and medians of the seconds that it was made of."""
+    if row.value is None:
+        return "–"
+    spent, base = (row.details.get(name) for name in ("seconds", "base_seconds"))
+    both = f" ({_median(spent)} / {_median(base)} s)" if spent and base else ""
+    return f"{row.value:.4g}{both}"
+
+
+def _median(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.1f}"
+
+
+def _phases(row: Row) -> str:
+    spent = dict(row.details["phases"])
+    spent["prefill"] -= spent["scores"] + spent["norms"]
+    listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items())
+    return f"{row.target.name}: {listed}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""How often an interval of eight samples holds the truth: `python docs/scripts/coverage.py TRACE.h5 [DRAWS]`.
+
+The trace's samples are the population, its numbers over all of them the truth. Eight are drawn with replacement, many
+times, and each way of making an interval is asked whether it holds the truth. Forty samples or more, please: METHOD
+wants at least 92 % of draws. A row is one statistic over all configurations: the worst and the median coverage, and
+the median width over the truth.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perturbkv.analyses.bounds import rank_agreement
+from perturbkv.analyses.bounds.inequalities import bounded
+from perturbkv.analyses.horizon.horizon import LEAST_STEPS
+from perturbkv.analyses.measurements import EVIDENCE, values
+from perturbkv.analyses.pairing import by_selection
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.arithmetic import quantiles, ratio
+from perturbkv.analyses.stats.intervals import CORRELATION, POSITIVE, RATIO, Kind, rare_share_of, share_of
+from perturbkv.analyses.stats.rank_correlation import spearman
+from perturbkv.analyses.verdicts import verdicts
+from perturbkv.storage.trace.trace_file import read_trace
+from perturbkv.trace import Trace
+
+SAMPLES, DRAWS = 8, 4000
+RESAMPLES, RESAMPLED, CHUNK = 400, 400, 100
+"""A bootstrap of every draw would take an hour: of the first 400 draws each is resampled 400 times."""
+Floats = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number of one configuration, or of two: `of` takes weights (row, sample); None for the samples' median."""
+
+    name: str
+    kind: Kind
+    of: Callable[[Floats], Floats] | None
+    each: Floats
+
+
+def mean(name: str, kind: Kind, each: Floats) -> Statistic:
+    """The mean of (sample,) values."""
+    return Statistic(name, kind, lambda weights: weights @ each, each)
+
+
+def over(name: str, top: Floats, bottom: Floats) -> Statistic:
+    """A ratio of sums."""
+    return Statistic(name, RATIO, lambda weights: ratio(weights @ top, weights @ bottom), ratio(top, bottom))
+
+
+def middle(name: str, top: Floats, bottom: Floats) -> Statistic:
+    """The median of heads' ratios; (sample, head)."""
+    return Statistic(name, RATIO, lambda weights: quantiles(ratio(weights @ top, weights @ bottom), (0.5,), 1)[0], top)
+
+
+def statistics(trace: Trace) -> Iterator[Statistic]:
+    """Everything that the analyses give an interval, at the first step."""
+    for group in by_selection(trace.run):
+        if "attention" in group:
+            for treatment in group.values():
+                if treatment != group["attention"]:
+                    yield from compared(trace, group["attention"], treatment)
+        yield from ranked(trace, list(group.values()))
+    for config in range(len(trace.run.configs)):
+        yield from single(trace, config)
+
+
+def compared(trace: Trace, first: int, second: int) -> Iterator[Statistic]:
+    """Two configurations: heads, and drift after the middle and the last layer."""
+    for kind, name in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
+        both, floor = values(trace, f"perturbation_{kind}", "coverage", 0), values(trace, name, "coverage", 0)
+        better = (verdicts(both[:, first], both[:, second], floor) == 1).reshape(len(both), -1)
+        flat = both.reshape(*both.shape[:2], -1)
+        yield mean(f"share of heads better, {kind}", share_of(better.shape[1]), better.mean(axis=1))
+        yield over(f"ratio of ΣL, {kind}", flat[:, second].sum(axis=1), flat[:, first].sum(axis=1))
+        yield middle(f"median head's ratio, {kind}", flat[:, second], flat[:, first])
+    drift = values(trace, "hidden_drift_l1", "coverage", 0)
+    for layer in (drift.shape[2] // 2, -1):
+        yield over("ratio of drift", drift[:, second, layer], drift[:, first, layer])
+
+
+def single(trace: Trace, config: int) -> Iterator[Statistic]:
+    """One configuration: σ, drift, KL, and growth over the steps."""
+    for name, words in (("sigma_stage1", "σ"), ("retained_mass", "S")):
+        above = values(trace, name, "coverage", 0)[:, config] > EVIDENCE
+        yield mean(f"share of heads with {words} > 0.5", rare_share_of(above[0].size), above.mean(axis=(1, 2)))
+    levels = {
+        "last layer's drift": values(trace, "hidden_drift_l1", "coverage", 0)[:, config, -1],
+        "KL": values(trace, "logit_kl", "coverage", 0)[:, config],
+    }
+    for name, each in levels.items():
+        yield mean(f"mean of {name}", POSITIVE, each)
+        yield Statistic(f"median of {name}", POSITIVE, None, each)
+    third = trace.run.steps // LEAST_STEPS
+    if third and trace.measured[trace.ok].all():
+        moved = values(trace, "perturbation_propagated", "coverage")[:, config].sum(axis=(2, 3))
+        relative = moved / values(trace, "output_norm", "coverage").sum(axis=(2, 3))
+        yield over("growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1))
+
+
+def ranked(trace: Trace, places: list[int]) -> Iterator[Statistic]:
+    """Rank correlations of the bounds with L, between the selections of one setting."""
+    held = bounded(trace, "coverage", 0)
+    if len(places) < rank_agreement.LEAST_SELECTIONS:
+        return
+    for bound in (held.theta, held.theta_hat, 1 - held.mass):
+        found = spearman(np.moveaxis(bound[:, places], 1, 0), np.moveaxis(held.perturbation[:, places], 1, 0))
+        yield mean("rank correlation of a bound", CORRELATION, np.nanmean(found, axis=(1, 2)))
+
+
+def coverage(one: Statistic, drawn: Floats) -> dict[str, tuple[float, float]]:
+    """Method -> share of draws that hold the truth, and median width over the truth; `drawn` is (draw, sample)."""
+    if one.of is None:
+        found = intervals.of_medians(one.each[drawn].T)
+        assert found is not None
+        return {"ours": _told(float(np.median(one.each)), found.low, found.high)}
+    population, samples = len(one.each), drawn.shape[1]
+    counts = np.stack([np.bincount(row, minlength=population) for row in drawn]).astype(float)
+    truth = float(one.of(np.full((1, population), 1 / population))[0])
+    value = one.of(counts / samples)
+    single = np.eye(population)
+    left_out = np.stack([one.of((counts - single[drawn[:, place]]) / (samples - 1)) for place in range(samples)])
+    student = Kind(samples, limits=one.kind.limits)
+    kinds = {"Student's t": student, "t, log": Kind(samples, log=True, limits=one.kind.limits), "ours": one.kind}
+    told = {name: _told(truth, *intervals.jackknife(value, left_out, kind)) for name, kind in kinds.items()}
+    return {"percentile bootstrap": _told(truth, *_percentile(one.of, drawn[:RESAMPLED], population)), **told}
+
+
+def _percentile(of: Callable[[Floats], Floats], drawn: Floats, population: int) -> tuple[Floats, Floats]:
+    draw, ends = np.random.default_rng(1), []
+    for start in range(0, len(drawn), CHUNK):
+        part = drawn[start : start + CHUNK]
+        again = part[:, draw.integers(0, part.shape[1], size=(RESAMPLES, part.shape[1]))].reshape(-1, part.shape[1])
+        flat = (again + np.arange(len(again))[:, None] * population).reshape(-1)
+        counts = np.bincount(flat, minlength=len(again) * population).reshape(-1, population)
+        found = of(counts / part.shape[1]).reshape(len(part), RESAMPLES)
+        ends.append(np.nanquantile(found, (0.025, 0.975), axis=1))
+    low, high = np.concatenate(ends, axis=1)
+    return low, high
+
+
+def _told(truth: float, low: Floats, high: Floats) -> tuple[float, float]:
+    slack = 1e-9 * abs(truth)
+    held = (low - slack <= truth) & (truth <= high + slack)
+    return float(held.mean()), float(np.median(high - low) / (abs(truth) or 1.0))
+
+
+def table(trace: Trace, draws: int) -> list[str]:
+    """The Markdown table, line by line."""
+    drawn = np.random.default_rng(0).integers(0, int(trace.ok.sum()), size=(draws, SAMPLES))
+    rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for one in statistics(trace):
+        if one.of is None or np.ptp(one.each) > 0:  # what is the same in every sample cannot be missed
+            for method, told in coverage(one, drawn).items():
+                rows.setdefault((one.name, method), []).append(told)
+    lines = ["| statistic | method | configurations | worst | median | width |", "|---|---|---|---|---|---|"]
+    for (name, method), told in rows.items():
+        held, width = (np.array(part) for part in zip(*told, strict=True))
+        lines.append(
+            f"| {name} | {method} | {len(told)} | {100 * held.min():.1f} % | {100 * np.median(held):.1f} % "
+            f"| {np.median(width):.2g} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    shown = table(read_trace(Path(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else DRAWS)
+    sys.stdout.write("\n".join(shown) + "\n")

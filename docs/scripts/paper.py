@@ -1,0 +1,94 @@
+"""docs/paper.md: `python docs/scripts/paper.py LONGBENCH --output runs/paper` runs its commands and writes its rows.
+
+A step that is finished is not run again; a killed one goes on. Rows stand in the page as soon as their step is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import paper_answers
+import paper_bounds
+import paper_cost
+import paper_heads
+import paper_open
+import paper_steps
+from paper_read import OPEN, Row, Told
+
+PAGE = Path(__file__).parents[1] / "paper.md"
+BENCH = Path(__file__).parents[1] / "bench" / "cpu.json"
+SECTIONS = {
+    "Bounds and Assumption 1": paper_bounds.ROWS,
+    "Heads and layers": paper_heads.ROWS,
+    "Answers and cost": paper_answers.ROWS,
+    "Open questions": paper_open.ROWS,
+}
+_HEADS = ("in the paper", "what it says", "here", "verdict", "step", "to settle it")
+
+
+def main() -> None:
+    """Run what is not finished, then write what there is to tell."""
+    reads = argparse.ArgumentParser()
+    reads.add_argument("longbench", type=Path)
+    reads.add_argument("--output", type=Path, default=Path("runs/paper"))
+    reads.add_argument("--page", type=Path, default=PAGE)
+    reads.add_argument("--read", action="store_true", help="run nothing")
+    asked = reads.parse_args()
+    longbench, output = (one.resolve() for one in (asked.longbench, asked.output))
+    for step in [] if asked.read else paper_steps.STEPS:
+        paper_steps.run([step], longbench, output)
+        write(asked.page, longbench, output)
+    write(asked.page, longbench, output)
+
+
+def write(page: Path, longbench: Path, output: Path) -> None:
+    """The page with its generated parts made anew; what stands between them stays."""
+    took = {step.name: paper_steps.seconds(step, longbench, output) for step in paper_steps.STEPS}
+    done = {name for name, seconds in took.items() if seconds is not None}
+    text = page.read_text()
+    for title, rows in SECTIONS.items():
+        text = replaced(text, title, table(_HEADS, (_cells(row, told(row, output, done)) for row in rows)))
+    text = replaced(text, "Steps", "\n".join(["```sh", *_steps(took), "```"]))
+    heads, *rows = paper_cost.table(BENCH)
+    page.write_text(replaced(text, "Cost", table(heads, rows)))
+
+
+def told(row: Row, output: Path, done: set[str]) -> Told:
+    """What a row says, as far as its step is finished."""
+    if row.step and row.step not in done:
+        return Told("", OPEN)
+    return row.told(output)
+
+
+def replaced(text: str, part: str, made: str) -> str:
+    """The page with one generated part made anew. Raises ValueError where the page has no such part."""
+    begin, end = (f"<!-- {part}: {side} -->" for side in ("begin", "end"))
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        message = f"expected {begin} … {end} in the page"
+        raise ValueError(message)
+    return f"{before}{begin}\n{made}\n{end}{after}"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cells(row: Row, found: Told) -> list[str]:
+    return [row.place, row.claim, found.text, f"**{found.verdict}**", row.step and f"`{row.step}`", row.settles]
+
+
+def _steps(took: dict[str, float | None]) -> Iterable[str]:
+    for step in paper_steps.STEPS:
+        seconds = took[step.name]
+        yield f"# {step.name}: " + ("not finished" if seconds is None else f"{seconds / 60:.0f} min")
+        yield from step.shown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The tables of docs/results.md as Markdown, from what the commands wrote: `python docs/scripts/tables.py SUMMARY.json …`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from perturbkv.analyses import naming
+from perturbkv.analyses.json_values import config_of
+from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.configs.choice import parse
+
+CONTENDERS = 4
+"""Selections that rank by the window's attention; the others are controls."""
+Cells = list[list[str]]
+Made = tuple[str, list[str], Cells]
+"""A table: its title, its heads, its rows."""
+Ends = dict[str, Any] | None
+"""An interval as summary.json has it: low, high, and whether it is an `interval` or a `range`."""
+
+
+def say(text: str) -> None:
+    """One line of output."""
+    sys.stdout.write(text + "\n")
+
+
+def table(title: str, heads: list[str], rows: Cells) -> None:
+    """A Markdown table."""
+    say(f"\n{title}\n")
+    for cells in (heads, ["---"] * len(heads), *rows):
+        say(f"| {' | '.join(cells)} |")
+
+
+def number(value: float | None, ends: Ends = None, digits: int = 2) -> str:
+    """'0.71 [0.65, 0.78]', or of a range '0.71 (0.65 … 0.78)'."""
+    return "–" if value is None else f"{value:z.{digits}f}{_between(ends, f'z.{digits}f')}".replace("-", "−")
+
+
+def percent(value: float | None, ends: Ends = None) -> str:
+    """'72 % [58, 82]', or of a range '72 % (58 … 82)'."""
+    hundred = ends and {**ends, "low": 100 * ends["low"], "high": 100 * ends["high"]}
+    return "–" if value is None else f"{100 * value:z.0f} %{_between(hundred, 'z.0f')}".replace("-", "−")
+
+
+def _between(ends: Ends, shown: str) -> str:
+    if not ends:
+        return ""
+    low, high = (f"{ends[end]:{shown}}" for end in ("low", "high"))
+    return f" ({low} … {high})" if ends["kind"] == "range" else f" [{low}, {high}]"
+
+
+def at(band: dict[str, Any] | None, place: int) -> Ends:
+    """One interval out of an array of them; None where it has none."""
+    if band is None or band["low"][place] is None:
+        return None
+    return {"low": band["low"][place], "high": band["high"][place], "kind": band["kind"]}
+
+
+def selection(config: dict[str, Any]) -> str:
+    """A configuration's selection, without its options."""
+    return parse(config["selection"]).name
+
+
+def bound_tightness(found: dict[str, Any]) -> list[Made]:
+    """The two-stage selection's ratios, then rank agreement."""
+    return [_ratios(found), _agreement(found)]
+
+
+def _ratios(found: dict[str, Any]) -> Made:
+    rows = []
+    for config in found["configurations"]:
+        if selection(config["config"]) != "two-stage":
+            continue
+        for where, name in (("evidence", "> 0.5"), ("sigma_at_most_half", "≤ 0.5")):
+            share = config["sigma_at_most_half_share"]
+            spreads = [spread[where] for spread in config["ratios"].values()]
+            cells = [f"{number(low)}–{number(high)}" for low, _, _, _, high in spreads]
+            medians = [number(spread[2]) for spread in spreads]
+            rows.append([
+                str(config["config"]["budget"]) if where == "evidence" else "",
+                number(config["retained_mass"]) if where == "evidence" else "",
+                name,
+                percent(1 - share if where == "evidence" else share),
+                *(f"{median} ({cell})" for median, cell in zip(medians, cells, strict=True)),
+            ])  # fmt: skip
+    return "bound-tightness, two-stage", ["budget", "S", "σ", "share", "L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax"], rows
+
+
+def _agreement(found: dict[str, Any]) -> Made:
+    rows = []
+    for agreement in found["rank_agreement"]:
+        ranked = [one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS]
+        everywhere = ["–" if one["bound"] == "θ̂" else number(one["mean"], one["interval"]) for one in ranked]
+        rows.append([str(agreement["setting"]["budget"]), "ρ, all heads", *everywhere])
+        evidence = [_proven(one, number(one["evidence_mean"], one["evidence_interval"])) for one in ranked]
+        rows.append(["", "ρ, σ > 0.5", *evidence])
+        for first, name in (("attention", "against attention"), ("two-stage-uniform", "against ν ≡ 1")):
+            pairs = [one for one in agreement["concordance"] if (one["first"], one["second"]) == (first, "two-stage")]
+            shares = [_proven(one, percent(one["evidence_share"], one["evidence_interval"])) for one in pairs]
+            rows.append(["", name, *shares])
+    return "rank agreement", ["budget", "", "θ", "θ̂", "1 − S"], rows
+
+
+def _proven(one: dict[str, Any], shown: str) -> str:
+    """The number with its heads and samples; of fewer than five samples these alone."""
+    counts = f"n = {one['evidence_values']:,} in {one['evidence_samples']}"
+    return f"{shown}; {counts}" if one["evidence_samples"] >= LEAST else f"–; {counts}"
+
+
+def assumption(found: dict[str, Any]) -> list[Made]:
+    """Shares above a half, both readings, and the layers of the heads below."""
+    rows = []
+    for config in found["configurations"]:
+        cells = [str(config["config"]["budget"])]
+        for name in ("sigma_topk", "sigma_stage1", "retained_mass"):
+            reading = config[name]
+            below = [head["layer"] for head in reading["heads_at_most_half"]]
+            cells += [percent(reading["share_above_half"], reading["share_above_half_interval"]), str(len(below))]
+        by_layer = config["sigma_stage1"]["share_above_half_by_layer"]
+        cells.append(f"{percent(by_layer[0])}, {percent(sum(by_layer[1:]) / len(by_layer[1:]))}")
+        rows.append(cells)
+    heads = ["budget", "top ⌊αb⌋: > 0.5", "heads below", "stage 1: > 0.5", "heads below", "S: > 0.5", "heads below",
+             "first layer, others (stage 1)"]  # fmt: skip
+    return [("assumption", heads, rows)]
+
+
+def layers(found: dict[str, Any]) -> list[Made]:
+    """Median drift after some layers and the ratio of its means; per sample; against the budget."""
+    rows = []
+    samples = found.get("per_sample", [None] * len(found["drifts"]))
+    for drift, sample in zip(found["drifts"], samples, strict=True):
+        last = len(drift["ratio"]) - 1
+        cells = [f"{selection(drift['treatment'])}, {drift['baseline']['budget']}"]
+        for layer in (0, last // 2, last):
+            sides = f"{drift['baseline_median_drift'][layer]:,.0f} → {drift['treatment_median_drift'][layer]:,.0f}"
+            cells.append(f"{sides}, × {number(drift['ratio'][layer], at(drift['ratio_interval'], layer))}")
+        if sample:
+            cells.append(percent(sample["improved_share"], sample["improved_share_interval"]))
+        rows.append(cells)
+    heads = ["treatment, budget", *(f"after the {place} measured layer" for place in ("first", "middle", "last"))]
+    made = [("layers", [*heads, "samples better"] if samples[0] else heads, rows)]
+    return [*made, budgets(found["budgets"]["curves"])] if "budgets" in found else made
+
+
+def budgets(curves: list[dict[str, Any]]) -> Made:
+    """Every curve's numbers per budget, the smallest first; a dash where a curve has none of that budget."""
+    kept = {size: share for curve in curves for size, share in zip(curve["budgets"], curve["kept"], strict=True)}
+    rows = []
+    for size in sorted(kept, key=lambda size: kept[size]):
+        each = [_budget(curve, curve["budgets"].index(size)) if size in curve["budgets"] else ["–"] * 4
+                for curve in curves]  # fmt: skip
+        rows.append([str(size), *(cell for cells in each for cell in cells)])
+    names = [f"{curve['name']}: {what}" for curve in curves for what in ("held", "drift", "KL, nat", "same token")]
+    return "budgets", ["budget", *names], rows
+
+
+def _budget(curve: dict[str, Any], place: int) -> list[str]:
+    medians, intervals = curve["medians"], curve["intervals"]
+    return [
+        number(curve["held"][place]),
+        f"{medians['drift'][place]:,.0f}",
+        number(medians["kl"][place], at(intervals["kl"], place), 4),
+        percent(medians["top1"][place], at(intervals["top1"], place)),
+    ]
+
+
+def ablation(found: dict[str, Any]) -> list[Made]:
+    """L1 over the baseline's for every row and α, isolated and propagated."""
+    made = []
+    for setting in found["settings"]:
+        shared = naming.setting(config_of(setting["baseline"]), "alpha", "product")
+        for part in ("rows", "brings"):
+            rows = []
+            for row in setting[part]:
+                cells = [row["name"], "" if row["alpha"] is None else f"{row['alpha']:g}",
+                         number(row["held_over_full_treatment"])]  # fmt: skip
+                for kind in ("isolated", "propagated"):
+                    part_of = row[kind]
+                    cells += [number(part_of["sum_ratio"], part_of["sum_ratio_interval"]),
+                              number(part_of["median_ratio"], part_of["median_ratio_interval"]),
+                              percent(part_of["better_share"], part_of["better_share_interval"])]  # fmt: skip
+                rows.append(cells)
+            sides = ("isolated", "propagated")
+            heads = [
+                "",
+                "α",
+                "held / full",
+                *(f"{side} {what}" for side in sides for what in ("Σ", "median head", "better")),
+            ]
+            made.append((f"ablation, {shared}: {part}", heads, rows))
+    return made
+
+
+def heads(found: dict[str, Any]) -> list[Made]:
+    """Every treatment against its baseline, isolated and propagated."""
+    rows, before = [], ""
+    for one in found["comparisons"]:
+        setting = naming.setting(config_of(one["baseline"]))
+        cells = [setting if setting != before else "", selection(one["treatment"]),
+                 number(one["held_over_full_treatment"])]  # fmt: skip
+        for kind in (one["isolated"], one["propagated"]):
+            counts = " / ".join(str(kind[name]) for name in ("improved", "tied", "worsened"))
+            cells += [counts, percent(kind["better_share"], kind["better_share_interval"]),
+                      number(kind["sum_ratio"], kind["sum_ratio_interval"]),
+                      number(kind["median_ratio"], kind["median_ratio_interval"])]  # fmt: skip
+        rows.append(cells)
+        before = setting
+    sides = [f"{side}: {what}" for side in ("isolated", "propagated") for what in ("+ / = / −", "share", "Σ", "median")]
+    return [("heads", ["setting", "treatment", "held / full", *sides], rows)]
+
+
+def horizon(found: dict[str, Any]) -> list[Made]:
+    """First and last third of the steps, and how many heads grow or shrink beyond chance."""
+    rows = []
+    for config in found["configs"]:
+        for curve in config["curves"]:
+            decided = curve["sign_flips"]
+            rows.append([selection(config["config"]), curve["kind"], number(curve["first"], digits=3),
+                         number(curve["last"], digits=3), number(curve["growth"], curve["growth_interval"]),
+                         f"{decided['above']} / {decided['below']}"])  # fmt: skip
+    heads = ["selection", "", "first third", "last third", "growth", "+ / −"]
+    return [(f"horizon, {found['samples_with_growth']} samples", heads, rows), _leads(found)]
+
+
+def _leads(found: dict[str, Any]) -> Made:
+    """The treatment over the baseline, propagated, in the first and in the last third of the steps."""
+    thirds = ("first", "last")
+    rows = [[selection(one["treatment"]), *(number(one[third], one[f"{third}_interval"]) for third in thirds)]
+            for one in found["leads"]]  # fmt: skip
+    return "horizon, over attention", ["selection", "first third", "last third"], rows
+
+
+def methods(found: dict[str, Any]) -> list[Made]:
+    """Every method over SnapKV, over random entries with its own protection, and what comes out."""
+    made = []
+    for one in found["settings"]:
+        rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
+        rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
+        heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
+        made.append((f"methods, {naming.setting(config_of(one['baseline']))}", heads, rows))
+    return made
+
+
+def _method(name: str, controls: dict[str, Any], row: dict[str, Any], kl: dict[str, Any]) -> list[str]:
+    over = [row.get("propagated"), controls.get("random", {}).get("propagated"), row.get("isolated")]
+    ratios = [number(kind["sum_ratio"], kind["sum_ratio_interval"]) if kind else "" for kind in over]
+    drift = number(row["drift_ratio"], row["drift_ratio_interval"]) if row else ""
+    return [f"`{name}`", *ratios, drift, number(kl["kl_median"], kl["kl_median_interval"], digits=5)]
+
+
+TABLES = {
+    "heads": heads,
+    "bound-tightness": bound_tightness,
+    "assumption": assumption,
+    "layers": layers,
+    "ablation": ablation,
+    "methods": methods,
+    "horizon": horizon,
+}
+
+
+def analyses(summary: Path) -> dict[str, dict[str, Any]]:
+    """What a summary.json holds: analysis -> its numbers."""
+    found: dict[str, dict[str, Any]] = json.loads(summary.read_text())["analyses"]
+    return found
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        for analysis, numbers in analyses(Path(name)).items():
+            for made in TABLES[analysis](numbers):
+                table(*made)

@@ -1,0 +1,249 @@
+"""How tight the bounds are: ratios per budget, tightness against retained mass, rank agreement; heat maps per head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from perturbkv.analyses.bounds.bound_tightness import BoundTightness
+from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
+from perturbkv.analyses.bounds.ratios import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
+from perturbkv.analyses.naming import budgets, folded
+from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.figures import keys, panels, style
+from perturbkv.figures.labels import by_held
+from perturbkv.figures.symbols import symbols
+
+_ROW_MM, _NARROW_MM = 72, 120
+_MEDIAN = OVER_SAMPLES.index(0.5)
+_LEAST_IN_BIN = 10
+"""A bin with fewer values says nothing of a distribution."""
+_BANDS = 2
+"""More curves than this carry no bands: these would hide each other."""
+_WIDE, _LETTERS, _ACROSS = 5, 16, 34
+"""Maps beside each other, letters over one, and letters under a panel."""
+
+
+def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
+    """Three panels, by budget, of the configurations of one selection. One column is 120 mm tall."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        configs = by_held(result.shown, lambda config: config.held)
+        ranked = _in_order([one for one in result.agreements if one.correlations], configs)
+        named, settings = _named(configs, ranked)
+        said = f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}"
+        further = keys.height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, said, width_mm)
+        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (further if named.key else 0))
+        axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
+        for panel in axes if narrow else ():
+            panel.yaxis.label.set_size(6.5)
+        legend = style.legend_beside if narrow else style.legend_below
+        legend(axes[0], _ratios(axes[0], configs, named.ticks), 2)
+        curves = _against_mass(axes[1], configs, named.ticks)
+        legend(axes[1], [] if named.key else curves, 3)
+        legend(axes[2], _agreement(axes[2], ranked, settings), 2)
+        for panel in (axes[0], axes[2]) if named.key else ():
+            panel.set_xlabel("configuration, named below", size="medium")
+        style.foot(figure, result.identity, said)
+        below = style.foot_mm(result.identity, said, width_mm)
+        keys.draw(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
+    return figure
+
+
+def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[keys.Names, list[str]]:
+    """What stands under the first panel with its key, and what under the last: a setting has its configuration's."""
+    shown = [config.config for config in configs]
+    firsts = budgets([agreement.telling for agreement in ranked], "selection")
+    own = budgets(shown)
+    if keys.fits(own) and keys.fits(firsts):
+        return keys.names(own, False), keys.names(firsts, False).ticks
+    found = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
+    others = [name for name, place in zip(firsts, found, strict=True) if place is None]
+    named, further = keys.names([*own, *others], True), iter(range(len(own), len(own) + len(others)))
+    settings = [named.ticks[next(further) if place is None else place] for place in found]
+    return keys.Names(named.ticks[: len(own)], named.key), settings
+
+
+def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
+    """As the configurations of the shown selection; as they came where one has none."""
+    held = {shown.config: shown.held for shown in configs}
+    return by_held(agreements, lambda agreement: max((held.get(one, -1.0) for one in agreement.configs), default=-1.0))
+
+
+def _bars(configs: int, samples: int) -> str:
+    """What each panel's bars are: the first two are spreads over samples and heads, the last one intervals."""
+    band = ", quartiles" if configs <= _BANDS else ""
+    spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
+    return f"{spreads} · third: {style.about(samples)}; below: heads ranked, in how many samples"
+
+
+def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
+    """L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples carry a dot."""
+    with style.use():
+        wide = 2 if width_mm < style.WIDE_MM else _WIDE
+        configs = by_held(result.shown, lambda config: config.held)
+        maps = [_map(name, config) for name, config in zip(_names(configs), configs, strict=True)]
+        largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
+        figure = panels.draw(
+            [maps[start : start + wide] for start in range(0, len(maps), wide)],
+            width_mm,
+            panels.Scale(0.0, largest or 1.0, "L/θ, median over samples\ndot: σ ≤ 0.5 in most", style.layer_colours()),
+            "Tightness of Theorem 2 by head",
+            result.identity.layer,
+        )
+        style.foot(figure, result.identity, f"{_held(configs)} · n = {result.identity.samples} samples")
+    return figure
+
+
+def _held(configs: Sequence[Tightness]) -> str:
+    """What the caches hold, by budget."""
+    shares = dict.fromkeys(f"{shown.config.budget}: {style.number(shown.held)}" for shown in configs)
+    return f"held / full of b={', '.join(shares)}"
+
+
+def _map(name: str, config: Tightness) -> panels.Map:
+    spread = config.spreads[RATIOS[0]]
+    median = f"median {style.number(float(spread.evidence[2]))}"
+    return panels.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
+
+
+def _names(configs: Sequence[Tightness]) -> list[str]:
+    """Names of budgets, each part on lines of its own: maps stand close together."""
+    names = budgets([shown.config for shown in configs])
+    return ["\n".join(folded(part, _LETTERS) for part in parts) for parts in names]
+
+
+def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
+    """The budgets' unit: fractions are shares of the prompt, whole numbers are entries."""
+    units = dict.fromkeys(config.budget.unit for config in configs)
+    return f"budget b ({' or '.join(units)})" if units else "budget b"
+
+
+def _name_budgets(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
+    """The axis' name, smaller where it would leave a panel of a third of a page."""
+    axes.set_xlabel(_budget_axis(configs))
+    if len(axes.get_xlabel()) > _ACROSS:
+        axes.xaxis.label.set_fontsize(6.2)
+
+
+def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
+    """Median and quartiles of each ratio; where σ ≤ 0.5 the median alone, hollow beside it. Returns the legend."""
+    colours = style.category_colours(len(RATIOS))
+    for place, config in enumerate(configs):
+        for number, (name, colour) in enumerate(zip(RATIOS, colours, strict=True)):
+            x = place + (number - (len(RATIOS) - 1) / 2) * 0.2
+            spread = config.spreads[name]
+            _bar(axes, x, spread.evidence, colour, name)
+            flagged = style.positive(spread.flagged)[2]
+            if np.isfinite(flagged):
+                axes.plot([x + 0.08], [flagged], color="0.6", marker="o", markersize=2.4, markerfacecolor="white",
+                          markeredgewidth=0.7, gid=f"flagged {name}")  # fmt: skip
+    axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
+    axes.set_xticks(range(len(configs)), names)
+    _name_budgets(axes, [shown.config for shown in configs])
+    axes.set_ylabel("ratio (1 = tight)")
+    style.log_axes(axes, y=True)
+    axes.set_title("Ratios over samples and heads", loc="left")
+    if len(axes.get_lines()) == 1:
+        style.note(axes, "no ratio: nothing went, or the bounds are 0")
+    handles = [
+        Line2D([], [], color=colour, marker="o", markersize=3, label=symbols(name))
+        for name, colour in zip(RATIOS, colours, strict=True)
+    ]
+    return [*handles, _dot("0.6", "white", "σ ≤ 0.5: no evidence")]
+
+
+def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) -> None:
+    """25–75 % a bar, the median a dot; nothing where there is no positive value."""
+    shown = style.positive(quantiles)
+    if np.isnan(shown[2]):
+        return
+    first, middle, third = np.where(np.isnan(shown), shown[2], shown)[1:4]
+    axes.plot([x, x], [first, third], color=colour, linewidth=1.6, solid_capstyle="butt")
+    axes.plot([x], [middle], color=colour, marker="o", markersize=3.2, gid=gid)
+
+
+def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Artist]:
+    """L/θ by retained mass, a curve per budget, with bands where these are few. Returns the legend."""
+    centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
+    colours, top = style.ordered_colours(len(configs)), 0.0
+    for name, config, colour in zip(names, configs, colours, strict=True):
+        held = config.mass.count >= _LEAST_IN_BIN
+        low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
+        if len(configs) <= _BANDS:
+            axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
+        top = max(top, float(np.nanmax(high, initial=0)))
+        axes.plot(centres, median, color=colour, marker="o", markersize=2.2, gid=f"mass {config.config.label()}",
+                  label=name)  # fmt: skip
+    axes.set(xlim=(0, 1), ylim=(0, min(1, 1.1 * top) or 1), xlabel="retained mass S (attention)")
+    axes.set_ylabel("L/θ, median" + (" and quartiles" if len(configs) <= _BANDS else ""))
+    axes.set_title("Tightness against what is kept", loc="left")
+    if not any((config.mass.count >= _LEAST_IN_BIN).any() for config in configs):
+        style.note(axes, f"no bin of S holds {_LEAST_IN_BIN} values")
+    return list(axes.get_legend_handles_labels()[0])
+
+
+def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]) -> list[Line2D]:
+    """Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow.
+
+    No point where fewer than five samples have such heads. Returns the legend.
+    """
+    for place, agreement in enumerate(ranked):
+        for correlation in agreement.correlations:
+            if correlation.evidence_samples >= LEAST:
+                _correlation(axes, place, correlation)
+    axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
+    axes.set_xticks(range(len(ranked)), names)
+    _name_budgets(axes, [agreement.telling for agreement in ranked])
+    axes.set_ylabel("Spearman's ρ with L")
+    bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
+    low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
+    axes.set(ylim=(low, 1.04), xlim=(-0.6, max(len(ranked), 1) - 0.4))
+    axes.set_yticks([tick for tick in (-1, -0.5, 0, 0.5, 1) if tick >= bottom - 0.01])
+    axes.set_title("Order of selections, σ > 0.5", loc="left")
+    if not ranked:
+        style.note(axes, "needs three or more selections per budget", middle=True)
+    elif not axes.containers:
+        style.note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection", middle=True)
+    for place, agreement in enumerate(ranked):
+        axes.text(place, 0.02, _told(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
+                  fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
+    handles = [_dot(colour, colour, symbols(name)) for name, colour in _colours().items()]
+    return [*handles, _dot("0.3", "white", "controls included")]
+
+
+def _told(agreement: RankAgreement) -> str:
+    """How many heads of all samples the first bound's ρ is of, and in how many samples: θ's, of the contenders."""
+    one = agreement.correlations[0]
+    return f"{one.evidence_values:,}\nin {one.evidence_samples}"
+
+
+def _correlation(axes: Axes, place: int, correlation: RankCorrelation) -> None:
+    filled = set(correlation.selections) <= set(CONTENDERS)
+    colour = _colours()[correlation.bound]
+    axes.errorbar(
+        [place + (BOUNDS.index(correlation.bound) - 1) * 0.2],
+        [correlation.evidence_mean],
+        yerr=style.bars(correlation.evidence_mean, correlation.evidence_interval),
+        color=colour,
+        marker="o",
+        markersize=3.6,
+        markerfacecolor=colour if filled else "white",
+        linewidth=0.8,
+        gid=f"{'contenders' if filled else 'all'} {correlation.bound}",
+    )
+
+
+def _colours() -> dict[str, Any]:
+    return dict(zip(BOUNDS, style.category_colours(len(BOUNDS)), strict=True))
+
+
+def _dot(edge: Any, face: Any, label: str) -> Line2D:
+    return Line2D([], [], linestyle="", marker="o", markersize=3.6, color=edge, markerfacecolor=face, label=label)

@@ -1,0 +1,151 @@
+"""Does perturbation tell what an answer will be worth? Ranks and areas by measure, and how often answers are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from perturbkv.analyses.correlation.correlation import Link
+from perturbkv.analyses.correlation.correlation_settings import Setting
+from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE
+from perturbkv.analyses.correlation.link_prompts import MEASURES, NAMES
+from perturbkv.analyses.first_step import CIRCULAR
+from perturbkv.analyses.naming import counted
+from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.figures import style
+from perturbkv.figures.labels import by_held
+from perturbkv.figures.symbols import symbols, typeset
+
+_ROW_MM, _CURVES_MM, _AROUND_MM, _LINE_MM = 70, 58, 16, 3.6
+_SPREAD = 0.56
+"""What the points of one measure take of the room between two."""
+_GAP = 0.9
+"""Room, in rows, for the words above what is circular."""
+_PLACES = {name: place + (_GAP if name in CIRCULAR else 0) for place, name in enumerate(NAMES)}
+_DEALT = "0.82"
+
+
+def draw(result: Link, width_mm: float = style.WIDE_MM) -> Figure:
+    """Above, a point per measure and setting; below, curves of the headline and of the attention given up."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        settings = by_held(result.settings, lambda one: float(one.held.mean()))
+        legend = len(settings) * (1 if narrow else 0.5) + 1
+        height = (_ROW_MM + _CURVES_MM) * (2 if narrow else 1) + _AROUND_MM + legend * _LINE_MM
+        figure = style.figure(width_mm, height)
+        ratios = [_ROW_MM] * (2 if narrow else 1) + [_CURVES_MM] * (2 if narrow else 1)
+        axes = figure.subplots(4 if narrow else 2, 1 if narrow else 2, height_ratios=ratios).flat
+        colours = style.ordered_colours(len(settings))
+        _ranks(axes[0], settings, colours)
+        _areas(axes[1], settings, colours)
+        axes[1].tick_params(labelleft=narrow)
+        for panel, measure in zip(axes[2:], (HEADLINE, AGAINST), strict=True):
+            _curves(panel, settings, colours, measure)
+        figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
+        for panel in axes[:2]:
+            typeset(panel.get_yticklabels())
+        style.foot(figure, result.identity, _told(result))
+    return figure
+
+
+def _told(result: Link) -> str:
+    """What n and the bars are: each point has an n of its own."""
+    answered = sum(part.answered for part in result.parts)
+    return (
+        f"of the {counted(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
+        f"bars: 95 % intervals over prompts, ranges where they are fewer than {LEAST} · names alone: prompts' measures "
+        f"dealt out among the prompts · a lost answer: below {result.rule.lost:g} of the full cache's score"
+    )
+
+
+def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
+    for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
+        for name in NAMES:
+            rho, dealt = one.strength(name).rho, one.named(name).rho.exchanged
+            _point(axes, _PLACES[name] + shift, rho.value, rho.interval, colour, f"rho {one.name} {name}")
+            _band(axes, _PLACES[name] + shift, dealt.low, dealt.high)
+    _frame(axes, 0, (-1.05, 1.05), "Spearman’s ρ with the score")
+    axes.set_xticks([-1, -0.5, 0, 0.5, 1])
+    axes.set_title("Ranks within a prompt", loc="left")
+    if all(np.isnan(one.strength(name).rho.value) for one in settings for name in NAMES):
+        _silence(axes, settings)
+
+
+def _areas(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
+    for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
+        for name in NAMES:
+            area, dealt = one.strength(name).auc, one.named(name).auc.exchanged
+            _point(axes, _PLACES[name] + shift, area.value, area.interval, colour, f"auc {one.name} {name}")
+            _band(axes, _PLACES[name] + shift, dealt.low, dealt.high)
+    _frame(axes, 0.5, (-0.025, 1.025), "share of pairs (AUC)")
+    axes.set_title("Lost above kept within a prompt", loc="left")
+    if all(np.isnan(one.strength(name).auc.value) for one in settings for name in NAMES):
+        _silence(axes, settings)
+
+
+def _silence(axes: Axes, settings: Sequence[Setting]) -> None:
+    reasons = dict.fromkeys(one.silence() for one in settings)
+    style.note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
+
+
+def _shifts(count: int) -> list[float]:
+    """Where the points of one measure lie around its row, the first setting's on top."""
+    return [0.0] if count == 1 else list(np.linspace(-_SPREAD / 2, _SPREAD / 2, count))
+
+
+def _point(axes: Axes, place: float, value: float, interval: Any, colour: Any, gid: str) -> None:
+    if not np.isnan(value):
+        axes.errorbar([value], [place], xerr=style.bars(value, interval), color=colour, marker="o", markersize=2.8,
+                      linewidth=0.9, gid=gid)  # fmt: skip
+
+
+def _band(axes: Axes, place: float, low: float, high: float) -> None:
+    """What the methods' names alone show, behind the point."""
+    if not np.isnan(low):
+        axes.plot([low, high], [place, place], color=_DEALT, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
+
+
+def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -> None:
+    axes.axvline(middle, color="0.55", linewidth=0.8, zorder=1)
+    axes.axhline(len(MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
+    axes.text(0.98, len(MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
+              ha="right", va="top", fontsize=5.5, color="0.35")  # fmt: skip
+    axes.set_yticks(list(_PLACES.values()), list(map(symbols, NAMES.values())))
+    axes.set(xlim=limits, ylim=(max(_PLACES.values()) + 0.5, -0.5), xlabel=label)
+
+
+def _curves(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], measure: str) -> None:
+    for colour, one in zip(colours, settings, strict=True):
+        bins = one.curves[measure]
+        if bins:
+            axes.plot([each.middle for each in bins], [each.lost for each in bins], color=colour, linestyle="",
+                      marker="o", markersize=2.8, gid=f"curve {one.name} {measure}")  # fmt: skip
+        for each in bins:  # from its least to its largest answer: between bins there is nothing
+            axes.plot([each.low, each.high], [each.lost, each.lost], color=colour, linewidth=1.1, gid="bin")
+            axes.errorbar([each.middle], [each.lost], yerr=style.bars(each.lost, each.lost_interval), color=colour,
+                          linewidth=0.7, alpha=0.6)  # fmt: skip
+    unit = "" if measure == AGAINST else ", relative"
+    axes.set(xlabel=f"{NAMES[measure]}{unit} (log axis)", ylabel="share of answers lost", ylim=(-0.03, 1.03))
+    style.log_axes(axes, x=True)
+    axes.set_title(f"Lost by {NAMES[measure]}, all prompts", loc="left")
+
+
+def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]:
+    named = [
+        Line2D([], [], color=colour, marker="o", markersize=3, label=_label(one))
+        for colour, one in zip(colours, settings, strict=True)
+    ]
+    return [*named, Line2D([], [], color=_DEALT, linewidth=4.2, label="what methods’ names alone tell: middle 95 %")]
+
+
+def _label(one: Setting) -> str:
+    """Budget, methods, what their caches hold, and the prompts that decide, or why none does."""
+    held = " to ".join(dict.fromkeys(map(style.number, one.held_ends)))
+    deciding = one.strength(HEADLINE)
+    n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)" if one.decides else one.silence().split(";")[0]
+    return f"b={one.name}: {len(one.configs)} methods, held / full {held}, {n}"

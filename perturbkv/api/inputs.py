@@ -1,0 +1,91 @@
+"""What is measured, and on what: a model and a dataset's prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perturbkv.datasets.prompts import Prompts, load
+from perturbkv.errors import ConfigError
+from perturbkv.models import user_model
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model as load_by_name
+
+
+def load_model(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: Any = "auto",
+    device: Any = "auto",
+    seed: int = 0,
+    revision: str | None = None,
+) -> Adapter:
+    """A model to measure: by name, or one that is loaded already.
+
+    Args:
+        model: an alias (`smollm2-135m-q4_1`), a hub id, a hub's file (`owner/name:file.gguf`), a folder, a .gguf file,
+            `random:<alias>`; or a transformers model, on any device, which is used where it is and left as it was.
+        tokenizer: of a loaded model.
+        dtype: of a model that is loaded by name: auto, float32, bfloat16, float16.
+        device: of a model that is loaded by name: auto, cpu, cuda, cuda:1, ….
+        seed: of random weights.
+        revision: branch, tag or commit of a hub's model; None: the newest of its main branch.
+
+    Raises ModelError, UnknownNameError or ConfigError, each with what was expected and what to do.
+
+    >>> import perturbkv as pk
+    >>> pk.load_model("random:smollm2-135m").heads
+    9
+    """
+    if isinstance(model, str | Path):
+        if tokenizer is not None:
+            msg = f"model '{model}' brings its own tokenizer; give a tokenizer with a loaded model alone"
+            raise ConfigError(msg)
+        return load_by_name(str(model), str(dtype).removeprefix("torch."), str(device), seed, revision=revision or "")
+    if isinstance(model, Adapter):
+        return model
+    if (dtype, device, revision) != ("auto", "auto", None):
+        msg = "a loaded model stays what and where it is; leave dtype, device and revision out"
+        raise ConfigError(msg)
+    return user_model.adapted(model, tokenizer)
+
+
+def load_prompts(
+    dataset: str,
+    model: Adapter,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    data_dir: str | Path | None = None,
+    lengths: Sequence[int] = (),
+    depths: Sequence[float] = (),
+    haystack: str = "prose",
+    metric: str = "",
+    max_tokens: int | None = None,
+    chat_template: bool | None = None,
+) -> Prompts:
+    """The prompts of a dataset as the model gets them.
+
+    Args:
+        dataset: `needle`, one of LongBench's 21 names, or a .jsonl file.
+        model: whose tokenizer and chat template count.
+        samples: how many; None: 8, or all where there are fewer.
+        seed: of everything random.
+        data_dir: folder with LongBench's files.
+        lengths: of needle's and RULER's prompts, in tokens.
+        depths: where needle's fact lies, 0 to 1.
+        haystack: needle's, `prose` or `noise`.
+        metric: that grades answers: `f1`, `exact-match`, `rouge-l` or `exact-number`; empty: a data set's own, and for
+            other prompts with accepted answers f1.
+        max_tokens: longer prompts are cut in the middle.
+        chat_template: None: where the tokenizer has one and the dataset goes with one.
+
+    Raises UnknownNameError, DatasetError, ConfigError.
+    """
+    return load(
+        dataset, model.tokenizer, samples=samples, seed=seed, data_dir=None if data_dir is None else Path(data_dir),
+        lengths=lengths, depths=depths, haystack=haystack, metric=metric, max_tokens=max_tokens,
+        chat_template=chat_template, positions=model.positions,
+    )  # fmt: skip

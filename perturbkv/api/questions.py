@@ -1,0 +1,224 @@
+"""One configuration's kept sets in some layers or heads, another's in the rest: which of them decide what comes out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perturbkv.api.planning import planned
+from perturbkv.configs import layer_types
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.patching import Game, SwapConfig, check_sides, greedy_of, permutations_of
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import ConfigError, InterruptedRunError
+from perturbkv.models import user_model
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.progress import bar
+from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.provenance import provenance
+from perturbkv.pipeline.variants.mixtures import rows_of
+from perturbkv.pipeline.variants.swap_run import Measuring, Told, shape_of
+from perturbkv.storage.output import Lock
+from perturbkv.storage.patching_file import SwapStore
+from perturbkv.storage.places import refusals
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.questions.patching.patching import Swap
+    from perturbkv.analyses.stats.greedy import Path as Chosen
+
+_DEFAULT = Resources()
+
+
+def swap(
+    model: Adapter,
+    prompts: Iterable[Prompt],
+    baseline: EvictionConfig,
+    treatment: EvictionConfig,
+    *,
+    by: str = "layers",
+    layers: Sequence[int] = (),
+    baseline_in: Sequence[Sequence[int]] = (),
+    treatment_in: Sequence[Sequence[int]] = (),
+    permutations: int | None = None,
+    exact: bool = False,
+    greedy: int | None = None,
+    outcome: str = "drift",
+    steps: int = 1,
+    step: int = 0,
+    generate: int | None = 0,
+    seed: int = 0,
+    scenario: str = "regular",
+    cache: str = "ragged",
+    head_scores: Sequence[Sequence[float]] = (),
+    path: str | Path | None = None,
+    overwrite: bool = False,
+    wait: bool = False,
+    resources: Resources = _DEFAULT,
+    progress: bool = True,
+) -> Swap:
+    """Which layers or heads decide what comes out? The treatment's kept sets in some of them, the baseline's elsewhere.
+
+    A prompt is read once; every mixture of both sides' kept sets is then a row of a batch, really evicted. Drift, KL
+    and propagated perturbation are METHOD's, of the whole run with that mixture.
+
+    Args:
+        model: from `load_model`.
+        prompts: from `load_prompts`, or any series of `Prompt`.
+        baseline: whose kept sets are everywhere at first.
+        treatment: a configuration of the same granularity.
+        by: who is switched: `layers`, or `heads`: single kept sets, of query heads or key/value heads.
+        layers: that are switched; empty: all. The others keep the baseline's sets.
+        baseline_in: mixtures to tell one by one: the baseline's sets in these layers, the treatment's elsewhere.
+        treatment_in: likewise with the treatment's in these layers.
+        permutations: orders that Shapley values are drawn from, in pairs of an order and its reverse; None: all subsets
+            of up to eight players, else 16. 0: no Shapley values.
+        exact: all subsets, of up to twelve players.
+        greedy: players switched one after the other, at most; None: 10, where two samples or more can judge. 0: none.
+        outcome: `drift` (the default: never near its floor, and no sample has all of it), `kl` or `score`.
+        steps: decode steps that are measured.
+        step: the one looked at.
+        generate: tokens of an answer, which is graded; None: as many as the dataset says; 0: none.
+        seed: of orders and halves.
+        scenario: as in `measure`.
+        cache: as in `measure`.
+        head_scores: as in `measure`.
+        path: a file where measurements are kept as they come; the same call goes on from there, and other players,
+            orders, outcomes and steps of the same run use what is there.
+        overwrite: replace those of another run.
+        wait: where another process writes there, wait until it is done.
+        resources: memory and kernels.
+        progress: whether a bar is shown.
+
+    Raises what `measure` raises, and ConfigError for sides that cannot be swapped, unknown layers and too few players.
+
+    >>> import perturbkv as pk
+    >>> model = pk.load_model("random:smollm2-135m")
+    >>> prompt = pk.Prompt.from_text("Paris is in France. " * 8, model)
+    >>> sides = pk.grid(16, selection=("attention", "two-stage"), window=4)
+    >>> found = pk.swap(model, prompt, *sides, layers=[0, 1], treatment_in=[[0]], progress=False)
+    >>> [one.name for one in found.named], found.shapley.coalitions
+    (['treatment everywhere', 'treatment in 0'], 4)
+    """
+    asked = SwapConfig(
+        by, tuple(layers), tuple(map(tuple, baseline_in)), tuple(map(tuple, treatment_in)), permutations, exact, greedy,
+        outcome, step, seed,
+    )  # fmt: skip
+    check_sides(baseline, treatment)
+    settings = Settings(steps, scenario, cache, (), generate, head_scores)
+    ready = planned(model, prompts, (baseline, treatment), settings, resources, kept=path is not None)
+    with bar("mixtures", shown=progress) as drawn, user_model.evaluating(model):
+        return swapped(ready, asked, None if path is None else Path(path), overwrite, wait, drawn.at)
+
+
+def game_of(ready: Plan, asked: SwapConfig) -> Game:
+    """Players and mixtures of a planned run, of which everything is known to be possible. Raises ConfigError."""
+    config, shape = ready.files.config, shape_of(ready)
+    check_sides(*ready.run.configs)
+    if asked.outcome == "score" and not ready.run.generate:
+        msg = "outcome score (--outcome score) expects answers; ask for them with --answers, in Python generate=None"
+        raise ConfigError(msg)
+    if asked.step >= ready.run.steps:
+        msg = f"expected a step from 0 to {ready.run.steps - 1}, got {asked.step}; --steps {asked.step + 1} records it"
+        raise ConfigError(msg)
+    if not any(_evicts(ready, prompt) for prompt in ready.prompts):
+        longest = max(len(prompt.parts(ready.run.scenario)[0]) for prompt in ready.prompts)
+        msg = (
+            f"expected a budget below the {longest:,} tokens of the longest prompt, got {ready.run.configs[0].budget}: "
+            "nothing is evicted, and nothing differs"
+        )
+        raise ConfigError(msg)
+    granularity = ready.run.configs[0].granularity.name
+    heads = shape.heads if granularity == "query" else shape.kv_heads
+    game = Game.of(asked, layer_types.measured(config), heads, granularity)
+    greedy_of(asked, len(game.players), len(ready.prompts))
+    return game
+
+
+def cost(ready: Plan, asked: SwapConfig, game: Game) -> dict[str, int]:
+    """Mixtures of each prompt that a question takes at most, by what they are for, and how many make a batch."""
+    from perturbkv.analyses.stats import coalition
+
+    players, samples = len(game.players), len(ready.prompts)
+    drawn = permutations_of(asked, players)
+    orders = None if drawn is None else coalition.orders(players, drawn, asked.seed)
+    of_shapley = len(coalition.needed(players, orders))
+    count = greedy_of(asked, players, samples)
+    of_greedy = sum(players - done for done in range(count)) + count
+    named = 2 + len(game.named) - 1
+    rows = min(rows_of(prompt, ready.run, shape_of(ready), ready.resources) for prompt in ready.prompts)
+    total = named + of_shapley + of_greedy
+    return {"named": named, "shapley": of_shapley, "greedy": of_greedy, "mixtures": total, "rows": rows}
+
+
+def swapped(
+    ready: Plan,
+    asked: SwapConfig,
+    path: Path | None = None,
+    overwrite: bool = False,
+    wait: bool = False,
+    told: Told = lambda done, total: None,
+) -> Swap:
+    """Measure what a question lacks, and answer it; as `swap`, of a plan. Raises InterruptedRunError on Ctrl-C."""
+    game = game_of(ready, asked)
+    if path is None:
+        return _answered(Measuring(ready, game, SwapStore(ready.run, game.kept_heads), told), asked)
+    with Lock(path, wait), refusals(path):
+        from perturbkv.analyses.json_values import provenance_object
+
+        about = provenance_object(provenance(ready))
+        store = SwapStore(ready.run, game.kept_heads, path, overwrite, about)
+        try:
+            return _answered(Measuring(ready, game, store, told), asked)
+        except KeyboardInterrupt:
+            raise InterruptedRunError(len(store.rows), len(ready.prompts), path) from None
+
+
+def _answered(measuring: Measuring, asked: SwapConfig) -> Swap:
+    from perturbkv.analyses.questions.patching.patching import conclude
+    from perturbkv.analyses.stats import coalition
+
+    game, store = measuring.game, measuring.store
+    drawn = permutations_of(asked, len(game.players))
+    orders = None if drawn is None else coalition.orders(len(game.players), drawn, asked.seed)
+    passed = coalition.needed(len(game.players), orders)
+    found = cost(measuring.ready, asked, game)
+    measuring.expect(found["mixtures"], again=found["greedy"] > 0)
+    measuring.everywhere([game.mixture(one) for one in passed])
+    paths = _greedy(measuring, asked)
+    return conclude(store, game, asked, orders, paths, _digest(store.path))
+
+
+def _greedy(measuring: Measuring, asked: SwapConfig) -> list[Chosen]:
+    """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
+    from perturbkv.analyses.questions.patching.swap_values import Measured, all_of, better
+    from perturbkv.analyses.stats.greedy import Path as Chosen
+    from perturbkv.analyses.stats.greedy import halves
+
+    measured = Measured(measuring.store, measuring.game, asked.step)
+    players, samples = len(measuring.game.players), measured.samples
+    count = greedy_of(asked, players, len(samples))
+    if count == 0:
+        return []
+    first, second = halves(len(samples), asked.seed)
+    paths = [Chosen(first, second), Chosen(second, first)]
+    for _ in range(count):
+        for chosen in paths:
+            candidates = chosen.candidates(players)
+            measuring.of(candidates, [samples[place] for place in chosen.choosing])
+            own = measured.only(chosen.choosing)
+            chosen.choose(all_of(own, candidates, asked.outcome), better(asked.outcome))
+    for chosen in paths:
+        measuring.of(chosen.coalitions(), [samples[place] for place in chosen.judging])
+    return paths
+
+
+def _evicts(ready: Plan, prompt: Prompt) -> bool:
+    n = len(prompt.parts(ready.run.scenario)[0])
+    return any(config.kept_entries(n) < n for config in ready.run.configs)
+
+
+def _digest(path: Path | None) -> str:
+    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]

@@ -1,0 +1,228 @@
+"""One foreign eviction in one situation: read, decoded at explicit positions, and held against the masked reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from perturbkv.audit_trace import Audited, Decoded
+from perturbkv.auditing import alterations
+from perturbkv.auditing.evictions import Eviction
+from perturbkv.auditing.intact import FLOORS, Judge
+from perturbkv.auditing.kept_entries import Reading, per_heads, repeated
+from perturbkv.auditing.observing import Seen, hides, observed, sees_later
+from perturbkv.auditing.reference import (
+    Distance,
+    EntryFloors,
+    Floors,
+    compare,
+    decode,
+    floors,
+    read,
+    with_padding_counted,
+)
+from perturbkv.auditing.situations import Situation
+from perturbkv.cache.external_cache import recover
+from perturbkv.cache.foreign import Layers, layers_of, rows
+from perturbkv.errors import UnreadableError
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.variants.presses import left_as_it_was
+
+_WIDEST_TURN = 4096
+
+
+@dataclass
+class ForeignRun:
+    """What an eviction did in a situation.
+
+    Attributes:
+        situation: with positions counted as the eviction counts them.
+        full: the plain model's entries.
+        reading: what the cache keeps.
+        entry_floors: of these entries.
+        seen: forward passes, as far as they went.
+        failed, refused: as in `Audited`.
+    """
+
+    adapter: Adapter
+    situation: Situation
+    full: Layers
+    reading: Reading
+    entry_floors: EntryFloors
+    seen: list[Seen] = field(default_factory=list)
+    failed: str = ""
+    refused: str = ""
+
+    def audited(self, sample: str) -> list[Audited]:
+        """One document per row."""
+        judged = bool(self.reading.masks)
+        found = floors(self.adapter, self.full, self.situation) if judged else None
+        reference = list(decode(self.adapter, self.full, self._as_decoded(), self.reading.masks)) if judged else []
+        lengths = tuple(len(chunk) for chunk in self.situation.chunks)
+        return [
+            Audited(
+                sample=sample, situation=self.situation.name, row=row, padding=padding,
+                tokens=self.situation.entries - padding, forwards=lengths[: len(self.seen)],
+                entries=None if found is None else Judge(self.reading, row, self.entry_floors).entries(),
+                decoded=None if found is None else self._decoded(row, reference, found),
+                failed=self.failed, refused=self.refused,
+            )
+            for row, padding in enumerate(self.situation.padding)
+        ]  # fmt: skip
+
+    def _as_decoded(self) -> Situation:
+        """The situation as far as the decoding went."""
+        chunks = self.situation.chunks[: len(self.seen)]
+        return Situation(
+            self.situation.name, self.situation.ids, self.situation.attention_mask, chunks,
+            self.situation.counts_padding,
+        )  # fmt: skip
+
+    def _decoded(self, row: int, reference: Sequence[Seen], found: Floors) -> Decoded:
+        layers = len(self.full)
+        apart = [compare(one, other, row, layers) for one, other in zip(self.seen, reference, strict=True)]
+        agrees = [
+            bool(one.logits[row, -1].argmax() == other.logits[row, -1].argmax())
+            for one, other in zip(self.seen, reference, strict=True)
+        ]
+        behind = [self._behind(one, other, row) for one, other in zip(self.seen, reference, strict=True)]
+        return Decoded(
+            head=_stacked(apart, "head"), head_floor=_array(found.head), hidden=_stacked(apart, "hidden"),
+            hidden_floor=_array(found.hidden), logits=_stacked(apart, "logits"), logits_floor=float(found.logits),
+            agrees=np.array(agrees), behind=np.array(behind), sees_later=any(map(sees_later, self.seen)),
+            hides=any(map(hides, self.seen)),
+        )  # fmt: skip
+
+    def _behind(self, seen: Seen, reference: Seen, row: int) -> float:
+        """By how many positions the new tokens' keys are rotated less than their place asks, by the first layer's."""
+        full = per_heads(seen.own(0), reference.own(0)[0].shape[1])[0][row]
+        own = reference.own(0)[0][row]
+        length = torch.linalg.vector_norm(own.float(), dim=-1)
+        far = torch.linalg.vector_norm(full.float() - own.float(), dim=-1) / length
+        if float(far.amax()) <= FLOORS * float(self.entry_floors.key[0]):
+            return 0.0
+        most = min(2 * self.situation.entries, _WIDEST_TURN)
+        turned = alterations.rotations(full.flatten(0, 1), own.flatten(0, 1), self.adapter.frequencies, most)
+        return float("nan") if turned is None or not bool((turned == turned[0]).all()) else -float(turned[0])
+
+
+def run(
+    adapter: Adapter, eviction: Eviction, situation: Situation, entry_floors: EntryFloors, full: Layers | None = None
+) -> ForeignRun:
+    """The eviction in a situation; what it raises is remembered. Raises UnreadableError where nothing can be seen.
+
+    `full` are the plain model's entries, where they were read already.
+    """
+    whole = read(adapter, situation) if full is None else full
+    made = ForeignRun(adapter, situation, whole, Reading(adapter, situation, whole), entry_floors)
+    with left_as_it_was(adapter):
+        _read_and_decode(made, eviction)
+    return made
+
+
+def _read_and_decode(made: ForeignRun, eviction: Eviction) -> None:
+    """Evict, then decode; what is raised is remembered."""
+    situation = made.situation
+    try:
+        cache = eviction.read(made.adapter.model, situation.ids, situation.attention_mask)
+    except UnreadableError:
+        raise
+    except NotImplementedError as error:
+        made.refused = _said(error)
+        return
+    except Exception as error:
+        made.failed = f"reading the prompt raises {_said(error)}"
+        return
+    _count_as_it_does(made, cache)
+    _decode(made, eviction, cache)
+
+
+def _count_as_it_does(made: ForeignRun, cache: Cache) -> None:
+    """Count positions from the padding on, where the cache's first layer shows that its eviction does."""
+    if not any(made.situation.padding) or not (far := _far(cache, made.full)):
+        return
+    other = with_padding_counted(made.situation)
+    counted = read(made.adapter, other)
+    if _far(cache, counted) < far:
+        made.situation, made.full = other, counted
+        made.reading = Reading(made.adapter, other, counted)
+
+
+def _far(cache: Cache, full: Layers) -> float:
+    """How far the first layer's keys lie from the full cache's in the last row; 0 where they do not show."""
+    try:
+        theirs = layers_of(cache)[0]
+        (found,) = recover([theirs], [repeated(full[0], theirs[0].shape[1])], row=len(full[0][0]) - 1)
+    except UnreadableError:
+        return 0.0
+    return float(torch.cat(found.key_distance).sum())
+
+
+def _decode(made: ForeignRun, eviction: Eviction, cache: Cache) -> None:
+    """All forward passes; the first that raises is the last."""
+    _check_shown(cache, made)
+    for chunk, tokens in enumerate(made.situation.chunks):
+        seen, ids = Seen(), made.situation.fed(chunk)
+        before = sum(len(one) for one in made.situation.chunks[:chunk])
+        try:
+            with observed(made.adapter, seen):
+                seen.logits = _logits(made, eviction, cache, chunk, ids, before)
+        except Exception as error:
+            what = "a block of tokens" if len(tokens) > 1 else f"decoding token {before}"
+            made.failed = f"{what} raises {_said(error)}"
+            return
+        _take(made, seen, cache)
+
+
+def _take(made: ForeignRun, seen: Seen, cache: Cache) -> None:
+    """Remember a forward pass; what it attended to is read at once, as it is as large as the cache."""
+    if not seen.whole(len(made.full)):
+        msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
+        raise UnreadableError(msg)
+    made.reading.take(seen)
+    seen.forget_entries()
+    made.seen.append(seen)
+
+
+def _logits(made: ForeignRun, eviction: Eviction, cache: Cache, chunk: int, ids: Tensor, before: int) -> Tensor:
+    """(row, new, vocab) of a forward pass, by the eviction's own decoding where it has one."""
+    if eviction.decode is not None:
+        own = eviction.decode(made.adapter.model, cache, ids, before)
+        return own if own.ndim == 3 else own.unsqueeze(1)
+    logits: Tensor = made.adapter.model(
+        input_ids=ids, position_ids=made.situation.positions(chunk), past_key_values=cache, use_cache=True
+    ).logits
+    return logits
+
+
+def _check_shown(cache: Cache, made: ForeignRun) -> None:
+    """Raise UnreadableError for layers that contradict what the cache says of them, or hold more than there was.
+
+    A cache that shows no keys itself may still hand them to the attention.
+    """
+    held = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", None) or ()]
+    shown = [keys for keys in held if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel()]
+    if not shown or len(shown) < len(held):
+        return
+    whole = [repeated(layer, keys.shape[1]) for layer, keys in zip(made.full, shown, strict=False)]
+    for row in range(made.situation.rows):
+        rows(cache, whole, row)
+
+
+def _said(error: Exception) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _stacked(apart: Sequence[Distance], name: str) -> np.ndarray:
+    return np.stack([_array(getattr(one, name)) for one in apart])
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().double().numpy()

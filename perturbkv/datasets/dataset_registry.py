@@ -1,0 +1,219 @@
+"""The known datasets, by name, and the way to load one. A dataset's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from perturbkv.configs import numbers
+from perturbkv.configs.task_kinds import LONGBENCH, RULER_PREFIX, kind_of
+from perturbkv.datasets import metrics
+from perturbkv.datasets.encode import Tokenizer
+from perturbkv.datasets.sample import Sample
+from perturbkv.datasets.wording import WITHOUT_CHAT
+from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
+
+DATA_DIR_VARIABLE = "PERTURBKV_DATA_DIR"
+SHORTEST = 128
+GENERATION_LENGTH = 64
+"""Tokens of an answer at most, for data that names no length of its own."""
+
+
+def _data_dir() -> Path | None:
+    named = os.environ.get(DATA_DIR_VARIABLE)
+    return Path(named) if named else None
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """How samples are made or picked; what a dataset looks at, its `DatasetInfo.options` say.
+
+    Attributes:
+        samples: how many.
+        at_most: whether fewer will do, where the dataset has no more.
+        seed: of everything random.
+        data_dir: folder with LongBench's or RULER's files; default: the environment's PERTURBKV_DATA_DIR.
+        lengths: tokens of a prompt, before the chat template; RULER's count the answer in.
+        depths: where the fact lies, 0 (beginning) to 1 (end).
+        haystack: `prose` or `noise`.
+        metric: that grades answers instead of the data set's own, one of `metrics.CHOICES`; empty: none is chosen.
+
+    Raises ConfigError where one is out of its range, UnknownNameError for an unknown haystack or metric.
+    """
+
+    samples: int
+    seed: int = 0
+    data_dir: Path | None = field(default_factory=_data_dir)
+    lengths: tuple[int, ...] = (1000,)
+    depths: tuple[float, ...] = (0.1, 0.35, 0.6, 0.85)
+    haystack: str = "prose"
+    at_most: bool = False
+    metric: str = ""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            msg = f"a run needs at least 1 sample, got {self.samples}"
+            raise ConfigError(msg)
+        numbers.check("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
+        numbers.check("seed (--seed)", self.seed)
+        for length in self.lengths:
+            numbers.check("length (--length) of a prompt", length, numbers.LONGEST)
+        if not self.lengths or min(self.lengths) < SHORTEST:
+            msg = f"prompts that are made need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
+            raise ConfigError(msg)
+        wrong = [depth for depth in self.depths if not 0 <= depth <= 1]
+        if wrong:
+            msg = f"a depth must lie in [0, 1], got {wrong[0]}"
+            raise ConfigError(msg)
+        if self.metric:
+            metrics.check_name(self.metric)
+        if self.haystack not in ("prose", "noise"):
+            raise UnknownNameError(self.haystack, "haystack", ("prose", "noise"))
+
+
+class Worded(Protocol):
+    """A wording: what is asked here of LongBench's and RULER's."""
+
+    @property
+    def generation_length(self) -> int:
+        """Tokens of an answer at most."""
+
+
+@dataclass(frozen=True)
+class LoadedDataset:
+    """Samples, and what came with them.
+
+    Attributes:
+        samples: at least one.
+        options: what has to be known to make them again (JSON-able, stored in the trace).
+        wordings: LongBench's or RULER's that were used.
+    """
+
+    samples: tuple[Sample, ...]
+    options: dict[str, Any]
+    wordings: tuple[Worded, ...] = ()
+
+    @property
+    def generation_length(self) -> int:
+        """Tokens of an answer at most, where the user does not say: the longest that a wording gives."""
+        return max((worded.generation_length for worded in self.wordings), default=GENERATION_LENGTH)
+
+    @property
+    def chat_template(self) -> bool:
+        """Whether a chat template is used where the tokenizer has one and the user does not say.
+
+        Raises ConfigError for samples that go with one and samples that go without.
+        """
+        without = [sample.task for sample in self.samples if sample.task in WITHOUT_CHAT]
+        if without and len(without) < len(self.samples):
+            msg = (
+                f"LongBench's {without[0]} goes without a chat template, other samples of this file with one; "
+                "choose for all with --chat-template or --no-chat-template"
+            )
+            raise ConfigError(msg)
+        return not without
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """A registered dataset: what it is, its kind of task, what it needs, and which of `DatasetOptions` it looks at."""
+
+    name: str
+    summary: str
+    kind: str
+    needs: str
+    module: str
+    options: frozenset[str] = frozenset()
+
+
+_REGISTRY: dict[str, DatasetInfo] = {}
+
+
+def register(info: DatasetInfo) -> None:
+    """Add a dataset. Raises ConfigError where the name is taken."""
+    if info.name in _REGISTRY:
+        msg = f"a dataset named '{info.name}' is registered already; choose another name"
+        raise ConfigError(msg)
+    _REGISTRY[info.name] = info
+
+
+def known() -> list[DatasetInfo]:
+    """Every registered dataset, in the order of registration."""
+    return list(_REGISTRY.values())
+
+
+def takes(name: str, option: str) -> bool:
+    """Whether a dataset looks at one of `DatasetOptions`; yes for an unknown name, which is refused as such."""
+    return option in _REGISTRY[name].options if name in _REGISTRY else not is_file(name)
+
+
+def in_ruler(name: str) -> bool:
+    """Whether it is one of RULER's 13 tasks."""
+    return name in _REGISTRY and name.startswith(RULER_PREFIX)
+
+
+def in_longbench(name: str) -> bool:
+    """Whether it is one of LongBench's 21 data sets."""
+    return any(name in names for names in LONGBENCH.values())
+
+
+def is_file(name: str) -> bool:
+    """Whether a dataset is named by its path."""
+    return name.endswith((".jsonl", ".json")) or Path(name).is_file()
+
+
+def check_name(name: str) -> None:
+    """Raise UnknownNameError unless `name` is registered or names a file."""
+    if name not in _REGISTRY and not is_file(name):
+        raise UnknownNameError(name, "dataset", _REGISTRY, "a .jsonl file works too")
+
+
+def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
+    """The first `options.samples` samples of a dataset. Raises UnknownNameError or DatasetError.
+
+    Fewer are an error, unless `options.at_most`.
+    """
+    check_name(name)
+    module = "perturbkv.datasets.jsonl" if is_file(name) else _REGISTRY[name].module
+    loaded = cast("LoadedDataset", importlib.import_module(module).load(name, options, tokenizer))
+    if len(loaded.samples) < options.samples and not options.at_most:
+        msg = f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
+        raise DatasetError(msg)
+    return _graded_by(options.metric, loaded) if options.metric else loaded
+
+
+def _graded_by(metric: str, loaded: LoadedDataset) -> LoadedDataset:
+    return replace(loaded, samples=tuple(replace(sample, metric=metric) for sample in loaded.samples))
+
+
+register(
+    DatasetInfo(
+        "needle",
+        "a fact hidden in running English prose, asked for at the end",
+        "retrieval",
+        "nothing",
+        "perturbkv.datasets.needle",
+        frozenset({"seed", "lengths", "depths", "haystack"}),
+    )
+)
+_LONGBENCH_NEEDS = "--data-dir or the hub; perturbkv[longbench]"
+for _kind, _names in LONGBENCH.items():
+    for _name in _names:
+        _module = "perturbkv.datasets.longbench"
+        register(DatasetInfo(_name, "LongBench", _kind, _LONGBENCH_NEEDS, _module, frozenset({"data_dir"})))
+_ESSAYS = "--data-dir or the hub: PaulGrahamEssays.json; nltk's punkt_tab; "
+_RULER = (
+    ("", "RULER, made offline", ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")),
+    (_ESSAYS, "RULER, over essays",
+     ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")),
+    ("--data-dir: squad.json; ", "RULER, over squad.json", ("qa_squad",)),
+    ("--data-dir or the hub: hotpotqa.json; ", "RULER, over hotpotqa.json", ("qa_hotpot",)),
+)  # fmt: skip
+for _data, _what, _names in _RULER:
+    _module = "perturbkv.datasets.ruler.samples"
+    _options = frozenset({"seed", "lengths"} | ({"data_dir"} if _data else set()))
+    for _name in map(RULER_PREFIX.__add__, _names):
+        register(DatasetInfo(_name, _what, kind_of(_name), f"{_data}perturbkv[ruler]", _module, _options))

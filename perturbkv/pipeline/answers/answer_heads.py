@@ -1,0 +1,158 @@
+"""Which heads look at the sentence that holds the answer while the model gives it? The scores headkv budgets by.
+
+Measured as HeadKV's released detection does (Fu et al., 2024, https://arxiv.org/abs/2410.19258, section 3.1; code:
+FYYFU/HeadKV, retrieval_head_detection_r2.py). The model answers greedily, at most as many tokens as the answer has, a
+space before it included; at each step a head scores the attention on the sentence that holds the answer, counting only
+entries among the head's |sentence| largest, over |sentence| · |answer|. A prompt counts only where the answer is right:
+F1 of its words above 0.5. A head's score is its mean over those prompts.
+
+What differs: the prompts are needle's with one distractor, a sentence of the same words about another city, while the
+release hides three sentences, a reasoning step and a wrong answer among them, in essays; they go through the chat
+template where there is one and end in the answer's first words; the sentence is found where its tokens stand, not
+where they overlap most; attention is in float64; and the release multiplies by 10, which no share notices. So scores of
+a model are not those of the released files, and what headkv does with them speaks of these prompts.
+"""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv import memory
+from perturbkv.cache.whole import full_cache
+from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import DatasetError
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.answers.generation import end_tokens
+from perturbkv.pipeline.sample.capture import Observer, capture
+from perturbkv.pipeline.sample.finite import FiniteCheck
+from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.theory import WORK
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A prompt and the sentence of it that holds its answer."""
+
+    prompt: Prompt
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean score of every head over the prompts that were answered right, and how many those are."""
+
+    scores: Float[Tensor, "layer head"]
+    right: int
+
+
+@memory.told()
+def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> Measured:
+    """Score every head.
+
+    Raises DatasetError for a prompt without its sentence, and where no answer is right; ActivationError for NaN or Inf.
+    """
+    found, prompts = [], 0
+    for evidence in asked:
+        prompts += 1
+        scores, text = score_prompt(adapter, evidence)
+        if right(text, evidence.prompt.answers):
+            found.append(scores)
+        finished()
+    if not found:
+        msg = (
+            f"expected a right answer to one of {prompts} prompts at least, got none, and head scores count right "
+            "answers alone; use shorter prompts (--length), more of them (--samples) or a model that finds the needle"
+        )
+        raise DatasetError(msg)
+    return Measured(torch.stack(found).mean(dim=0), len(found))
+
+
+@torch.inference_mode()
+def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
+    """Every head's score on one prompt, whatever is answered, and the answer. Raises DatasetError."""
+    place = locate(evidence, adapter.tokenizer)
+    most = len(_tokens(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
+    scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
+
+    def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), place, adapter.sinks(layer))
+        scores[layer] += mass.cpu() / (len(place) * most)
+
+    check = FiniteCheck()
+    with capture(adapter, Observer(attention=observe, hidden=check)):
+        answer = _answer(adapter, evidence.prompt.token_ids, most, end_tokens(adapter))
+    check.raise_if_not(evidence.prompt.sample_id)
+    return scores, str(adapter.tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def _answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
+    """The model's own greedy tokens: at most `most`, and none after an end or a new line, which is the last."""
+    cache, given, made = full_cache(adapter), list(prompt), list[int]()
+    while len(made) < most:
+        ids = torch.tensor([given], device=adapter.device)
+        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        given = [int(logits[0, -1].argmax())]
+        made += given
+        if given[0] in ends or "\n" in adapter.tokenizer.decode(given):
+            break
+    return made
+
+
+def attention_inside(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    scale: float,
+    place: range,
+    sinks: Float[Tensor, " head"] | None = None,
+) -> Float[Tensor, " head"]:
+    """Attention of the last queries on the entries at `place`, where they are among the |place| largest; mean."""
+    heads, queries, d_head = query.shape
+    kv_heads, keys, _ = key.shape
+    found = []
+    of_groups = [None] * kv_heads if sinks is None else sinks.view(kv_heads, -1)
+    for kv_head, group in enumerate(query.view(kv_heads, heads // kv_heads, queries, d_head)):
+        rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries, of_groups[kv_head])
+        largest = rows.topk(min(len(place), keys), dim=-1)
+        inside = (largest.indices >= place.start) & (largest.indices < place.stop)
+        found.append((largest.values * inside).sum(dim=-1).mean(dim=-1))
+    return torch.cat(found)
+
+
+def right(text: str, answers: Sequence[str]) -> bool:
+    """Whether F1 of the text's words and an answer's, in lower case and without punctuation, exceeds 0.5."""
+    return any(_f1(_words(text), _words(answer)) > 0.5 for answer in answers)
+
+
+def _f1(found: Counter[str], wanted: Counter[str]) -> float:
+    return 2 * (found & wanted).total() / max(1, found.total() + wanted.total())
+
+
+def _words(text: str) -> Counter[str]:
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
+    return Counter(word for word in bare if word not in ("a", "an", "the"))
+
+
+def locate(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
+    """Where the sentence's tokens stand in the prompt. Raises DatasetError where they do not, or there is no answer."""
+    prompt = evidence.prompt
+    for text in (f" {evidence.sentence}", evidence.sentence):
+        ids = _tokens(text, tokenizer)
+        for start in range(len(prompt.token_ids) - len(ids) + 1):
+            if prompt.answers and list(prompt.token_ids[start : start + len(ids)]) == ids:
+                return range(start, start + len(ids))
+    msg = (
+        f"expected sample '{prompt.sample_id}' to have an answer ({', '.join(prompt.answers) or 'it has none'}) and to "
+        f"hold '{evidence.sentence}', got a prompt without; head scores need prompts that hold their answer's sentence"
+    )
+    raise DatasetError(msg)
+
+
+def _tokens(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,245 @@
+"""Long generation: compress a row of a compact cache again whenever it holds more than a limit (paper, appendix K).
+
+What decoding sees is all that is left to decide with: the last queries of the row, and the entries it still holds. The
+perturbation that each compression causes is measured as it happens, on the query that came last. Where positions are
+those in the cache, what stays then moves up, and the row's next token stands behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.cache import positions
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.prefill import layer_norms
+from perturbkv.scoring.compute import layer_scores
+from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.value_norms import euclidean_value_norms
+from perturbkv.selection.kept_sets import select
+from perturbkv.selection.layer_statistics import LayerStatistics
+from perturbkv.selection.policies import registry
+
+
+@dataclass(frozen=True)
+class Compression:
+    """One compression of one row.
+
+    Attributes:
+        config: which configuration.
+        generated: tokens generated before it.
+        before, after: entries per kept set, mean over kept sets and layers.
+        perturbation: isolated perturbation (layer, head) on the last query, against what the row held before.
+        output_norm: ‖o_h‖₁ (layer, head) of that query before the compression.
+        retained_mass: S (layer, head).
+    """
+
+    config: int
+    generated: int
+    before: float
+    after: float
+    perturbation: Float[Tensor, "layer head"]
+    output_norm: Float[Tensor, "layer head"]
+    retained_mass: Float[Tensor, "layer head"]
+
+
+class Compressor:
+    """Watches what is decoded from a compact cache, and compresses rows that hold more than `limit` per kept set.
+
+    Args:
+        adapter: the model.
+        cache: its cache; row r + `first` is configuration r.
+        configs: how each row is compressed, budgets in tokens.
+        limit: entries per kept set, averaged over layers and kept sets, that a row may hold.
+        queries: per layer the last queries of the prompt (head, query, d_head), the window's at least.
+        sample: the sample's id, for seeds.
+        first: row of the first configuration.
+        resources: how value norms are computed.
+        head_scores: for headkv.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        cache: CompactCache,
+        configs: Sequence[EvictionConfig],
+        limit: int,
+        queries: Sequence[Float[Tensor, "head query d_head"]],
+        sample: str,
+        first: int,
+        resources: Resources,
+        head_scores: Sequence[Sequence[float]] = (),
+    ) -> None:
+        self.adapter, self.cache, self.configs, self.limit = adapter, cache, configs, limit
+        self.sample, self.first, self.resources, self.head_scores = sample, first, resources, head_scores
+        self.window = max(config.window for config in configs)
+        rows = first + len(configs)
+        self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in queries]
+        self.done: list[Compression] = []
+
+    def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Remember the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
+        self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
+
+    def compress(self, generated: int) -> None:
+        """Compress every row that holds more than the limit."""
+        for place, config in enumerate(self.configs):
+            row = self.first + place
+            before = mean_entries(self.cache, row)
+            if before <= self.limit:
+                continue
+            measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
+            stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
+            after = mean_entries(self.cache, row)
+            if registry.build(config.policy).in_cache:
+                self.cache.behind[row] += round(before - after)  # its kept sets are equally long
+            self.done.append(Compression(place, generated, before, after, *stacked))
+
+    def room(self) -> int:
+        """How many tokens can be read, one at least, before a row holds more than the limit."""
+        fullest = max(mean_entries(self.cache, self.first + place) for place in range(len(self.configs)))
+        return max(1, int(self.limit - fullest) + 1)
+
+    def _compress_layer(
+        self, layer: int, row: int, config: EvictionConfig, generated: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
+        held: CompactLayer = self.cache.evicted[layer]
+        sets = held.entries(row).sets()
+        if config.granularity.name == "query":
+            sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
+        sample = f"{self.sample}/{generated}"
+        view = _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
+        kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
+        places = view.places(kept)
+        stays = view.take(places)
+        if registry.build(config.policy).in_cache:
+            stays = positions.move(stays, torch.cat(places), self.adapter.frequencies)
+        held.replace({row: stays})
+        return view.perturbation(kept)
+
+
+class _RowView:
+    """What one row holds in one layer, kept sets of different lengths aligned at their ends, zeros before them."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        sets: Sequence[tuple[Tensor, Tensor]],
+        queries: Tensor,
+        layer: int,
+        sample: str,
+        resources: Resources,
+    ) -> None:
+        self.adapter, self.queries, self.layer, self.sample = adapter, queries, layer, sample
+        self.resources = resources
+        self.keys, self.values = zip(*sets, strict=True)
+        self.lengths = [len(keys) for keys in self.keys]
+        self.sets, self.longest = len(sets), max(self.lengths)
+        self.group = adapter.heads // self.sets
+        even = len(set(self.lengths)) == 1
+        self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
+        self.norms = _aligned([self._norms(part, resources) for part in self.parts], self.longest)
+
+    def statistics(self, config: EvictionConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
+        """What the selection may look at; kept sets of one length are read at once."""
+        window = min(config.window, self.longest)
+        score = registry.build(config.policy).score.unpooled()
+        seen = [self._seen(part, str(part.start)).of_window(config.window) for part in self.parts]
+        accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in seen]
+        lengths = torch.tensor(self.lengths, device=self.norms.device)
+        places = torch.arange(self.longest - window, device=self.norms.device)
+        return LayerStatistics(
+            accumulated=_aligned(accumulated, self.longest - window),
+            norms=self.norms[:, : self.longest - window],
+            kv_heads=self.sets,
+            layer=self.layer,
+            layers=len(self.adapter.layers),
+            sample=self.sample,
+            head_scores=head_scores,
+            valid=places >= (self.longest - lengths).unsqueeze(-1),
+            euclidean=self._euclidean()[:, : self.longest - window] if config.euclidean else None,
+        )
+
+    def places(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
+        """Which of its entries each kept set keeps, counted from its first one."""
+        return [
+            row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
+        ]
+
+    def take(self, places: Sequence[Tensor]) -> KeptEntries:
+        """The entries at these places, copied."""
+        keys, values = (
+            [piece[rows] for piece, rows in zip(pieces, places, strict=True)] for pieces in (self.keys, self.values)
+        )
+        return KeptEntries.of(keys, values)
+
+    def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
+        seen = [self._seen(part, "") for part in self.parts]
+        weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.scale, part.sinks) for part in seen]
+        attention = _aligned([entries for entries, _ in weights], self.longest)
+        sink = torch.cat([own for _, own in weights])
+        value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
+        summands = theory.stack_summands(value.transpose(1, 2), self.norms)
+        everything = summands.sums(attention.unsqueeze(0)).mixed
+        stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
+        slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
+        output = theory.projected(everything[0], slices)
+        moved = theory.isolated_perturbation(everything, stays.mixed, stays.mass, slices, output)
+        return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
+
+    def _heads(self, part: slice) -> slice:
+        return slice(part.start * self.group, part.stop * self.group)
+
+    def _seen(self, part: slice, name: str) -> LayerView:
+        heads, sinks = self._heads(part), self.adapter.sinks(self.layer)
+        keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
+        return LayerView(
+            queries=self.queries[heads],
+            keys=keys,
+            values=values,
+            norms=self.norms[heads, self.longest - keys.shape[1] :],
+            projection=self._projection(part),
+            scale=self.adapter.scale(self.layer),
+            layer=self.layer,
+            layers=len(self.adapter.layers),
+            sample=f"{self.sample}/{name}",
+            window=0,
+            sinks=None if sinks is None else sinks[heads],
+        )
+
+    def _projection(self, part: slice) -> Tensor:
+        heads, d_head = self._heads(part), self.adapter.d_head
+        return self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
+
+    def _norms(self, part: slice, resources: Resources) -> Tensor:
+        return layer_norms(torch.stack(self.values[part]), self._projection(part), resources)
+
+    def _euclidean(self) -> Tensor:
+        """‖V_i W_O^h‖₂ (head, longest)."""
+        found = [
+            euclidean_value_norms(torch.stack(self.values[part]), self._projection(part), self.resources.chunk_bytes)
+            for part in self.parts
+        ]
+        return _aligned(found, self.longest)
+
+
+def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:
+    """Pieces (…, length) of different lengths, one below the other, zeros before the shorter ones."""
+    return torch.cat([torch.nn.functional.pad(piece, (longest - piece.shape[-1], 0)) for piece in pieces])
+
+
+def mean_entries(cache: CompactCache, row: int) -> float:
+    """Entries per kept set that a row holds, over layers and kept sets."""
+    lengths: list[int] = [length for layer in cache.evicted for length in layer.lengths(row)]
+    return sum(lengths) / len(lengths)

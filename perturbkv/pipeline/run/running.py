@@ -1,0 +1,211 @@
+"""From a plan to a finished trace: measure what is missing on an engine, keep every sample, go on after a kill."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Protocol
+
+from perturbkv.configs import layer_types
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import InterruptedRunError, OutputError
+from perturbkv.pipeline.run.plan import Plan
+from perturbkv.pipeline.run.provenance import provenance
+from perturbkv.pipeline.run.texts import PromptTexts
+from perturbkv.storage.output import Lock
+from perturbkv.storage.places import check_place
+from perturbkv.storage.run.joining import taken_over, together
+from perturbkv.storage.run.merge import join
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.left_out import without_kept
+from perturbkv.storage.trace.texts import Texts, with_text
+from perturbkv.trace import FailedSample, SampleTrace, Trace
+
+_log = logging.getLogger(__name__)
+Finished = Callable[[SampleTrace | FailedSample, Sequence[EvictionConfig]], None]
+"""Gets a sample and the configurations that it was measured for, all that it lacked or some of them."""
+Missing = Mapping[str, Sequence[EvictionConfig]]
+"""Sample id -> the configurations that it still lacks."""
+Progress = Callable[[int, int], None]
+"""Gets how many samples are done, and of how many, when a run begins and after each sample."""
+
+
+class Engine(Protocol):
+    """Where the samples of a run are measured."""
+
+    def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
+        """Measure the samples that `missing` names; `finished` gets each as it is ready, failed ones too.
+
+        A sample may come in parts, each with other configurations of those that it lacks.
+        """
+
+
+class Writer(Protocol):
+    """Where measured samples are kept: a `TraceWriter`, or one of a part of a run."""
+
+    def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
+        """Sample -> the configurations that it still lacks."""
+
+    def done(self) -> AbstractSet[str]:
+        """Samples that lack nothing."""
+
+    def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:
+        """Keep one, measured for these configurations."""
+
+    def leave(self) -> None:
+        """Leave a run that cannot go on."""
+
+    def finish(self) -> Path:
+        """Make what all samples are kept in."""
+
+
+def run_to_file(
+    planned: Plan,
+    engine: Engine,
+    path: Path,
+    *,
+    overwrite: bool = False,
+    wait: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Path:
+    """Measure what the trace at `path` lacks and finish its file; the model is loaded only where something is lacking.
+
+    One process at a time writes it: with `wait` others wait for it. Raises InterruptedRunError on Ctrl-C, and
+    PerturbkvErrors; finished samples survive all of them.
+    """
+    check_place(path)
+    with Lock(path, wait) as lock:
+        return _run(planned, engine, path, lock, overwrite, progress)
+
+
+def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
+    shards = taken_over(path, planned.run, overwrite, lock.wait)
+    made, journals = together(provenance(planned), shards), [one.journal for one in shards]
+    writer = TraceWriter(
+        path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals, planned.kept
+    )
+    _say_what_is_there(planned, writer.missing())
+    _say_whose_text_changes(planned, writer.changing_text())
+    _say_whose_positions_go(*writer.changing_kept())
+    return measure_missing(planned, engine, writer, lock, path, len(planned.prompts), progress)
+
+
+def measure_missing(
+    planned: Plan, engine: Engine, writer: Writer, lock: Lock, path: Path, total: int, progress: Progress
+) -> Path:
+    """Measure what is missing of `total` samples, and finish. Raises as `run_to_file`."""
+    missing = writer.missing()
+    _say_what_is_special(planned)
+
+    left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
+
+    def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
+        lock.check()
+        writer.append(sample, configs)
+        left[sample.sample_id] = 0 if isinstance(sample, FailedSample) else left[sample.sample_id] - len(configs)
+        if left[sample.sample_id] <= 0:
+            done.add(sample.sample_id)
+        progress(total - len(missing) + len(done), total)
+
+    try:
+        if missing:
+            progress(total - len(missing), total)
+            engine.measure(planned, missing, finished)
+        lock.check()
+        return writer.finish()
+    except KeyboardInterrupt:
+        raise InterruptedRunError(len(writer.done()), total, path) from None
+    except OutputError as error:
+        writer.leave()
+        msg = f"{error}; {len(writer.done())} of {total} samples are kept, and the same command goes on with them"
+        raise OutputError(msg) from error
+
+
+def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
+    """Measure every sample and keep everything in memory. Raises PerturbkvErrors."""
+    _say_what_is_special(planned)
+    measured: dict[str, list[tuple[SampleTrace | FailedSample, list[str]]]] = {}
+    total = len(planned.prompts)
+    progress(0, total)
+
+    def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
+        own = sample if planned.kept else without_kept(sample)
+        measured.setdefault(sample.sample_id, []).append((own, [config.label() for config in configs]))
+        progress(len(measured), total)
+
+    engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
+    texts, labels = texts_of(planned), planned.run.labels()
+    samples = [with_text(_whole(measured[name], labels), texts) for name in planned.prompts.ids]
+    return Trace.of(planned.run, samples, provenance(planned))
+
+
+def _whole(
+    parts: Sequence[tuple[SampleTrace | FailedSample, list[str]]], labels: Sequence[str]
+) -> SampleTrace | FailedSample:
+    """A sample from its parts; one of which a part failed is failed."""
+    failed = [sample for sample, _ in parts if isinstance(sample, FailedSample)]
+    if failed:
+        return failed[-1]
+    measured = [(sample, own) for sample, own in parts if isinstance(sample, SampleTrace)]
+    return measured[0][0] if len(measured) == 1 else join(measured, labels)
+
+
+def texts_of(planned: Plan) -> Texts:
+    """The text of the run's prompts and answers; none where its trace is to hold none."""
+    return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
+
+
+def _say_what_is_there(planned: Plan, missing: Missing) -> None:
+    """What an earlier run has measured already, in samples and in configurations."""
+    samples, configs = len(planned.prompts), len(planned.run.configs)
+    done = samples - len(missing)
+    if done:
+        _log.info("%d of %d samples are there already; going on", done, samples)
+    parts = [len(lacking) for lacking in missing.values() if len(lacking) < configs]
+    if parts:
+        counted = f"{len(parts):,} sample{'' if len(parts) == 1 else 's'}"
+        _log.info(
+            "%s with %d of %d configurations there already: measuring %d more",
+            counted, configs - max(parts), configs, max(parts),
+        )  # fmt: skip
+
+
+def _say_whose_text_changes(planned: Plan, changing: int) -> None:
+    """Text is no number: samples that are there get it, or lose it, without being measured again."""
+    if changing:
+        samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
+        added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
+        _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
+
+
+def _say_whose_positions_go(leaving: int, lacking: int) -> None:
+    """Kept positions are measured: they can be taken out of samples that are there, and not be added to them."""
+    if leaving:
+        _log.info(
+            "the kept positions of %s are taken out of the trace", f"{leaving:,} sample{'' if leaving == 1 else 's'}"
+        )
+    if lacking:
+        _log.info(
+            "%s were measured without kept positions (--no-kept, kept=False) and stay without them; --overwrite "
+            "measures all anew", f"{lacking:,} sample{'' if lacking == 1 else 's'}"
+        )  # fmt: skip
+
+
+def _say_what_is_special(planned: Plan) -> None:
+    """Prompts that were cut, configurations that evict nothing, weights that mean nothing."""
+    prompts, run = planned.prompts, planned.run
+    if prompts.cut:
+        most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"
+        _log.info("%d of %d prompts were cut in the middle%s", prompts.cut, len(prompts), most)
+    lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
+    for config in run.configs:
+        whole = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
+        if whole:
+            only = f", and stores it in {config.bits} bits" if config.quantised else ""
+            _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), whole, len(prompts), only)
+    if measured := layer_types.told(planned.files.config):
+        _log.info("layers %s are measured: the others keep their own sliding window", measured)
+    if run.random_weights:
+        _log.info("random weights: these numbers say nothing of a trained model")

@@ -1,0 +1,146 @@
+"""What every configuration keeps in one layer, and the isolated quantities of every decode step, for all of them.
+
+Nothing here waits for the device, so that a GPU works through all layers before anyone asks for a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.devices import on_device, working_bytes
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample import lost, measure
+from perturbkv.pipeline.sample.decoding import StepRecord
+from perturbkv.pipeline.sample.measure import LayerMasks
+from perturbkv.pipeline.sample.prefill import Prefill, layer_norms
+from perturbkv.pipeline.timing import phase
+from perturbkv.pipeline.variants import lined, page_reading
+from perturbkv.selection.kept_sets import KeptSets
+from perturbkv.selection.reading import AnyGroup, ReadGroup
+
+_ENTRY_BYTES = 10
+"""Of the sums over entries, per entry, head and configuration: two masks, and weights."""
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One layer of one sample.
+
+    Attributes:
+        groups: what every configuration keeps.
+        isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
+        lost: of the first step, name -> (config, head, lost_entry), or (head,) for C.
+        attention: reference attention per step (head, key), where the run saves outputs.
+    """
+
+    groups: list[AnyGroup]
+    isolated: list[dict[str, Tensor]]
+    lost: dict[str, Tensor]
+    attention: list[Tensor]
+
+
+def order(found: Sequence[AnyGroup]) -> list[int]:
+    """The configurations as groups list them: the same in all layers."""
+    return [place for group in found for place in group.places]
+
+
+def measure_layer(
+    adapter: Adapter,
+    before: Prefill,
+    full: Sequence[StepRecord],
+    configs: Sequence[EvictionConfig],
+    layer: int,
+    resources: Resources,
+    keep_attention: bool,
+) -> LayerResult:
+    """Select for every configuration in one layer, and measure what that alone changes at every step."""
+    held = adapter.held(before.cache, layer)
+    keys, values = held.keys[0], held.values[0]
+    n, w_o = before.statistics.tokens, adapter.output_projection(layer)
+    slices = theory.head_slices(w_o, adapter.heads)
+    sinks, scale = adapter.sinks(layer), adapter.scale(layer)
+    weights = [theory.decode_weights(one.query[layer][0], keys[:, : one.entries], scale, sinks) for one in full]
+    attention = [seen for seen, _ in weights]
+    with phase("select"):
+        found: list[AnyGroup] = [
+            *before.statistics.groups(configs, layer, keys[:, :n], values[:, :n], attention[0]),
+            *page_reading.groups(
+                adapter, before.statistics, layer, configs, keys, [one.query[layer][0] for one in full]
+            ),
+        ]
+        along = lined.groups(adapter, before.statistics, layer, configs, keys[:, :n])
+    norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
+    summands = theory.stack_summands(values, norms)
+    steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices, sink) for step, sink in weights]
+    added = lost.ordered(attention[0], norms[:, : attention[0].shape[-1]], n)
+    parts, gone = [], []
+    working = working_bytes(keys.device, resources.chunk_bytes)
+    for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
+        masks = _masks(group, rows, adapter.heads, len(steps))
+        alphas = _every_alpha(configs, group, rows, layer, adapter.heads, keys.device)
+        parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
+        gone.append(lost.largest_lost(added, masks[0].kept))
+    for lines in along:
+        alphas = _every_alpha(configs, lines, slice(None), layer, adapter.heads, keys.device)
+        queries = before.statistics.queries[lines.measured][layer]
+        parts.append([lined.isolated(adapter, layer, lines, queries, keys[:, :n], summands, slices, alphas)])
+        gone.append(lost.largest_lost(added, lines.whole(adapter.heads)))
+    isolated = [_joined(step) for step in zip(*parts, strict=True)]
+    if along:
+        isolated[0] |= _largest_floors([step[0] for step in parts])
+    most = _joined(gone) | {"weighted_norm": steps[0].total}
+    return LayerResult([*found, *along], isolated, most, attention if keep_attention else [])
+
+
+def _parts(found: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
+    """As many configurations at once as fit the working memory."""
+    size = max(1, working // (_ENTRY_BYTES * entries))
+    return ((group, slice(start, start + size)) for group in found for start in range(0, len(group.places), size))
+
+
+def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
+    """What is looked at in each step: what stays, or the pages that the step's query chooses."""
+    if isinstance(group, ReadGroup):
+        return [_per_query_head(sets, heads) for sets in group.each_step(rows)]
+    return [_per_query_head(group.kept_sets(rows), heads)] * steps
+
+
+def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
+    sharing = heads // sets.kept.shape[1]
+    if sharing == 1:
+        return LayerMasks(sets.kept, sets.stage1)
+    return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
+
+
+def _every_alpha(
+    configs: Sequence[EvictionConfig], group: AnyGroup, rows: slice, layer: int, heads: int, device: torch.device
+) -> Tensor:
+    """(config, head) of some of a group's configurations."""
+    shares = [_alphas(configs[place], layer, heads, group) for place in group.places[rows]]
+    return on_device(shares, device, theory.WORK)
+
+
+def _alphas(config: EvictionConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:
+    """α of each query head: that of its kept set."""
+    sharing = heads // group.kept_heads
+    return [share for share in config.alphas(layer, group.kept_heads) for _ in range(sharing)]
+
+
+def _largest_floors(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Noise floors of the decode step and of the prompt's queries: one for all, the larger is the careful one."""
+    floors = [name for name, tensor in parts[0].items() if tensor.ndim == 1]
+    return {name: torch.stack([part[name] for part in parts]).amax(dim=0) for name in floors}
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One dictionary of all configurations; noise floors, which all parts measured, from the first."""
+    return {
+        name: torch.cat([part[name] for part in parts]) if first.ndim > 1 else first for name, first in parts[0].items()
+    }

@@ -1,0 +1,155 @@
+"""Run a context once more over its own full cache, part by part, for the scores that look at it (KVzip).
+
+The model attends to the whole cache as it always does, and the cache is left as it was: a layer gets its own tensors
+back as soon as it is done, so that no more than one layer's entries lie there twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from perturbkv.cache.whole import put_back, windows
+from perturbkv.datasets.templates import after_turn
+from perturbkv.errors import DatasetError
+from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
+from perturbkv.pipeline.sample.capture import Observer, capture
+from perturbkv.pipeline.sample.finite import FiniteCheck
+from perturbkv.pipeline.timing import phase
+from perturbkv.scoring.compute import replayed
+from perturbkv.scoring.replay_view import Replay, ReplayView
+from perturbkv.scoring.score import Asked, Score
+
+WORDINGS = {
+    "released": (
+        "\n\nRepeat the previous context exactly.",
+        "\n\nRepeat the part of the previous context exactly, starting with ",
+    ),
+    "kvpress": (
+        "\n\nRepeat the previous context exactly.",
+        "\n\nRepeat the part of the previous context exactly, starting with",
+    ),
+}
+"""What asks for the first part, and for each other one: the words of the released code and of kvpress' port."""
+_REMINDED = 8
+"""Last tokens of a part that stand behind what asks for the next one."""
+
+
+def replay_scores(
+    adapter: Adapter,
+    context: Sequence[int],
+    cache: Cache,
+    scored: dict[Asked, list[Tensor]],
+    sample: str,
+    finite: FiniteCheck,
+) -> None:
+    """Fill in the scores of `scored` that look at a replay, layer by layer; those of one replay share its passes.
+
+    Raises DatasetError or ModelError where the replay does not fit the model.
+    """
+    wanted = {asked.score: asked.score.replay for asked in scored if asked.score.replay is not None}
+    for how in dict.fromkeys(wanted.values()):
+        own = [score for score, replay in wanted.items() if replay == how]
+        with phase("replay"):
+            made = _replay(adapter, context, cache, how, own, sample)
+        for asked in (asked for asked in scored if asked.score in own):
+            prefix = max(0, len(context) - asked.window)
+            scored[asked] += [rows[:, :prefix] for rows in made[asked.score]]
+            for layer, rows in enumerate(scored[asked]):
+                finite.made(f"the scores '{asked.score.called}' of layer {adapter.layer_indices[layer]}", rows)
+
+
+def _replay(
+    adapter: Adapter, context: Sequence[int], cache: Cache, how: Replay, scores: Sequence[Score], sample: str
+) -> dict[Score, list[Tensor]]:
+    """Per score and layer (rows, n)."""
+    parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.layers] for score in scores}
+    for part, tokens in passes(adapter.tokenizer, context, how):
+        check_fits(adapter, len(context), len(tokens), sample)
+        _Pass(adapter, cache, how, part, parts, sample).run(tokens)
+    return {score: [torch.cat(layer, dim=-1) for layer in layers] for score, layers in parts.items()}
+
+
+def passes(tokenizer: object, context: Sequence[int], how: Replay) -> Iterator[tuple[slice, list[int]]]:
+    """The places of each part of the context, and the tokens of the pass that repeats it."""
+    first, later = (_tokens(tokenizer, words) for words in WORDINGS[how.wording])
+    behind = _tokens(tokenizer, after_turn(tokenizer) or "\n")
+    for start in range(0, len(context), how.chunk):
+        part = slice(start, min(start + how.chunk, len(context)))
+        asking = [*later, *context[max(0, start - min(how.chunk, _REMINDED)) : start]] if start else first
+        yield part, [*asking, *behind, *context[part]]
+
+
+def _tokens(tokenizer: object, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
+
+
+def check_fits(adapter: Adapter, context: int, replayed: int, sample: str) -> None:
+    """Raise DatasetError or ModelError where context and pass need more positions than the model has."""
+    if context + replayed > adapter.positions:
+        msg = (
+            f"sample '{sample}' has {context} tokens, with the {replayed} of a replay's pass more than the model's "
+            f"{adapter.positions} positions; use --max-tokens or a smaller chunk of the score that replays"
+        )
+        raise DatasetError(msg)
+    check_sliding_window(adapter.config, context + replayed, sample, adapter.name, replayed)
+    check_long_rotations(adapter.config, context, context + replayed, sample, adapter.name, replayed)
+
+
+class _Pass:
+    """One pass of a replay."""
+
+    def __init__(
+        self, adapter: Adapter, cache: Cache, how: Replay, part: slice, made: dict[Score, list[list[Tensor]]],
+        sample: str,
+    ) -> None:  # fmt: skip
+        self.adapter, self.cache, self.part, self.made, self.sample = adapter, cache, part, made, sample
+        self.sinks = min(how.sinks, part.start)
+        self.held = [
+            (held.keys, held.values) for held in (adapter.held(cache, at) for at in range(len(adapter.layers)))
+        ]
+        self.windows = windows(adapter, cache)
+        self.input: Tensor | None = None
+
+    def run(self, tokens: Sequence[int]) -> None:
+        """Read the tokens over the cache, which is as it was afterwards."""
+        needs_input = any("hidden" in score.needs for score in self.made)
+        observer = Observer(
+            attention=self._attention, hidden=self._done, entering=self._entering if needs_input else None
+        )
+        ids = torch.tensor([tokens], device=self.adapter.device)
+        with capture(self.adapter, observer):
+            self.adapter.model.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        put_back(self.cache, self.windows)
+
+    def _entering(self, layer: int, hidden: Tensor) -> None:
+        self.input = hidden[0]
+
+    def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        own = query.shape[2]
+        view = ReplayView(
+            queries=query[0],
+            keys=self._seen(key[0], own),
+            values=self._seen(value[0], own),
+            hidden=self.input,
+            projection=self.adapter.output_projection(layer),
+            scale=self.adapter.scale(layer),
+            sinks=self.sinks,
+            chunk=self.part.stop - self.part.start,
+            layer=layer,
+            sample=self.sample,
+            sink_logits=self.adapter.sinks(layer),
+        )
+        for score, layers in self.made.items():
+            layers[layer].append(replayed(score, view))
+
+    def _seen(self, entries: Tensor, own: int) -> Tensor:
+        """The first entries, those of the part, and the pass' own."""
+        return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -own:]], dim=1)
+
+    def _done(self, layer: int, hidden: Tensor) -> None:
+        held = self.adapter.held(self.cache, layer)
+        held.keys, held.values = self.held[layer]

@@ -1,0 +1,224 @@
+"""One prompt decoded from mixtures of two configurations' kept sets: one prefill, a row of a batch per mixture."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from perturbkv import memory, theory
+from perturbkv.cache import positions, quantisation
+from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.entries import borrow
+from perturbkv.cache.gather import keep
+from perturbkv.cache.whole import beside
+from perturbkv.configs.mixture import Mixture
+from perturbkv.configs.resources import Resources, Shape
+from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.encode import Prompt
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.answers import grading
+from perturbkv.pipeline.answers.generation import end_tokens, generate
+from perturbkv.pipeline.run.batches import passing
+from perturbkv.pipeline.sample import measure
+from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
+from perturbkv.pipeline.sample.finite import FiniteCheck
+from perturbkv.pipeline.sample.one_sample import reference
+from perturbkv.pipeline.sample.prefill import Prefill, prefill
+from perturbkv.pipeline.variants.sources import sources
+from perturbkv.selection.given import GivenGroup
+from perturbkv.storage.swap_rows import PER_STEP, SwapBatch, SwapRow
+
+MOST = 32
+"""Mixtures of a batch at most: more take no less time each, and a killed run loses one batch."""
+_TOTAL = {
+    "drift": ("hidden_drift_l1", "hidden_noise_floor"),
+    "final_drift": ("final_drift_l1", "final_noise_floor"),
+    "kl": ("logit_kl", "logit_kl_noise_floor"),
+    "top1": ("top1_agreement", None),
+    "propagated": ("perturbation_propagated", "noise_floor"),
+}
+"""Quantity -> what `measure.propagated` calls it, and its noise floor."""
+
+
+def rows_of(prompt: Prompt, run: RunConfig, shape: Shape, resources: Resources) -> int:
+    """Mixtures that are decoded together: as many as fit the bound on memory, at most `MOST`, at least one."""
+    context, question = prompt.parts(run.scenario)
+    decoded, n = len(question) + max(run.steps, run.generate), len(context)
+    row = max(shape.row_bytes(config, n, decoded, run.steps, passing(run)) for config in run.configs)
+    bound = resources.max_bytes or (shape.weights_bytes + shape.full_cache_bytes(n)) // 2
+    return max(1, min(MOST, bound // row))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """One layer of a prompt: the n entries' keys and values, and both configurations' kept sets."""
+
+    keys: Tensor
+    values: Tensor
+    kept: Bool[Tensor, "side kept_head key"]
+
+
+class SwapSample:
+    """A prompt that was read once, with both configurations' kept sets, ready to be decoded from mixtures of them.
+
+    Args:
+        adapter: the model.
+        prompt: what is read.
+        run: of two configurations, the baseline first.
+        resources: memory and kernels.
+        rows: mixtures of a whole batch.
+
+    Raises what `trace_sample` raises.
+    """
+
+    @memory.told()
+    @torch.inference_mode()
+    def __init__(self, adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources, rows: int) -> None:
+        positions.check(run.configs, adapter.config, adapter.name)
+        self.adapter, self.prompt, self.run = adapter, prompt, run
+        context, self.question = prompt.parts(run.scenario)
+        known = sources(adapter, context, run.configs, {})
+        before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores, given=known)
+        again = replace(before, cache=copy.deepcopy(before.cache))
+        self.n, self.logits, self.windows = len(context), before.logits, before.windows
+        self.references = {2: self._reference(before, 2)}
+        if rows != 2:
+            self.references[rows] = self._reference(again, rows)
+        full, self.tokens = self.references[2]
+        self.layers = [self._layer(before, full[0], layer) for layer in range(len(adapter.layers))]
+        self.finite, self.passing, self.rows = FiniteCheck(), passing(run), rows
+        before.finite.raise_if_not(prompt.sample_id)
+
+    @property
+    def kept_heads(self) -> int:
+        """Kept sets of a layer: one per query head, or per key/value head."""
+        return int(self.layers[0].kept.shape[1])
+
+    @property
+    def same(self) -> Bool[Tensor, "layer kept_head"]:
+        """Where both configurations keep the same entries."""
+        return torch.stack([(layer.kept[0] == layer.kept[1]).all(dim=-1).cpu() for layer in self.layers])
+
+    @memory.told()
+    @torch.inference_mode()
+    def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> SwapBatch:
+        """Decode from these mixtures in one batch; `by_head` are those whose heads are told one by one.
+
+        The baseline alone and the treatment alone, together, are decoded in the very batch that `trace_sample` makes
+        of both configurations; every other batch has `rows` rows, short ones more of their last mixture. Each is
+        compared with a full run of its own number of rows (METHOD: the protocol, 4).
+
+        Raises ActivationError for NaN or Inf, NoMemoryError.
+        """
+        ends = {Mixture.of_layers(len(self.layers), self.kept_heads, range(side * len(self.layers))) for side in (0, 1)}
+        rows = 2 if len(mixtures) == 2 and set(mixtures) == ends else self.rows
+        padded = [*mixtures, *[mixtures[-1]] * (rows - len(mixtures))]
+        found = [self._evict(place, padded) for place in range(len(self.layers))]
+        cache = CompactCache(beside(self.adapter, [layer for layer, _ in found], self.windows), self._behind(rows))
+        full, tokens = self.references[rows]
+        asked, evicted = decode_evicted(self.adapter, cache, self.question, tokens, rows + 1, self.finite)
+        steps = [measure.propagated(self.adapter, *step) for step in zip(full, evicted, strict=True)]
+        scores = self._scores(cache, asked, len(mixtures)) if self.run.generate else [math.nan] * (1 + len(mixtures))
+        self.finite.raise_if_not(self.prompt.sample_id)
+        held = torch.tensor([lengths for _, lengths in found]).sum(dim=0) / self._entries()
+        return _batch(self.prompt.sample_id, mixtures, set(by_head), steps, held.tolist(), scores)
+
+    def _reference(self, before: Prefill, rows: int) -> tuple[list[StepRecord], Tensor]:
+        """The full run in a batch of as many rows as `rows` mixtures make."""
+        return reference(self.adapter, before, self.question, self.run.steps, rows + 1)
+
+    def _layer(self, before: Prefill, step: StepRecord, layer: int) -> _Layer:
+        """What both configurations keep of one layer, whose realised attention is that of the first step."""
+        adapter, held = self.adapter, self.adapter.held(before.cache, layer)
+        keys, values = held.keys[0], held.values[0]
+        sinks, scale = adapter.sinks(layer), adapter.scale(layer)
+        attention, _ = theory.decode_weights(step.query[layer][0], keys[:, : step.entries], scale, sinks)
+        keys, values = keys[:, : self.n].clone(), values[:, : self.n].clone()
+        sides: dict[int, Tensor] = {}
+        for group in before.statistics.groups(self.run.configs, layer, keys, values, attention):
+            sides |= dict(zip(group.places, group.kept_sets().kept, strict=True))
+        return _Layer(keys, values, torch.stack([sides[0], sides[1]]))
+
+    def _evict(self, place: int, mixtures: Sequence[Mixture]) -> tuple[CompactLayer, list[int]]:
+        """One layer: a row that keeps everything, then one per mixture; and how many entries each of those keeps."""
+        layer = self.layers[place]
+        treated = torch.tensor([mixture.layers[place] for mixture in mixtures], device=layer.kept.device)
+        kept = torch.where(treated.unsqueeze(-1), layer.kept[1], layer.kept[0])
+        lengths = kept.sum(dim=-1).tolist()
+        order = tuple(range(len(mixtures)))
+        found = keep([GivenGroup(order, kept)], order, lengths, layer.keys, layer.values)
+        configs = [self.run.configs[0]] * len(mixtures)  # both sides store and place alike: `configs.swap` checks that
+        turned = positions.in_cache(found, configs, self.adapter.frequencies)
+        entries = quantisation.stored(turned, configs).entries
+        rows = [borrow(layer.keys, layer.values), *(entries[row] for row in order)]
+        made = CompactLayer(rows, self.adapter.heads, self.n, self.run.cache, self.passing)
+        return made, [sum(own) for own in lengths]
+
+    def _behind(self, rows: int) -> list[int]:
+        """How far each row's next position lies before n."""
+        return [0, *positions.behind([self.run.configs[0]] * rows, self.n)]
+
+    def _entries(self) -> int:
+        """Of the full cache."""
+        return len(self.layers) * self.adapter.kv_heads * self.n
+
+    def _scores(self, cache: CompactCache, asked: Tensor | None, mixtures: int) -> list[float]:
+        """How good the full cache's answer is, and each mixture's."""
+        rows = range(1 + mixtures)
+        cache.forget(after=len(self.question))
+        cache.only(rows)
+        logits = self.logits if asked is None else asked[: len(rows)]
+        ends = end_tokens(self.adapter)
+        made = generate(self.adapter, cache, (), logits, self.run.generate, ends, check=self.finite)
+        texts = [grading.text_of(tokens, self.adapter.tokenizer.decode) for tokens in made]
+        graded = grading.metrics_of([self.prompt])
+        return [grading.grade(text, self.prompt, graded) for text in texts]
+
+
+def _batch(
+    sample: str,
+    mixtures: Sequence[Mixture],
+    by_head: set[Mixture],
+    steps: Sequence[dict[str, Tensor]],
+    held: Sequence[float],
+    scores: Sequence[float],
+) -> SwapBatch:
+    """What a batch showed as plain numbers, without the rows that filled it up."""
+    totals = [_totals(step) for step in steps]
+    heads = torch.stack([step["perturbation_propagated"] for step in steps], dim=1).cpu().tolist()
+    rows = [
+        SwapRow(
+            mixture=mixture,
+            held=held[place],
+            values={name: tuple(step[name][0][place] for step in totals) for name in PER_STEP},
+            score=scores[1 + place],
+            heads=heads[place] if mixture in by_head else None,
+        )
+        for place, mixture in enumerate(mixtures)
+    ]
+    floors = {name: tuple(step[name][1] for step in totals) for name in PER_STEP}
+    told = (_of_heads(steps, name) if by_head else None for name in ("noise_floor", "output_norm"))
+    return SwapBatch(sample, tuple(rows), floors, scores[0], *told)
+
+
+def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
+    """Per quantity each row's value and the noise floor: of drifts the last layer's, of heads the sum."""
+    found = {}
+    for name, (variable, floor) in _TOTAL.items():
+        values, noise = step[variable].double(), torch.zeros(()) if floor is None else step[floor].double()
+        if name == "drift":
+            values, noise = values[:, -1], noise[-1]
+        found[name] = (values.flatten(1).sum(dim=-1) if values.ndim > 1 else values).tolist(), float(noise.sum())
+    return found
+
+
+def _of_heads(steps: Sequence[dict[str, Tensor]], name: str) -> Any:
+    """(step, layer, head) as lists."""
+    return torch.stack([step[name] for step in steps]).cpu().tolist()

@@ -1,0 +1,76 @@
+"""Isolated perturbation of kept entries in few bits: same query, and one layer's kept set as the cache stores it.
+
+Quantised keys change every weight, so that A' is the softmax over the kept entries' own logits, and no N⊙A / ΣNA: what
+bounds the loss of eviction alone (θ, θ̂) does not bound this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from perturbkv import theory
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.decoding import StepRecord
+from perturbkv.pipeline.sample.finite import FiniteCheck
+
+NAMES = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine")
+
+
+def look(check: FiniteCheck, layer: int, entries: KeptEntries) -> None:
+    """Look at what a decoder layer stores in few bits: 16-bit scales and minima do not hold every number."""
+    for kind, numbers in (("keys", entries.keys), ("values", entries.values)):
+        check.look(f"the quantised {kind} of layer {layer}", numbers)
+
+
+def isolated(
+    adapter: Adapter,
+    layer: int,
+    full: Sequence[StepRecord],
+    whole: tuple[Tensor, Tensor],
+    rows: Mapping[int, KeptEntries],
+    prompt_tokens: int,
+) -> dict[int, Tensor]:
+    """Per configuration (step, name, head): distances of each head's output in one layer, as `NAMES` calls them.
+
+    `whole` is the layer's full cache, keys and values (kv_head, key, d_head), of the prompt's tokens and of those
+    decoded since; `rows` are what each configuration stores of the prompt's.
+    """
+    steps = [_step(adapter, layer, step, whole, rows, prompt_tokens) for step in full] if rows else []
+    return {place: torch.stack([step[place] for step in steps]) for place in rows}
+
+
+def _step(
+    adapter: Adapter,
+    layer: int,
+    step: StepRecord,
+    whole: tuple[Tensor, Tensor],
+    rows: Mapping[int, KeptEntries],
+    prompt_tokens: int,
+) -> dict[int, Tensor]:
+    query, own = step.query[layer][0], (adapter.scale(layer), adapter.sinks(layer))
+    keys, values = (kind[:, : step.entries] for kind in whole)
+    slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
+    mixed = theory.attended(query, keys, values, *own)
+    output, found = theory.projected(mixed, slices), {}
+    for place, entries in rows.items():
+        there = _with_decoded(entries, keys[:, prompt_tokens:], values[:, prompt_tokens:])
+        changed = theory.attended(query, *there[:2], *own, present=there[2])
+        moved = theory.distances(output, theory.projected(changed - mixed, slices))
+        found[place] = torch.stack([moved.l1, moved.l2, moved.cosine])
+    return found
+
+
+def _with_decoded(entries: KeptEntries, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values (kept_head, entry, d_head) of kept sets, decoded tokens behind them, and which are there."""
+    sets, sharing = entries.sets(), len(entries.lengths) // len(keys)
+    kept = [pad_sequence(list(kind), batch_first=True) for kind in zip(*sets, strict=True)]
+    decoded = [kind.repeat_interleave(sharing, dim=0) for kind in (keys, values)]
+    present = [pad_sequence([one.new_ones(len(one), dtype=torch.bool) for one, _ in sets], batch_first=True)]
+    present += [present[0].new_ones(decoded[0].shape[:2])]
+    both = [torch.cat(pair, dim=1) for pair in zip(kept, decoded, strict=True)]
+    return both[0], both[1], torch.cat(present, dim=1)

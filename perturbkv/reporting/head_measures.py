@@ -1,0 +1,145 @@
+"""What a page can show of each head: the measures that a trace holds, sample by sample, and their means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perturbkv.analyses.distances import distance_of
+from perturbkv.analyses.measurements import Floats, measured_steps, values
+from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.reporting.quantising import Scale, linear_scale, log_scale
+from perturbkv.trace import Trace
+
+ANALYSIS = "report"
+PERTURBATION, BOUND, SHARE, DISTANCE = "perturbation", "bound", "share", "distance"
+_WHOLE = 1e-12
+"""A retained mass this near to 1 is 1: nothing that has attention went."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One quantity of a head.
+
+    Attributes:
+        key, name, unit, about: what the page calls it, and a sentence that explains it.
+        kind: perturbation, bound, share or distance.
+        variable: of the trace; of `gone_distance` the isolated perturbation, from which it is made.
+        distance: l1, l2 or cosine; empty of shares.
+        source: of a perturbation `isolated` or `propagated`; empty of what has no noise floor and so no verdicts.
+    """
+
+    key: str
+    name: str
+    unit: str
+    kind: str
+    variable: str
+    about: str
+    distance: str = ""
+    source: str = ""
+
+    @property
+    def less(self) -> bool:
+        """Whether less is better."""
+        return self.kind != SHARE
+
+    @property
+    def norm(self) -> str | None:
+        """The variable that sums of it are held against; None where means are shown instead."""
+        unit = distance_of(self.distance or "l1")
+        return None if self.kind in (SHARE, DISTANCE) or unit.angular else f"output_norm{unit.suffix}"
+
+    def scale(self, each: Floats) -> Scale:
+        """The scale that its values are written on."""
+        return linear_scale(each) if self.kind == SHARE else log_scale(each)
+
+    def to_dict(self, ties: int | None) -> dict[str, Any]:
+        """As the page's JSON holds it; `ties`: its place among the measures with verdicts."""
+        told = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance", "less", "about")}
+        return {**told, "ties": ties, "compare": "difference" if self.kind == SHARE else "ratio"}
+
+
+def _perturbation(source: str, distance: str) -> Measure:
+    unit = distance_of(distance)
+    words = {"isolated": "with this layer alone evicted", "propagated": "with all earlier layers evicted too"}
+    return Measure(
+        key=f"{source}{unit.suffix}",
+        name=source if distance == "l1" else f"{source}, {unit.unit}",
+        unit="1 − cos" if unit.angular else unit.unit,
+        kind=PERTURBATION,
+        variable=f"perturbation_{source}{unit.suffix}",
+        about=f"How far the head's contribution to the attention output moves, {words[source]} ({unit.unit}).",
+        distance=distance,
+        source=source,
+    )
+
+
+MEASURES = (
+    *(_perturbation(source, distance) for distance in ("l1", "l2", "cosine") for source in ("isolated", "propagated")),
+    Measure("theta", "θ", "L1", BOUND, "theta", "Theorem 2's bound of the isolated perturbation.", "l1"),
+    Measure("theta_hat", "θ̂", "L1", BOUND, "theta_hat", "Theorem 3's bound; evidence only where σ > 0.5.", "l1"),
+    Measure(
+        "theta_hat_relax", "θ̂ relaxed", "L1", BOUND, "theta_hat_relax",
+        "Theorem 4's bound; holds only where σ > 0.5.", "l1",
+    ),
+    Measure("retained_mass", "S", "share", SHARE, "retained_mass", "Attention of the kept entries."),
+    Measure(
+        "sigma_stage1", "σ, stage 1", "share", SHARE, "sigma_stage1",
+        "Attention of stage 1 and of what is always kept (Assumption 1).",
+    ),
+    Measure(
+        "sigma_topk", "σ, top ⌊αb⌋", "share", SHARE, "sigma_topk", "Attention of the top ⌊αb⌋ entries (Assumption 1).",
+    ),
+    Measure(
+        "gone_distance", "‖μ_gone − μ_kept‖", "L1", DISTANCE, "perturbation_isolated",
+        "How unlike what stays is what goes: the isolated perturbation over the attention 1 − S that goes.", "l1",
+    ),
+)  # fmt: skip
+"""In the order in which a page lists them."""
+STEPPED = ("isolated", "propagated", "retained_mass", "sigma_stage1")
+"""Those that are shown step by step."""
+FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat", "theta", "gone_distance")
+"""Those whose single samples a page holds before those of the others, where it has not room for all."""
+
+
+def held_measures(trace: Trace) -> tuple[Measure, ...]:
+    """The measures that a trace holds, with the noise floor of those that have one."""
+    return tuple(one for one in MEASURES if {one.variable, *_floors(one)} <= set(trace.arrays))
+
+
+def each_of(trace: Trace, measure: Measure) -> Floats:
+    """(sample, config, layer, head) at the first decode step. Raises TraceError as `reading.values`."""
+    found = values(trace, measure.variable, ANALYSIS, 0)
+    return _gone(trace, found) if measure.kind == DISTANCE else found
+
+
+def mean_of(each: Floats) -> Floats:
+    """(config, layer, head) mean over the samples that are defined; NaN where none is."""
+    held = ~np.isnan(each)
+    return each.mean(axis=0) if held.all() else np.asarray(ratio(np.where(held, each, 0).sum(axis=0), held.sum(axis=0)))
+
+
+def by_step(trace: Trace, measure: Measure) -> Floats:
+    """(config, step, layer, head) mean over the samples that have the step, up to the last that any has."""
+    counts = measured_steps(trace)
+    most = int(counts.max())
+    found = values(trace, measure.variable, ANALYSIS)[:, :, :most]
+    held = (np.arange(most) < counts[:, None])[:, None, :, None, None]
+    return np.asarray(np.where(held, found, 0).sum(axis=0) / held.sum(axis=0))
+
+
+def _floors(measure: Measure) -> list[str]:
+    own = "_isolated" if measure.source == "isolated" else ""
+    return [f"noise_floor{own}{distance_of(measure.distance).suffix}"] if measure.source else []
+
+
+def _gone(trace: Trace, isolated: Floats) -> Floats:
+    """‖μ_gone − μ_kept‖₁ = L / (1 − S) (METHOD: what goes and what stays); NaN where S = 1.
+
+    NaN too where entries are stored in few bits, or outputs are corrected: L is then not of what went alone.
+    """
+    gone = 1 - values(trace, "retained_mass", ANALYSIS, 0)
+    exact = np.array([config.evicts_alone for config in trace.run.configs])[:, None, None]
+    return np.asarray(ratio(isolated, np.where((gone > _WHOLE) & exact, gone, 0)))

@@ -1,0 +1,159 @@
+"""The report of one trace or several: a page that shows itself in a notebook and is saved as one file."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perturbkv.errors import ConfigError, OutputError, TraceError
+from perturbkv.reporting.html import page
+from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.places import check_place, real
+from perturbkv.trace import Trace
+
+_HEIGHT = 900
+"""Pixels of the frame in a notebook."""
+_MILLION = 1e6
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """A page that opens in any browser, without network.
+
+    Attributes:
+        title: models and data sets.
+        html: the whole page.
+        samples: complete samples of all traces, `configs` configurations of all traces.
+    """
+
+    title: str
+    html: str
+    samples: int
+    configs: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the file."""
+        return len(self.html.encode())
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the file, whole or not at all.
+
+        Args:
+            path: where to; folders are made.
+            overwrite: whether a file that is there may be replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            OutputError: where nothing can be written, or a file is there.
+        """
+        where = free(Path(path), overwrite)
+        content = self.html.encode()
+        write_whole(where, lambda stream: stream.write(content))
+        return where
+
+    def __repr__(self) -> str:
+        return f"Report of {self.title}: {self.bytes / _MILLION:.1f} MB, {self.samples} samples; .save(path) writes it"
+
+    def _repr_html_(self) -> str:
+        """A frame whose page sees nothing of the notebook, and reaches no network."""
+        title, content = html.escape(f"Report of {self.title}"), html.escape(self.html)
+        return (
+            f'<iframe title="{title}" width="100%" height="{_HEIGHT}" sandbox="allow-scripts" '
+            f'srcdoc="{content}"></iframe>'
+        )
+
+
+def report(
+    traces: Trace | Sequence[Trace], path: str | Path | None = None, *, full: bool = False, overwrite: bool = False
+) -> Report:
+    """A trace, or several side by side, as one page to look at.
+
+    Args:
+        traces: a trace or several.
+        path: where the page is written as well.
+        full: whether everything is kept, however large the page becomes: values as they were measured, and the kept
+            sets of every head.
+        overwrite: whether a file at `path` may be replaced.
+
+    Returns:
+        The report, which shows itself in a notebook.
+
+    Raises:
+        ConfigError: for no trace, what is none, or one that is given twice.
+        TraceError: for a trace without a complete sample.
+        OutputError: where the page cannot be written, or would replace a file.
+
+    Example:
+        >>> shown = report(trace)
+        >>> shown.samples, shown.configs
+        (1, 2)
+        >>> shown.html.startswith("<!doctype html>")
+        True
+    """
+    given = (traces,) if isinstance(traces, Trace) else _listed(traces)
+    check(given)
+    if isinstance(path, Trace):
+        msg = "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
+        raise ConfigError(msg)
+    if path is not None:
+        _check_other(given, free(Path(path), overwrite))
+    made = _made(given, full)
+    if path is not None:
+        made.save(path, overwrite=overwrite)
+    return made
+
+
+def _listed(traces: Any) -> tuple[Trace, ...]:
+    """Raise ConfigError for what is no sequence of traces."""
+    found = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
+    for one in found:
+        if not isinstance(one, Trace):
+            msg = f"expected a trace or a list of traces, got {type(one).__name__}; pk.read_trace(path) gives one"
+            raise ConfigError(msg)
+    return found
+
+
+def check(traces: Sequence[Trace]) -> None:
+    """Raise ConfigError for no trace and for one that is given twice, TraceError for one without a complete sample."""
+    if not traces:
+        msg = "expected a trace or several for a report, got none"
+        raise ConfigError(msg)
+    for place, one in enumerate(traces):
+        name = one.source or "the trace in memory"
+        if any(one is other or (one.digest and one.digest == other.digest) for other in traces[:place]):
+            msg = f"expected every trace once, got {name} twice; leave one out"
+            raise ConfigError(msg)
+        if not one.ok.any():
+            msg = f"expected a trace with a complete sample, got {name}, whose samples all failed; measure it again"
+            raise TraceError(msg)
+
+
+def free(path: Path, overwrite: bool) -> Path:
+    """The path. Raises OutputError where nothing can be written, or a file is there that may not be replaced."""
+    check_place(path)
+    if path.exists() and not overwrite:
+        msg = f"expected no file at {path}, got one; overwrite=True replaces it"
+        raise OutputError(msg)
+    return path
+
+
+def _check_other(traces: Sequence[Trace], path: Path) -> None:
+    """Raise OutputError where the page would replace a trace that it is made from."""
+    if any(one.source and real(Path(one.source)) == real(path) for one in traces):
+        msg = f"expected another file than the trace itself, got {path}; name another"
+        raise OutputError(msg)
+
+
+def _made(traces: Sequence[Trace], full: bool) -> Report:
+    from perturbkv.reporting.payload import payload
+
+    of = payload(traces, full=full)
+    counted = [(int(one.ok.sum()), len(one.run.configs)) for one in traces]
+    samples, configs = (sum(counts) for counts in zip(*counted, strict=True))
+    return Report(of.title, page(of), samples, configs)

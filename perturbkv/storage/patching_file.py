@@ -1,0 +1,106 @@
+"""Measured mixtures as lines of a file, each batch as soon as it is there: what the same command goes on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.configs.mixture import Mixture
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import ConfigError
+from perturbkv.storage import json_lines
+from perturbkv.storage.swap_rows import Heads, SwapBatch, SwapRow
+from perturbkv.user_files import FileKind
+
+FILE = "swap.jsonl"
+_HINT = "give --overwrite or another --output"
+_KIND = FileKind("a file of swapped kept sets", ConfigError, 8 * 2**30, _HINT)
+
+
+class SwapStore:
+    """What was measured of every prompt: of an earlier call, and each new batch as soon as it is there.
+
+    Args:
+        run: of two configurations.
+        kept_heads: kept sets of a layer.
+        path: where lines go; None: nowhere.
+        overwrite: whether measurements of another run there are replaced.
+        made_with: versions, which the file's first line tells.
+
+    Raises ConfigError for a file of another run, or of somebody else; OutputError for a place that cannot be written.
+    """
+
+    def __init__(
+        self, run: RunConfig, kept_heads: int, path: Path | None = None, overwrite: bool = False,
+        made_with: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.run, self.kept_heads, self.path = run, kept_heads, path
+        self.rows: dict[str, dict[Mixture, SwapRow]] = {}
+        self.batches: dict[str, list[SwapBatch]] = {}
+        self.same: dict[str, NDArray[np.bool_]] = {}
+        self.failed: dict[str, str] = {}
+        self.made_with = dict(made_with or {})
+        if path is not None:
+            self._open(path, overwrite)
+
+    def keep(self, batch: SwapBatch, same: NDArray[np.bool_]) -> None:
+        """Write a batch down; `same` (layer, kept_head): where both configurations keep the same entries."""
+        self._append({**batch.record(), "same": same.tolist()})
+        self._add(batch, same)
+
+    def give_up(self, sample: str, reason: str) -> None:
+        """Write down that a prompt cannot be measured."""
+        self._append({"sample": sample, "failed": reason})
+        self.failed[sample] = reason
+
+    def lacks(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
+        """Those that were not measured yet, each once, in their order; nothing of a prompt that failed."""
+        if sample in self.failed:
+            return []
+        there = self.rows.get(sample, {})
+        wanted = dict.fromkeys(mixtures)
+        return [one for one in wanted if one not in there or (one in by_head and there[one].heads is None)]
+
+    def head_floors(self, sample: str, name: str) -> Heads:
+        """`head_floors` or `head_norms` of a prompt: the largest that any batch showed."""
+        held = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
+        found: Heads = np.max(held, axis=0).tolist()
+        return found
+
+    def _header(self) -> dict[str, Any]:
+        return {"swap": {"run": json.loads(self.run.to_json()), "kept_heads": self.kept_heads}}
+
+    def _open(self, path: Path, overwrite: bool) -> None:
+        there = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
+        first, *others = there or [{}]
+        if {"swap": first.get("swap")} != self._header():
+            raise _KIND.refusal(path, "one of another run")
+        for document in others:
+            self._read(path, document)
+        self.made_with = first.get("made_with", self.made_with)
+        json_lines.write(path, [{**self._header(), "made_with": self.made_with}, *others])
+
+    def _read(self, path: Path, document: Mapping[str, Any]) -> None:
+        try:
+            if "failed" in document:
+                self.failed[str(document["sample"])] = str(document["failed"])
+            else:
+                self._add(SwapBatch.of(document, self.kept_heads), np.asarray(document["same"], dtype=bool))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise _KIND.refusal(path, f"a line that is no measurement of ours, {str(document)[:40]}") from None
+
+    def _add(self, batch: SwapBatch, same: NDArray[np.bool_]) -> None:
+        self.same[batch.sample] = same
+        self.batches.setdefault(batch.sample, []).append(batch)
+        held = self.rows.setdefault(batch.sample, {})
+        held |= {row.mixture: row for row in batch.rows if row.heads is not None or row.mixture not in held}
+
+    def _append(self, document: Mapping[str, Any]) -> None:
+        if self.path is not None:
+            json_lines.append(self.path, document)

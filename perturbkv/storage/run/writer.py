@@ -1,0 +1,310 @@
+"""Collecting a run's samples, resuming and extending it, and leaving its trace file behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError
+from perturbkv.storage.atomic_files import clear_leftovers, written_whole
+from perturbkv.storage.run.extending import check_extends, differing_fields
+from perturbkv.storage.run.journal import Entry
+from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.merge import (
+    FULL_RUN,
+    Shapes,
+    check_same_run,
+    disjoint,
+    join,
+    joined_shapes,
+    single_whole_part,
+)
+from perturbkv.storage.run.resume import ExistingSample, ExistingTrace, existing_trace
+from perturbkv.storage.trace.left_out import without_kept, without_kept_shapes
+from perturbkv.storage.trace.texts import Texts, with_text, with_text_shapes
+from perturbkv.storage.trace.trace_writing import write_trace
+from perturbkv.trace import FailedSample, SampleTrace
+
+_log = logging.getLogger(__name__)
+
+
+class _Done(AbstractSet[str]):
+    """The samples of a run that lack nothing, or failed in it."""
+
+    def __init__(self, known: frozenset[str], lacking: Mapping[str, object], failed: set[str]) -> None:
+        self._known, self._lacking, self._failed = known, lacking, failed
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known and (name not in self._lacking or name in self._failed)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._known if name in self)
+
+    def __len__(self) -> int:
+        return len(self._known) - len(self._lacking) + sum(name in self._lacking for name in self._failed)
+
+
+class TraceWriter:
+    """Collects the samples of one run and writes their trace file.
+
+    Samples go to a journal beside the file as they come; `finish` assembles the file under another name and renames
+    it. A killed process so loses at most the sample in flight, and never a file that was there.
+
+    Args:
+        path: the trace file to be.
+        run: its configuration. A finished trace or journal of the same run is gone on with; of the same run with
+            fewer samples or with some of its eviction configurations, extended.
+        sample_ids: every sample of the run, in the order of the file.
+        attrs: provenance, stored as root attributes.
+        overwrite: replace a trace or journal of another run. A file of another run, or one that is no whole trace,
+            stays as it is until this run's is whole and takes its place; a journal of another run, which is no trace
+            yet, is removed at once. A run that was killed before that goes on with `overwrite` alone: without it the
+            other run's file is refused as ever.
+        kept: whether the finished file has kept positions, where the samples were measured with them.
+        texts: of the samples' prompts and answers; the finished file has these and no others, whatever its samples were
+            measured with. None: samples keep what they have.
+        shards: journals of shards of this run, which its samples are taken from too; `finish` removes them.
+
+    Raises TraceError where a file or journal of another run is there and `overwrite` is False.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run: RunConfig,
+        sample_ids: Sequence[str],
+        attrs: Mapping[str, str],
+        overwrite: bool = False,
+        texts: Texts | None = None,
+        shards: Sequence[Journal] = (),
+        kept: bool = True,
+    ) -> None:
+        self.path, self.run, self.attrs, self.texts, self.kept = path, run, dict(attrs), texts, kept
+        self.sample_ids = tuple(sample_ids)
+        self._check_ids()
+        self._configs = dict(zip(run.labels(), run.configs, strict=True))
+        self._journal, self._shards = Journal(journal_path(path)), tuple(shards)
+        self._journal.check_ours()
+        if overwrite and not self._extends(self._journal.run()):
+            self._journal.discard()
+        clear_leftovers(path)
+        self._old = existing_trace(path, run, overwrite)
+        self._entries = self._journal_entries()
+        self._begun = False
+        self._failed: set[str] = set()
+        self._known = frozenset(self.sample_ids)
+        self._lacking = {name: configs for name in self.sample_ids if (configs := self._missing_of(name))}
+
+    def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
+        """Sample -> the configurations still to be measured, in the run's order; samples that lack none are absent.
+
+        A sample that failed in an older run is measured again, one that failed in this one is not.
+        """
+        left = self._lacking.keys() - self._failed
+        return {name: self._lacking[name] for name in self.sample_ids if name in left}
+
+    def done(self) -> AbstractSet[str]:
+        """Samples that need not be measured: complete in the file and the journal, or failed in this run.
+
+        What is given changes as samples are appended; its length is known at once, however many there are.
+        """
+        return _Done(self._known, self._lacking, self._failed)
+
+    def changing_text(self) -> int:
+        """How many finished samples of the older file get a text that they lack, or lose the one that they have."""
+        if self._old is None or self.texts is None:
+            return 0
+        held = [name for name in self.sample_ids if self._old.part(name) is not None]
+        return sum(self._changes_text(self._old, name) for name in held)
+
+    def _changes_text(self, old: ExistingTrace, name: str) -> bool:
+        """Whether what the older file holds of a sample as text, its prompt's or its answers', is not as asked."""
+        held = [name in old.with_text, *([name in old.with_answers] if old.answered else [])]
+        return any(there != bool(self.texts) for there in held)
+
+    def changing_kept(self) -> tuple[int, int]:
+        """How many finished samples of the older file lose their kept positions, and how many lack them for good."""
+        if self._old is None:
+            return 0, 0
+        held = [name for name in self.sample_ids if self._old.part(name) is not None]
+        there = sum(name in self._old.with_kept for name in held)
+        return (0, len(held) - there) if self.kept else (there, 0)
+
+    def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
+        """Keep one sample in the journal: measured for `configs`, by default all of the run, in this order.
+
+        Raises TraceError for a sample or configurations that are not of this run, some of which are there already, or
+        whose number is not the sample's, and where the sample's full-cache run is not the one measured before. The
+        whole of a sample replaces its parts.
+        """
+        if sample.sample_id not in self._known:
+            msg = f"expected a sample of this run, got '{sample.sample_id}'"
+            raise TraceError(msg)
+        labels = self._labels_of(self.run.configs if configs is None else configs)
+        if self._begun and not self._journal.is_there():
+            self._forget_vanished()
+        if isinstance(sample, SampleTrace):
+            self._check_part(sample, labels)
+        if not self._begun:
+            self._journal.begin(self.run)
+            self._begun = True
+        entry = self._journal.append(sample if self.kept else without_kept(sample), labels)
+        self._entries.setdefault(sample.sample_id, []).append(entry)
+        if isinstance(sample, FailedSample):
+            self._failed.add(sample.sample_id)
+        else:
+            self._failed.discard(sample.sample_id)
+        self._note(sample.sample_id)
+
+    def leave(self) -> None:
+        """Leave a run that cannot go on: of one that kept no sample nothing is left."""
+        self._journal.discard_empty()
+
+    def failures(self) -> dict[str, str]:
+        """Sample -> why it failed when it was last measured, of those that lack a configuration."""
+        reasons = {name: self._reason(name) for name in self._lacking}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def unmeasured(self) -> list[str]:
+        """Samples that lack a configuration and did not fail."""
+        return [name for name in self._lacking if self._reason(name) is None]
+
+    def finish(self) -> Path:
+        """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples.
+
+        A file that holds everything is left as it is, its configurations in the order in which it has them.
+        """
+        if missing := self.unmeasured():
+            msg = (
+                f"expected every sample to be measured, {len(missing)} are not, such as '{missing[0]}'; "
+                "run the same command again to measure what is missing"
+            )
+            raise TraceError(msg)
+        if not self._is_finished():
+            with written_whole(self.path, folders=False) as beside:
+                write_trace(beside, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
+        for journal in (self._journal, *self._shards):
+            journal.discard()
+        return self.path
+
+    def _check_ids(self) -> None:
+        if not self.sample_ids:
+            msg = "expected at least one sample in a run, got none"
+            raise TraceError(msg)
+        if len(set(self.sample_ids)) < len(self.sample_ids):
+            msg = "expected every sample id once, got one of them twice"
+            raise TraceError(msg)
+
+    def _labels_of(self, configs: Iterable[EvictionConfig]) -> list[str]:
+        labels = [config.label() for config in configs]
+        strange = [label for label in labels if label not in self._configs or labels.count(label) > 1]
+        if strange:
+            msg = f"expected configurations of this run, each once, got '{strange[0]}'"
+            raise TraceError(msg)
+        return labels
+
+    def _forget_vanished(self) -> None:
+        """The journal's folder was removed while the run went on: what it held is missing again."""
+        self._begun, held = False, sum(map(len, self._entries.values()))
+        self._entries = {
+            name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
+        }
+        lost = held - sum(map(len, self._entries.values()))
+        self._lacking.clear()
+        self._lacking.update({name: configs for name in self.sample_ids if (configs := self._missing_of(name))})
+        _log.info("%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, lost)
+
+    def _note(self, name: str) -> None:
+        """Remember what a sample lacks now."""
+        if lacking := self._missing_of(name):
+            self._lacking[name] = lacking
+        else:
+            self._lacking.pop(name, None)
+
+    def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
+        """Refuse what cannot be joined with what is there, before it is kept and others are measured."""
+        length = sample.sizes()["config"]
+        if length != len(labels):
+            msg = f"expected {len(labels)} configurations in sample '{sample.sample_id}', got {length}"
+            raise TraceError(msg)
+        if len(labels) == len(self._configs):
+            return
+        parts = self._parts(sample.sample_id)
+        there = [label for part in parts for label in part.labels if label in labels]
+        if there:
+            msg = f"expected what is missing of sample '{sample.sample_id}', got '{there[0]}', which is there"
+            raise TraceError(msg)
+        check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
+
+    def _journal_entries(self) -> dict[str, list[Entry]]:
+        """Sample -> what the journal holds of this run, older parts before newer ones."""
+        if self._journal.run() is None:
+            self._journal.discard()
+        found: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
+        for entry in self._held(self._journal):
+            found[entry.sample_id].append(entry)
+        for entry in (entry for shard in self._shards for entry in self._held(shard) if self._adds(entry)):
+            found[entry.sample_id].append(entry)
+        return found
+
+    def _held(self, journal: Journal) -> list[Entry]:
+        """What a journal holds of this run. Raises TraceError where it is another's."""
+        run = journal.run()
+        if run is None:
+            return []
+        check_extends(self.run, run, journal.folder)
+        ids = set(self.sample_ids)
+        return [one for one in journal.entries() if one.sample_id in ids and self._configs.keys() >= set(one.labels)]
+
+    def _adds(self, entry: Entry) -> bool:
+        """Whether the file lacks what a shard holds: it has it where a merge was killed after it."""
+        old = self._old.part(entry.sample_id) if self._old else None
+        if entry.reason is not None and self._old:
+            return old is None and self._old.failures.get(entry.sample_id) != entry.reason
+        return old is None or not set(entry.labels) <= set(old.labels)
+
+    def _extends(self, run: RunConfig | None) -> bool:
+        return run is not None and not differing_fields(self.run, run)
+
+    def _parts(self, name: str) -> list[ExistingSample | Entry]:
+        """What is there of a sample, each configuration once, older parts before newer ones."""
+        old = self._old.part(name) if self._old else None
+        entries = [entry for entry in self._entries.get(name, []) if entry.reason is None]
+        return disjoint([*([old] if old else []), *entries])
+
+    def _missing_of(self, name: str) -> tuple[EvictionConfig, ...]:
+        held = {label for part in self._parts(name) for label in part.labels}
+        return tuple(config for label, config in self._configs.items() if label not in held)
+
+    def _reason(self, name: str) -> str | None:
+        """Why the sample failed when it was last measured; None where it did not."""
+        reasons = [entry.reason for entry in self._entries.get(name, []) if entry.reason is not None]
+        if not reasons and self._old and not self._entries.get(name):
+            return self._old.failures.get(name)
+        return reasons[-1] if reasons else None
+
+    def _is_finished(self) -> bool:
+        """Whether the file holds every sample and configuration, and the journal nothing newer."""
+        old = self._old
+        if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
+            return False
+        if self.changing_text() or self.changing_kept()[0]:
+            return False
+        return not any(self._entries.get(name) and self._parts(name) != [old.part(name)] for name in self.sample_ids)
+
+    def _shapes(self, name: str) -> Shapes | None:
+        if name in self._lacking:
+            return None
+        found = with_text_shapes(name, joined_shapes([part.shapes() for part in self._parts(name)]), self.texts)
+        return found if self.kept else without_kept_shapes(found)
+
+    def _sample(self, name: str) -> SampleTrace | FailedSample:
+        if name in self._lacking:
+            return FailedSample(name, str(self._reason(name)))
+        parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
+        whole = single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))
+        return with_text(whole if self.kept else without_kept(whole), self.texts)

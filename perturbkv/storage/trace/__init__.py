@@ -1,0 +1,1 @@
+"""The trace file: read, written, checked. FORMAT.md in the folder above specifies it."""

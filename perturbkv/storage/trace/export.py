@@ -1,0 +1,176 @@
+"""A trace as one tidy table, in CSV or Parquet: a row per sample × configuration × step × layer × head.
+
+Columns: the row's coordinates, every choice of its configuration (null where it has no such option), then every
+variable that has no other axes, repeated along the axes that it lacks. Parquet carries each column's unit and meaning
+in its field's metadata, and the trace's provenance in the file's. In CSV an apostrophe stands before a text that a
+spreadsheet would compute. Failed samples, and steps past the end of a sample's text, have no rows. The prompts' own
+tokens and texts are a table of their own: a row per sample × token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
+from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES, Variable
+from perturbkv.storage.atomic_files import written_whole
+from perturbkv.storage.places import real
+from perturbkv.storage.trace.texts import pieces_of
+from perturbkv.trace import FailedSample, SampleTrace, Trace
+
+AXES = ("config", "step", "layer", "head")
+SUFFIXES = (".csv", ".parquet")
+_FORMULA, _NUMBER = r"(?s)^[=+\-@\t\r].", r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_COUNTS = ("budget", "protect_first", "protect_recent")
+_WIDER = {frozenset({int, float}): float}
+_TOKENS = pa.schema([("sample", pa.string()), ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string())])
+_TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+
+
+def columns(trace: Trace) -> dict[str, Variable]:
+    """The variables that become columns: those of the trace whose axes are the table's; offsets and texts do not."""
+    return {
+        name: variable
+        for name, variable in VARIABLES.items()
+        if name in trace.arrays and name not in (*KEPT, *TEXT, *ANSWER_TEXT) and set(variable.dims) <= set(AXES)
+    }
+
+
+def schema(trace: Trace) -> pa.Schema:
+    """Types, units and provenance of the table."""
+    fields = [pa.field("sample", pa.string()), pa.field("config", pa.string())]
+    fields += [pa.field(name, kind) for name, (kind, _) in _choices(trace.run.configs).items()]
+    fields += [pa.field(axis, pa.int32()) for axis in AXES[1:]]
+    for name, variable in columns(trace).items():
+        about = {"units": variable.units, "long_name": variable.long_name}
+        fields.append(pa.field(name, pa.from_numpy_dtype(np.dtype(variable.dtype)), metadata=about))
+    about = {"run": trace.run.to_json(), "trace": trace.source, "trace_digest": trace.digest, **trace.attrs}
+    return pa.schema(fields, metadata=about)
+
+
+def rows(trace: Trace, place: int) -> pa.RecordBatch:
+    """All rows of one sample, `place` counting along the trace's `sample` axis."""
+    shape = tuple(trace.arrays["perturbation_isolated"].shape[1:])
+    every = np.indices(shape).reshape(len(shape), -1)
+    held = trace.measured[place][every[AXES.index("step")]]
+    index = every[:, held]
+    found: dict[str, Any] = {
+        "sample": np.repeat(trace.sample_ids[place], index.shape[1]),
+        "config": np.array(trace.run.labels())[index[0]],
+    }
+    for name, (kind, values) in _choices(trace.run.configs).items():
+        found[name] = pa.array(values, kind).take(pa.array(index[0]))
+    found |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
+    layers = [trace.layer_name(place) for place in range(shape[AXES.index("layer")])]
+    found["layer"] = np.array(layers, dtype=np.int32)[index[AXES.index("layer")]]
+    for name, variable in columns(trace).items():
+        found[name] = _spread(trace.arrays[name][place], variable.dims, shape)[held]
+    return pa.RecordBatch.from_pydict(found, schema=schema(trace))
+
+
+def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
+    """Write the table, its format chosen by the path's suffix, one sample in memory at a time; returns the rows.
+
+    A file appears whole or not at all; `finished` is called after each sample. Raises ConfigError for another suffix.
+    """
+    check_suffix(path)
+    written = 0
+    with written_whole(path) as beside, _opened(path)(beside, schema(trace)) as writer:
+        for place in np.flatnonzero(trace.ok):
+            batch = rows(trace, int(place))
+            writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
+            written += batch.num_rows
+            finished()
+    return written
+
+
+def guarded(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows as a spreadsheet may open them: an apostrophe before each text that it would compute.
+
+    That is what begins with = + - @, a tab or a carriage return, goes on, and is no number.
+    """
+    columns = [_guarded(column) if pa.types.is_string(column.type) else column for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+
+
+def _guarded(texts: pa.StringArray) -> pa.StringArray:
+    obeyed = pc.and_not(pc.match_substring_regex(texts, _FORMULA), pc.match_substring_regex(texts, _NUMBER))
+    return pc.if_else(obeyed, pc.binary_join_element_wise("'", texts, ""), texts)
+
+
+def _opened(path: Path) -> Any:
+    return pa.csv.CSVWriter if path.suffix == ".csv" else pa.parquet.ParquetWriter
+
+
+def tokens_path(path: Path) -> Path:
+    """Where the table of the tokens goes, beside the table at `path`."""
+    return path.with_name(f"{path.stem}.tokens{path.suffix}")
+
+
+def write_tokens(trace: Trace, path: Path) -> int:
+    """Write the prompts' tokens, one row each, as `write` does; returns the rows. The trace has to hold their text."""
+    check_suffix(path)
+    written = 0
+    with written_whole(path) as beside, _opened(path)(beside, _TOKENS) as writer:
+        for name in trace.sample_ids:
+            batch = _token_rows(trace.sample(name))
+            writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
+            written += batch.num_rows
+    return written
+
+
+def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
+    """The tokens of one sample; none of one that failed or was stored without them."""
+    pieces = [] if isinstance(sample, FailedSample) else pieces_of(sample)
+    if isinstance(sample, FailedSample) or not pieces:
+        return pa.RecordBatch.from_pylist([], schema=_TOKENS)
+    named = [sample.sample_id] * len(pieces)
+    tokens = [named, range(len(pieces)), sample.arrays["prompt_token"], pieces]
+    columns = [pa.array(values, kind) for values, kind in zip(tokens, _TOKENS.types, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=_TOKENS)
+
+
+def check_suffix(path: Path) -> None:
+    """Raise ConfigError unless the path ends in .csv or .parquet."""
+    if path.suffix not in SUFFIXES:
+        msg = f"expected a file ending in {' or '.join(SUFFIXES)}, got '{path}'"
+        raise ConfigError(msg)
+
+
+def check_other(trace: Path, path: Path) -> None:
+    """Raise ConfigError where what is made would replace the trace that it is made from."""
+    if real(trace) == real(path):
+        msg = f"expected another file than the trace itself, got {path}; name another"
+        raise ConfigError(msg)
+
+
+def _choices(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
+    """Column -> type and every configuration's value. A budget is text, and so is what is protected of it: 128 are
+    entries, 0.05 a fraction.
+    """
+    flat = [config.flat() for config in configs]
+    names = dict.fromkeys(name for one in flat for name in one)
+    found = {}
+    for name in names:
+        values = [one.get(name) for one in flat]
+        if name in _COUNTS:
+            values = list(map(str, values))
+        kinds = {type(value) for value in values if value is not None}
+        kind = kinds.pop() if len(kinds) == 1 else _WIDER.get(frozenset(kinds), str)
+        found[name] = (_TYPES[kind], [value if value is None else kind(value) for value in values])
+    return found
+
+
+def _spread(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """A variable's values for every row, repeated along the axes that it lacks."""
+    aligned = np.asarray(array).reshape([shape[AXES.index(axis)] if axis in dims else 1 for axis in AXES])
+    return np.broadcast_to(aligned, shape).reshape(-1)

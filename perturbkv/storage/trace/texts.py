@@ -1,0 +1,104 @@
+"""The text of a run's prompts and answers: put into its samples, or taken out of them, when they come together.
+
+Text is no number: no other variable depends on it, so that samples which were measured without it can have it later,
+and the other way round. That of answers is decoded from the tokens that a sample holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.errors import TraceError
+from perturbkv.schema import ANSWER_TEXT, TEXT, VARIABLES
+from perturbkv.storage.run.merge import Arrays, Shapes
+from perturbkv.trace import FailedSample, SampleTrace
+
+_GENERATED = ("generated_full", "generated")
+_NUL, _SHOWN_NUL = "\0", "\u2400"
+"""U+0000, which no string of HDF5 holds, and the sign that stands for it."""
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """What a sample is told to hold as text.
+
+    Attributes:
+        prompt: the variables `TEXT`.
+        decode: an answer's tokens as it is graded.
+        expected: accepted answers.
+    """
+
+    prompt: Arrays
+    decode: Callable[[list[int]], str]
+    expected: Sequence[str] = ()
+
+    def answers(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
+        """The variables `ANSWER_TEXT` of a sample of these arrays; none where nothing was generated."""
+        if not arrays.keys() >= set(_GENERATED):
+            return {}
+        said: dict[tuple[int, ...], str] = {}  # most caches say what others said
+        rows = [tuple(row[row >= 0].tolist()) for row in (arrays["generated_full"], *arrays["generated"])]
+        for tokens in rows:
+            if tokens not in said:
+                said[tokens] = storable(self.decode(list(tokens)))
+        full, *evicted = (said[tokens] for tokens in rows)
+        expected = storable(json.dumps(list(self.expected), ensure_ascii=False))
+        values = (full, evicted, expected)
+        return {name: np.array(value, dtype=object) for name, value in zip(ANSWER_TEXT, values, strict=True)}
+
+
+Texts = Mapping[str, SampleText]
+"""Sample id -> its text. An empty one takes the text out of every sample."""
+
+
+def storable(text: str) -> str:
+    """A text as a file can hold it: a sign for U+0000; half characters as JSON escapes them, which it reads back."""
+    return text.replace(_NUL, _SHOWN_NUL).encode(errors="backslashreplace").decode()
+
+
+def pieces_of(sample: SampleTrace) -> list[str]:
+    """The text of each token of the sample's prompt; none where it is stored without.
+
+    Raises TraceError where the tokens do not begin within the text, one after the other.
+    """
+    if not set(TEXT) <= set(sample.arrays):
+        return []
+    text, starts = str(sample.arrays["prompt_text"]), np.asarray(sample.arrays["prompt_start"]).tolist()
+    ends = [*starts[1:], len(text)]
+    if starts[:1] != [0] or any(first > last for first, last in zip(starts, ends, strict=True)):
+        msg = (
+            f"expected prompt_start to ascend from 0 within the text of '{sample.sample_id}', got other places; the "
+            "trace was changed since it was made; make it again"
+        )
+        raise TraceError(msg)
+    return [text[first:last] for first, last in zip(starts, ends, strict=True)]
+
+
+def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> SampleTrace | FailedSample:
+    """The sample with the text that `texts` has of it and no other; as it is where `texts` is None."""
+    if texts is None or isinstance(sample, FailedSample):
+        return sample
+    others = {name: array for name, array in sample.arrays.items() if name not in (*TEXT, *ANSWER_TEXT)}
+    own = texts.get(sample.sample_id)
+    return SampleTrace(sample.sample_id, {**others, **own.prompt, **own.answers(others)} if own else others)
+
+
+def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Shapes:
+    """Variable name -> shape of what `with_text` makes of a sample of these shapes."""
+    if texts is None:
+        return shapes
+    others = {name: shape for name, shape in shapes.items() if name not in (*TEXT, *ANSWER_TEXT)}
+    own = texts.get(sample_id)
+    if own is None:
+        return others
+    length = {True: (len(own.prompt["prompt_token"]),), False: ()}
+    said = {name: length[VARIABLES[name].in_rows] for name in own.prompt}  # what is decoded need not be yet
+    if others.keys() >= set(_GENERATED):
+        said |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
+    return {**others, **said}

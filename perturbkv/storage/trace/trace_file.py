@@ -1,0 +1,277 @@
+"""A trace file as a `Trace`, or as a description of it. FORMAT.md beside this file specifies what is read here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perturbkv.configs import layer_types
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import TraceError
+from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED, ROWS, TEXT, VARIABLES
+from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.shards import beside
+from perturbkv.storage.trace import checksums
+from perturbkv.storage.trace.coordinates import (
+    check_configs,
+    check_measured,
+    check_places,
+    check_rows,
+    check_run,
+    check_samples,
+    check_shapes,
+)
+from perturbkv.storage.trace.hdf5 import StoredFile, opened_file
+from perturbkv.storage.trace.heaps import check_heaps
+from perturbkv.storage.trace.layout import AXES, STORED
+from perturbkv.storage.trace.lazy import LazyArrays
+from perturbkv.storage.trace.structure import axes_of, check_structure, check_version, run_of, variables_of
+from perturbkv.storage.trace.validation import check_codes, check_expected, check_numbers, check_states, check_text
+from perturbkv.trace import Trace
+from perturbkv.user_files import FileKind
+
+_FILE = FileKind("a trace file (HDF5)", TraceError, most=2**63)
+_OWN = ("run", "_NCProperties", checksums.NAME)
+"""Root attributes that tell nothing of where the numbers come from."""
+
+
+def read_trace(path: str | Path) -> Trace:
+    """A finished trace. Raises TraceError for anything that is not one, and where its labels are not its run's.
+
+    Kept positions, text and saved outputs, which may be larger than memory should hold, are read when asked for;
+    everything else at once. Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
+    """
+    path = Path(path)
+    with opened(path) as file:
+        run = _checked_run(file)
+        ids, failures = _samples_of(file)
+        names = [name for name in VARIABLES if name in file]
+        later = [name for name in names if _is_large(name)]
+        arrays = {name: file.read(name) for name in names if name not in later}
+        attrs = _provenance_of(file)
+    digest = _digest(path)
+    trace = Trace(run, ids, LazyArrays(arrays, later, _read_later(path)), failures, attrs, str(path), digest)
+    check_numbers(path, arrays, trace.measured)
+    return trace
+
+
+def _is_large(name: str) -> bool:
+    return VARIABLES[name].in_rows or VARIABLES[name].dtype == "str" or VARIABLES[name].raw
+
+
+def _read_later(path: Path) -> Callable[[str], Any]:
+    """Reads one variable of the file as it is now; TraceError once it was written again."""
+    stamp = path.stat().st_mtime_ns
+
+    def read(name: str) -> Any:
+        with opened(path, stamp) as file:
+            return _checked_rows(file, name, file.read(name))
+
+    return read
+
+
+def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
+    """What was read of a variable. Raises TraceError where it leads out of a prompt or its text, or is no list."""
+    if name == "kept_code":
+        told = {one: file.read(one) for one in (*KEPT[:2], "kept_count", "prompt_tokens")}
+        check_codes(file.path, told, file.read("complete") != 0, found)
+    elif name == "prompt_start":
+        told = {one: file.read(one) for one in ("prompt_offset", "prompt_count", "prompt_text")}
+        check_text(file.path, told, found)
+    elif name == "expected_answers":
+        check_expected(file.path, found)
+    return found
+
+
+@dataclass(frozen=True)
+class StoredVariable:
+    """A variable as it lies in the file."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    units: str
+    long_name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a trace file holds; of its numbers the bytes of its evicted caches alone, all samples' together.
+
+    `with_text` names the samples whose prompt's text is stored, `with_kept` those whose kept positions are,
+    `with_answers` those whose answers' text is.
+    """
+
+    run: RunConfig
+    sample_ids: tuple[str, ...]
+    failures: dict[str, str]
+    attrs: dict[str, str]
+    variables: dict[str, StoredVariable]
+    caches: dict[str, int]
+    with_text: tuple[str, ...]
+    with_kept: tuple[str, ...]
+    with_answers: tuple[str, ...]
+
+
+def describe(path: Path) -> Description:
+    """A trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
+    path = Path(path)
+    with opened(path) as file:
+        run = _checked_run(file)
+        ids, failures = _samples_of(file)
+        names = dict.fromkeys([*variables_of(file.names()), *file.names()])
+        found = {name: _stored(file, name) for name in names if name not in AXES}
+        variables = {name: one for name, one in found.items() if one is not None}
+        caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
+        stored = _with_text(file, ids), _with_kept(file, ids), _with_answers(file, ids)
+        return Description(run, ids, failures, _provenance_of(file), variables, caches, *stored)
+
+
+def _with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
+    return tuple(name for name, count in zip(ids, counts, strict=True) if count)
+
+
+def _with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    told = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
+    return tuple(name for name, expected in zip(ids, told.tolist(), strict=True) if expected)
+
+
+def _with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    if not all(name in file for name in KEPT):
+        return ()
+    counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
+    complete = (file.read("complete") != 0) & ((counts == 0) | (lengths > 0)).all(axis=1)
+    return tuple(name for name, held in zip(ids, complete.tolist(), strict=True) if held)
+
+
+def _stored(file: StoredFile, name: str) -> StoredVariable | None:
+    """A variable, one of a later writer too; None for what is none."""
+    if name not in STORED:
+        held = file.stranger(name)
+        return held and StoredVariable(*held)
+    variable, shape = STORED[name], file.shape(name)
+    if variable.dtype == "str":  # of a text HDF5 counts its address alone
+        dtype, nbytes = "object", sum(len(str(text).encode()) for text in file.read(name).flat)
+    else:
+        dtype, nbytes = variable.dtype, math.prod(shape) * np.dtype(variable.dtype).itemsize
+    return StoredVariable(variable.axes, shape, dtype, variable.units, file.text(name, "long_name"), nbytes)
+
+
+def read_run(path: Path) -> RunConfig:
+    """The run of a trace file, its numbers unread. Raises TraceError as `read_trace` does."""
+    with opened(path) as file:
+        return _run_of(file)
+
+
+def describe_whole(path: Path) -> Description:
+    """As `describe`; TraceError where a variable is missing that a trace MUST hold: it cannot be extended."""
+    held = describe(path)
+    missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in held.variables]
+    if missing:
+        names = ", ".join(missing)
+        msg = f"expected a whole trace at {path}, got one without {names}; use another --output, or --overwrite"
+        raise TraceError(msg)
+    return held
+
+
+@contextmanager
+def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
+    """The file, open for reading; TraceError for its damages, and where it was written after `stamp` (st_mtime_ns)."""
+    if not path.exists():
+        raise TraceError(_missing(path))
+    _FILE.check(path)
+    with opened_file(path) as file:
+        if stamp is None:  # with one it was looked through before
+            check_heaps(path)
+        elif path.stat().st_mtime_ns != stamp:
+            msg = f"expected the trace at {path} as it was, got one written since; open it again"
+            raise TraceError(msg)
+        yield file
+
+
+def _missing(path: Path) -> str:
+    journal = Journal(journal_path(path))
+    if journal.folder.exists():
+        kept = len(journal.sample_ids())
+        return f"the run of {path} is unfinished, {kept} samples are kept; run the same command again to go on"
+    if shards := beside(path):
+        finished, count = sum(one.is_done() for one in shards), shards[0].shard.count
+        return (
+            f"the run of {path} is in shards, of which {finished} of {count} are done; perturbkv merge {path} joins "
+            "them, or says which is missing"
+        )
+    return f"expected a trace file at {path}, got nothing; make one with perturbkv trace -o {path}"
+
+
+def _run_of(file: StoredFile) -> RunConfig:
+    check_version(file)
+    return run_of(file)
+
+
+def _checked_run(file: StoredFile) -> RunConfig:
+    """The run of a file that is built as the format says, whose axes are the run's and its variables'.
+
+    Raises TraceError for any other: its counts point outside their axes, a sample is neither complete nor failed.
+    """
+    run = _run_of(file)
+    check_structure(file)
+    path, names = file.path, file.names()
+    lengths = {axis: file.shape(axis)[0] for axis in axes_of(names)}
+    check_configs(path, run.labels(), _names(file, "config"))
+    check_run(path, lengths, run)
+    check_samples(path, _names(file, "sample"))
+    check_shapes(path, lengths, {name: file.shape(name) for name in variables_of(names)})
+    for axis in lengths:
+        if axis not in ("sample", "config", *ROWS):
+            check_places(path, axis, file.read(axis), _measured(file) if axis == "layer" else None)
+    if "steps_measured" in file:
+        check_measured(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
+    check_states(path, file.read("complete"), file.read("failure"))
+    for axis, told in ROWS.items():
+        if {*told, axis} <= set(names):
+            offset, count = map(file.read, told)
+            check_rows(path, axis, told, offset, count, lengths[axis])
+    return run
+
+
+def _measured(file: StoredFile) -> tuple[int, ...] | None:
+    """The measured layers' indices, of a file that says them. Raises TraceError for what says none."""
+    told = file.attributes().get(MEASURED)
+    if told is None:
+        return None
+    try:
+        found, of = layer_types.parsed(str(told))
+    except ValueError:
+        found, of = (), 0
+    if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < of:
+        file.refuse(f"{MEASURED} such as '5 11 17 of 18'", f"'{told}'")
+    return found
+
+
+def _names(file: StoredFile, axis: str) -> list[str]:
+    return [str(name) for name in file.read(axis)]
+
+
+def _samples_of(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
+    ids, complete = tuple(_names(file, "sample")), file.read("complete")
+    reasons = zip(ids, file.read("failure"), complete, strict=True)
+    return ids, {name: str(reason) for name, reason, whole in reasons if not whole}
+
+
+def _provenance_of(file: StoredFile) -> dict[str, str]:
+    """Root attributes that are not the format's own."""
+    return {name: str(value) for name, value in file.attributes().items() if name not in _OWN}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:12]
