@@ -10,15 +10,15 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import byte_shares, measured_steps
-from perturbkv.analyses.naming import SIDE, apart, common, counted, short
+from perturbkv.analyses.pairing import SIDE, apart, common, counted, short_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
+from perturbkv.escaping import line
 from perturbkv.schema import MEASURED
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
-from perturbkv.visible import line
 
 _STORED = ("", "#bits", "#bytes /\nfull")
 MOST_NAMED = 12
@@ -68,7 +68,7 @@ class RunIdentity:
         """What each configuration takes where some store few bits or more than entries: these alone compare nothing."""
         if not self.stored:
             return []
-        names = [name or config.label() for name, config in zip(short(self.configs), self.configs, strict=True)]
+        names = [name or config.label() for name, config in zip(short_names(self.configs), self.configs, strict=True)]
         rows = [[name, str(config.bits), f"{share:.2f}"]
                 for name, config, share in zip(names, self.configs, self.stored, strict=True)]  # fmt: skip
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _STORED, rows)]

@@ -1,12 +1,33 @@
-"""A trace's numbers as every analysis takes them: complete samples alone, float64, checked."""
+"""A trace's numbers as every analysis takes them: complete samples alone, float64, checked.
+
+Where two configurations keep the same entries.
+
+What follows from equal kept sets is equal, whatever rounding says (METHOD: the protocol, 4). What is propagated follows
+from them only where both configurations have the entries at the same positions.
+
+What eviction does to the first decode step, as one number per prompt and configuration.
+
+The step reads the answer's first token and gives its second: it is known before the second is there (METHOD: the
+protocol, 7). Sums of all heads, relative to the full run's own norms, so that prompts can stand beside each other.
+
+How good the answers of the full and of the evicted caches are, sample by sample, as the data set's metric says.
+
+Answers that eviction can hardly touch: their only token is every cache's alike (METHOD: Generation).
+
+In the regular scenario an answer's first token comes from the prefill, which saw the whole prompt; what is evicted
+shows from the second token on. In context-only the question is read over the evicted cache, and no token is alike.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.pairing import counted
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
@@ -137,3 +158,161 @@ def kept_share(trace: Trace, config: int, analysis: str) -> float:
     kept = values(trace, "kept_count", analysis)[:, config]
     tokens = values(trace, "prompt_tokens", analysis)
     return float((kept.mean(axis=(1, 2)) / tokens).mean())
+
+
+Same = NDArray[np.bool_]
+
+
+def equal_isolated(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
+
+    Only where both configurations store them alike, in as many bits, and correct alike for what went; and not of pages
+    that each step and each run reads anew, of which a trace holds those of the full run's first step, nor of lines, of
+    which it holds what the prompt's last query looks at.
+    """
+    return np.asarray(trace.same_kept(first, second) & _stored_alike(trace, first, second)[:, None, None])
+
+
+def equal_propagated(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer, head) True where also all sets of earlier layers are equal: so is what reaches the head."""
+    same = _alike(trace, first, second)
+    before = np.ones((len(same), 1), dtype=bool)
+    return np.asarray(same & np.concatenate([before, _layers(same)[:, :-1]], axis=1)[:, :, None])
+
+
+def equal_layers(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer) True where all sets up to the layer are equal: so is the residual stream after it."""
+    return _layers(_alike(trace, first, second))
+
+
+def equal_whole(trace: Trace, first: int, second: int) -> Same:
+    """(sample,) True where all sets are equal: so are the final norm, the logits and every later token."""
+    return np.asarray(equal_layers(trace, first, second)[:, -1])
+
+
+def _alike(trace: Trace, first: int, second: int) -> Same:
+    """(sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
+    same, (one, other) = equal_isolated(trace, first, second), (trace.run.configs[place] for place in (first, second))
+    moved = trace.arrays["evicted"][trace.ok][:, first] != 0  # what keeps everything has the prompt's positions
+    return same if _positions(one) == _positions(other) else np.asarray(same & ~moved[:, None, None])
+
+
+def _stored_alike(trace: Trace, first: int, second: int) -> Same:
+    """(sample,) True where equal kept sets are the same cache: corrections that differ are alike where nothing went."""
+    one, other = (trace.run.configs[place] for place in (first, second))
+    whole = trace.arrays["evicted"][trace.ok][:, first] == 0
+    alike = one.precision == other.precision and one.evicts and other.evicts
+    return np.asarray(np.where(whole, one.precision == other.precision, alike & (one.correction == other.correction)))
+
+
+def _positions(config: EvictionConfig) -> str:
+    """Where decoding sees the kept keys: an option of the one policy that may move them."""
+    return str(config.policy.options.get("positions", "kept"))
+
+
+def _layers(same: Same) -> Same:
+    return np.asarray(np.logical_and.accumulate(same.all(axis=2), axis=1))
+
+
+FIRST_STEP_MEASURES = {
+    "isolated": "isolated L1",
+    "theta": "θ",
+    "propagated": "propagated L1",
+    "lost": "1 − S",
+}
+CIRCULAR_MEASURES = {"kl": "KL, nat", "drift": "last layer's drift"}
+"""Of what the step gives, the answer's second token: nearly the score itself."""
+
+
+def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
+    """(sample, config) of each measure, equal where all kept sets are. Raises TraceError as `measurements.values`."""
+    heads = values(trace, "output_norm", analysis, 0).sum(axis=(1, 2))[:, None]
+    total = {
+        name: values(trace, name, analysis, 0).sum(axis=(2, 3)) / heads
+        for name in ("perturbation_isolated", "theta", "perturbation_propagated")
+    }
+    drift, norm = (values(trace, name, analysis, 0)[..., -1] for name in ("hidden_drift_l1", "hidden_norm"))
+    found = {
+        "isolated": total["perturbation_isolated"],
+        "theta": total["theta"],
+        "propagated": total["perturbation_propagated"],
+        "lost": 1 - values(trace, "retained_mass", analysis, 0).mean(axis=(2, 3)),
+        "kl": values(trace, "logit_kl", analysis, 0),
+        "drift": drift / norm[:, None],
+    }
+    return alike_first_steps(trace, found)
+
+
+def alike_first_steps(trace: Trace, found: dict[str, Floats]) -> dict[str, Floats]:
+    """The (sample, config) arrays with equal values where all kept sets are equal: what differs there is rounding."""
+    first = _first_alike(trace)
+    return {name: np.take_along_axis(array, first, axis=1) for name, array in found.items()}
+
+
+def _first_alike(trace: Trace) -> NDArray[np.int64]:
+    """(sample, config) the first configuration that keeps the same sets everywhere."""
+    count, samples = len(trace.run.configs), int(trace.ok.sum())
+    first = np.tile(np.arange(count), (samples, 1))
+    for later in range(count):
+        for earlier in reversed(range(later)):
+            same = equal_whole(trace, earlier, later)
+            first[same, later] = first[same, earlier]
+    return first
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores in [0, 1] of the complete samples.
+
+    Attributes:
+        full: (sample,) of the full cache's answers.
+        evicted: (sample, config) of each configuration's.
+    """
+
+    full: Floats
+    evicted: Floats
+
+    @property
+    def drop(self) -> Floats:
+        """(sample, config) what eviction cost; negative where the evicted cache answers better."""
+        return self.full[:, None] - self.evicted
+
+
+def scores(trace: Trace, analysis: str) -> Scores:
+    """The scores of a trace; `analysis` is who asks.
+
+    Raises TraceError where no answers were generated, or where no metric graded one of them.
+    """
+    if "score_full" not in trace.arrays:
+        msg = (
+            f"{analysis} needs graded answers, {trace.source or 'this trace'} has none; make a trace that has them: "
+            f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
+        )
+        raise TraceError(msg)
+    full, evicted = (np.asarray(trace.get(name, analysis), dtype=np.float64) for name in ("score_full", "score"))
+    if ungraded := int((np.isnan(full) | np.isnan(evicted).any(axis=1)).sum()):
+        msg = (
+            f"{analysis} needs graded answers, got none in {ungraded} of {len(full)} samples of "
+            f"{trace.source or 'this trace'}; measure prompts that have accepted answers"
+        )
+        raise TraceError(msg)
+    return Scores(full, evicted)
+
+
+def only_alike(trace: Trace) -> NDArray[np.bool_]:
+    """(sample,) of the complete samples: True where the full cache's answer has no token but one that all share."""
+    if trace.run.scenario != "regular" or "generated_full" not in trace.arrays:
+        return np.zeros(int(trace.ok.sum()), dtype=bool)
+    tokens = np.asarray(trace.arrays["generated_full"][trace.ok], dtype=np.int64)
+    return np.asarray((tokens >= 0).sum(axis=1) <= 1)
+
+
+def about_first_token(alike: int, samples: int) -> str:
+    """What a note says of so many of so many samples; empty of none."""
+    if not alike:
+        return ""
+    return (
+        f"In {alike} of {counted(samples, 'sample')} the full cache's answer is one token or none: in the regular "
+        "scenario that token comes from the prefill, alike for all caches. Such an answer cannot be lost but by what "
+        "is added to it, at whatever budget; context-only has no such token."
+    )

@@ -1,16 +1,27 @@
-"""Numbers as tables show them: rounded, with their interval or range, a dash where there is none."""
+"""Numbers as tables show them: rounded, with their interval or range, a dash where there is none.
+
+Parts of a sentence that says what to conclude: how many samples, by how much, decided or not.
+
+What comparisons let a reader say: less, more, alike or not decided, in plain words with the numbers behind them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from perturbkv.analyses.pairing import apart, counted
+from perturbkv.analyses.stats.intervals import LEAST, Interval, Scalar
+from perturbkv.configs.eviction import EvictionConfig
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
-    from perturbkv.analyses.stats.intervals import Band, Scalar
+    from perturbkv.analyses.stats.intervals import Band
     from perturbkv.analyses.stats.permutation import Decided
 
 
@@ -137,3 +148,212 @@ def _hundredths(share: float) -> str:
 def fixed(value: float, digits: int) -> str:
     """With a true minus sign instead of a hyphen, and no negative zero."""
     return f"{value:z.{digits}f}".replace("-", "−")
+
+
+def over(samples: int, what: str = "sample") -> str:
+    """'n = 8 samples', and of fewer than five why no interval stands there."""
+    if samples < 2:
+        return f"one {what}: no interval"
+    few = ": ranges, too few for intervals" if samples < LEAST else ""
+    return f"n = {counted(samples, what)}{few}"
+
+
+def decided(interval: Scalar, at: float) -> int | None:
+    """1 where an interval lies above `at`, −1 below, 0 where it holds it; None where a number has no interval."""
+    if interval is None or interval.kind == "range":
+        return None
+    return int(interval.low > at) - int(interval.high < at)
+
+
+Case = tuple[str, float, Scalar]
+"""What a ratio is of, the ratio, and its interval."""
+Words = Mapping[int, tuple[str, str]]
+"""A verdict as a clause of its own, and as what may follow on another's."""
+
+
+def compared(treatment: str, baseline: str, cases: Sequence[Case], where: str = "") -> str:
+    """'two-stage perturbs 17 % [12, 22] less than attention' of one case; of several in how many, and both ends.
+
+    A case is the treatment's perturbation over the baseline's, NaN where there is nothing to compare; `where` follows
+    on the baseline.
+    """
+    known = [case for case in cases if not isnan(case[1])]
+    if not known:
+        return f"{treatment} cannot be compared with {baseline}{where}: too little is perturbed"
+    if all(same(ratio, interval) for _, ratio, interval in known):
+        return f"{treatment} perturbs exactly as much as {baseline}{where}"
+    if all(_hardly(ratio, interval) for _, ratio, interval in known):
+        return f"{treatment} perturbs as much as {baseline}{where}, within 0.5 %"
+    verdicts = [decided(interval, 1) for _, _, interval in known]
+    told = extremes([(name, ratio, difference(ratio, interval)) for name, ratio, interval in known])
+    if None in verdicts or verdicts in ([1], [-1]):
+        return f"{treatment} perturbs {told} than {baseline}{where}"
+    return f"{tally_verdicts(verdicts, _contest(treatment, f'{baseline}{where}'), 'case')}: {told}"
+
+
+def _contest(treatment: str, baseline: str) -> Words:
+    """The words of a ratio's verdicts: below 1 the treatment perturbs less."""
+    return {
+        -1: (f"{treatment} perturbs less than {baseline}", "less"),
+        1: (f"{treatment} perturbs more than {baseline}", "more"),
+        0: (f"whether {treatment} perturbs less than {baseline} is undecided", "undecided"),
+    }
+
+
+def same(ratio: float, interval: Scalar) -> bool:
+    """True where the two sides are equal in every sample, as where they keep the same entries."""
+    return ratio == 1 and (interval is None or interval.low == interval.high)
+
+
+def _hardly(ratio: float, interval: Scalar) -> bool:
+    """True where the difference and its ends would read 0 %."""
+    ends = () if interval is None else (interval.low, interval.high)
+    return all(round(100 * (1 - one)) == 0 for one in (ratio, *ends))
+
+
+def difference(ratio: float, interval: Scalar = None) -> str:
+    """'17 % [12, 22] less' of a ratio of 0.83, '9 % [3, 15] more' of 1.09."""
+    share, ends = (1 - ratio, turned(interval)) if ratio <= 1 else (ratio - 1, _from_one(interval))
+    return f"{percent(share, ends)} {'less' if ratio <= 1 else 'more'}"
+
+
+def factor(ratio: float, interval: Scalar = None) -> str:
+    """'3.1 × [2.4, 4.0]'."""
+    value, apart, ends = decimal(ratio, interval, digits=1 if ratio >= 2 else 2).partition(" ")
+    return f"{value} ×{apart}{ends}"
+
+
+def extremes(told: Sequence[tuple[str, float, str]], joint: str = "at") -> str:
+    """The least and the largest of several numbers, each as it is said and of what: '3 % at b=64 to 9 % at b=128'.
+
+    A number is its name, its size and its words; one that is NaN is left out, a single one stands without its name.
+    """
+    known = sorted((one for one in told if not isnan(one[1])), key=lambda one: one[1])
+    shown = list(dict.fromkeys((known[0], known[-1]))) if known else []
+    if len({words for _, _, words in shown}) < 2:
+        return shown[0][2] if shown else "–"
+    return " to ".join(f"{words} {joint} {name}" if name else words for name, _, words in shown)
+
+
+def tally_verdicts(verdicts: Sequence[int | None], words: Words, case: str) -> str:
+    """What most cases show, in how many of them, and what the others show; of a single one its clause alone."""
+    held = [verdict or 0 for verdict in verdicts]
+    first, *others = sorted(set(held), key=lambda verdict: (-held.count(verdict), list(words).index(verdict)))
+    clause = words[first][0]
+    if not others:
+        return clause if len(held) == 1 else f"{clause} in {_all(len(held))} {case}s"
+    rest = "".join(f", {words[verdict][1]} in {held.count(verdict)}" for verdict in others)
+    return f"{clause} in {held.count(first)} of {counted(len(held), case)}{rest}"
+
+
+def capital(text: str, *names: str) -> str:
+    """With a capital letter but where one of the names begins it: that stays as it is typed."""
+    return text if text.startswith(names) else text[:1].upper() + text[1:]
+
+
+def sentence(text: str, *names: str) -> str:
+    """The same with a full stop."""
+    return f"{capital(text, *names)}."
+
+
+def _all(count: int) -> str:
+    return "both" if count == 2 else f"all {count}"
+
+
+def turned(interval: Scalar) -> Scalar:
+    """Of 1 − the number, such as the share of the heads that are not flagged."""
+    return None if interval is None else Interval(1 - interval.high, 1 - interval.low, interval.kind)
+
+
+def _from_one(interval: Scalar) -> Scalar:
+    """Of the number − 1."""
+    return None if interval is None else Interval(interval.low - 1, interval.high - 1, interval.kind)
+
+
+LESS, MORE, ALIKE, UNDECIDED, FEW = "less", "more", "alike", "undecided", "few"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one comparison says.
+
+    Attributes:
+        name: what tells it from the others, such as 'at budget 64'; empty where it stands alone.
+        verdict: LESS, MORE, ALIKE (no difference beyond rounding), UNDECIDED (the interval holds both), FEW (too few
+            samples for an interval).
+        value: the number that says it: smallest to largest is the order in which outcomes are told.
+        shown: the same as text, with its interval.
+    """
+
+    name: str
+    verdict: str
+    value: float
+    shown: str
+
+
+def by_ratio(name: str, ratio: float, interval: Scalar, tied: bool, samples: int) -> Outcome:
+    """Of treatment over baseline: decided where its interval leaves 1 out; `tied` where rounding explains it."""
+    verdict = ALIKE if tied else _side(interval, 1.0, samples)
+    return Outcome(name, verdict, ratio, decimal(ratio, interval))
+
+
+def by_share(name: str, share: float, interval: Scalar, samples: int) -> Outcome:
+    """Of a share that is better: MORE than half of all, LESS, or undecided."""
+    return Outcome(name, _side(interval, 0.5, samples), share, percent(share, interval))
+
+
+def _side(interval: Scalar, middle: float, samples: int) -> str:
+    """On which side of the middle an interval lies."""
+    side = decided(interval, middle)
+    if side is None:
+        return FEW if samples < LEAST else UNDECIDED
+    return (UNDECIDED, MORE, LESS)[side]
+
+
+def conclusion_of_many(outcomes: Sequence[Outcome], who: str, words: Mapping[str, str], samples: int) -> str:
+    """'two-stage moves it less than attention in 3 of 8 comparisons, more in 2, not decided in 3 (8 samples, …)'.
+
+    `who` stands before the counts, `words` say what LESS and MORE are, the one that is counted first in front.
+    """
+    counts = f"{counted(samples, 'sample')}, each comparison at 95 %"
+    question = f"whether {who} {next(iter(words.values()))}"
+    if any(one.verdict == FEW for one in outcomes):
+        return f"{too_few(samples)} in any of {len(outcomes)} comparisons {question}"
+    if all(one.verdict == UNDECIDED for one in outcomes):
+        return f"in none of {len(outcomes)} comparisons is it decided {question} ({counts})"
+    return f"{who} {tally_outcomes(outcomes, words)} ({counts})"
+
+
+def tally_outcomes(outcomes: Sequence[Outcome], words: Mapping[str, str]) -> str:
+    """'less in 3 of 8 comparisons, more in 2, not decided in 3'; what is none is left out but for the first."""
+    said = {**words, ALIKE: "no difference beyond rounding", UNDECIDED: "not decided"}
+    count = {verdict: sum(one.verdict == verdict for one in outcomes) for verdict in said}
+    first, *others = said
+    told = [f"{said[verdict]} in {count[verdict]}" for verdict in others if count[verdict]]
+    return ", ".join([f"{said[first]} in {count[first]} of {len(outcomes)} comparisons", *told])
+
+
+def outcome_extremes(outcomes: Sequence[Outcome]) -> str:
+    """'from 0.61 [0.50, 0.70] at budget 64 to 1.20 [1.10, 1.30] at budget 128': the least and the largest."""
+    told = sorted((one for one in outcomes if not np.isnan(one.value)), key=lambda one: one.value)
+    return f"from {' to '.join(f'{one.shown} {one.name}' for one in (told[0], told[-1]))}" if told else "no number"
+
+
+def too_few(samples: int) -> str:
+    """Who cannot decide: 'One sample is too few to decide'."""
+    return f"{'One sample is' if samples == 1 else f'{samples} samples are'} too few to decide"
+
+
+def settings(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
+    """Of each configuration what tells it from the others beside its selection: 'with adakv at budget 64'; or nothing.
+
+    Choices of `without` are left out.
+    """
+    return [_setting(config, told) for config, told in zip(configs, apart(configs, "selection", *without), strict=True)]
+
+
+def _setting(config: EvictionConfig, told: Mapping[str, str]) -> str:
+    words = [
+        f"budget {config.budget}" if choice == "budget" else word for choice, word in told.items() if choice != "policy"
+    ]
+    return " ".join([*([f"with {told['policy']}"] if "policy" in told else []), *(["at"] if words else []), *words])

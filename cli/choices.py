@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from perturbkv.configs.choice import split
-from perturbkv.configs.numbers import check
+from perturbkv.configs.option import check_number
 from perturbkv.errors import ConfigError, UnknownNameError
 
 DEFAULT_COMPARE = "attention,two-stage"
@@ -28,7 +28,7 @@ def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
         msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
         raise ConfigError(msg) from None
     for number in found:
-        check(option, number)
+        check_number(option, number)
     return tuple(apart(option, found))
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from perturbkv.display import Part, Table, show
+from perturbkv.escaping import in_json, line, plain
 from perturbkv.pipeline.progress import Bar, bar
-from perturbkv.visible import in_json, line, plain
 
 if TYPE_CHECKING:
     from perturbkv.analyses.result import Result

@@ -1,17 +1,42 @@
-"""Which model and which prompts: the options that every command has that runs a model."""
+"""Which model and which prompts: the options that every command has that runs a model.
+
+What a shell offers for the names that an option takes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from perturbkv.cli import completion
 from perturbkv.cli.choices import numbers
+from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
-from perturbkv.models.aliases import DEFAULT
+from perturbkv.models.aliases import ALIASES, DEFAULT
+from perturbkv.selection.policies import registry as _policies
+
+
+def _offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    def offer(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return offer
+
+
+def _datasets() -> list[str]:
+    from perturbkv.datasets.dataset_registry import known
+
+    return [info.name for info in known()]
+
+
+complete_models = _offering(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
+complete_datasets = _offering(_datasets)
+complete_policies = _offering(_policies.names)
+complete_presets = _offering(lambda: PRESETS)
+
 
 DATA = "Model and data"
 """Where the help lists them."""
@@ -35,7 +60,7 @@ class DataOptions:
             "-m",
             metavar="NAME",
             help="Alias, hub id, folder, .gguf file",
-            autocompletion=completion.models,
+            autocompletion=complete_models,
         ),
     ] = DEFAULT
     revision: Annotated[
@@ -48,7 +73,7 @@ class DataOptions:
             "-d",
             metavar="NAME",
             help="Of perturbkv datasets, or a .jsonl file",
-            autocompletion=completion.datasets,
+            autocompletion=complete_datasets,
         ),
     ] = "needle"
     samples: Annotated[int | None, _data(metavar="N", help="How many; all where there are fewer", show_default="8")] = (

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.pairing import counted
 from perturbkv.cli import console
-from perturbkv.cli.sharding import share
+from perturbkv.cli.planned_run import share
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
-from perturbkv.visible import line
+from perturbkv.escaping import line
 
 if TYPE_CHECKING:
-    from perturbkv.configs.shard import Shard
+    from perturbkv.configs.run import Shard
     from perturbkv.pipeline.run.plan import Plan
 
 _MIB = 2**20

@@ -1,57 +1,133 @@
-"""The `perturbkv` command: subcommands, and errors as one line with an exit code."""
+"""The `perturbkv` command: subcommands, and errors as one line with an exit code.
+
+Ctrl-C and SIGTERM: the same end of a command, told apart by its exit code.
+
+Standard output as it may be: in any encoding, closed, full, or read by somebody who leaves.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import signal
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import Option
 
 import perturbkv
-from perturbkv.cli import console, interrupting, streams
-from perturbkv.cli.commands.ablation import ablation
+from perturbkv.cli import console
+from perturbkv.cli.commands.ablation import ablation, restriction
 from perturbkv.cli.commands.alpha import alpha
-from perturbkv.cli.commands.assumption import assumption
 from perturbkv.cli.commands.audit import audit
 from perturbkv.cli.commands.bench import bench
-from perturbkv.cli.commands.bounds import bound_tightness
-from perturbkv.cli.commands.budget import budget
-from perturbkv.cli.commands.cliff import cliff
+from perturbkv.cli.commands.bounds import assumption, bound_tightness
+from perturbkv.cli.commands.budget import budget, bytes, cliff, savings
 from perturbkv.cli.commands.correlation import link
 from perturbkv.cli.commands.datasets import datasets
-from perturbkv.cli.commands.divergence import divergence
-from perturbkv.cli.commands.doctor import doctor
-from perturbkv.cli.commands.equal_bytes import bytes
-from perturbkv.cli.commands.finished_traces import export
+from perturbkv.cli.commands.doctor import doctor, selfcheck
+from perturbkv.cli.commands.finished_traces import export, info, merge, report
 from perturbkv.cli.commands.generate import generate
-from perturbkv.cli.commands.head_scores import head_scores
 from perturbkv.cli.commands.heads import heads
 from perturbkv.cli.commands.horizon import horizon
-from perturbkv.cli.commands.info import info
-from perturbkv.cli.commands.judge import judge
+from perturbkv.cli.commands.judge import divergence, judge
 from perturbkv.cli.commands.layers import layers
 from perturbkv.cli.commands.listings import models, policies
-from perturbkv.cli.commands.merge import merge
 from perturbkv.cli.commands.needle import needle
 from perturbkv.cli.commands.patching import swap
 from perturbkv.cli.commands.quality import quality
-from perturbkv.cli.commands.questions import measures
-from perturbkv.cli.commands.regret import regret
-from perturbkv.cli.commands.report import report
-from perturbkv.cli.commands.restriction import restriction
-from perturbkv.cli.commands.savings import savings
-from perturbkv.cli.commands.selfcheck import selfcheck
-from perturbkv.cli.commands.split import split
-from perturbkv.cli.commands.stability import stability
+from perturbkv.cli.commands.questions import measures, regret, split, stability
 from perturbkv.cli.commands.tokens import tokens
-from perturbkv.cli.commands.trace import trace
-from perturbkv.cli.interrupting import INTERRUPTED, SAID, Ending, sigterm_as_interrupt
-from perturbkv.cli.once import Asked, OnceCommand, OnceGroup
-from perturbkv.errors import PerturbkvError
+from perturbkv.cli.commands.trace import head_scores, trace
+from perturbkv.cli.option_routing import Asked, OnceCommand, OnceGroup
+from perturbkv.errors import InterruptedRunError, PerturbkvError
+
+INTERRUPTED = InterruptedRunError.exit_code
+SAID = "interrupted; what is not whole is not written"
+"""Of a Ctrl-C that no run explained."""
+
+
+@dataclass
+class Ending:
+    """Whether a SIGTERM came, which ends what is done as Ctrl-C does."""
+
+    terminated: bool = False
+
+    def code(self, code: int) -> int:
+        """The exit code: 128 and the signal's number where one ended the command."""
+        return 128 + signal.SIGTERM if self.terminated and code == INTERRUPTED else code
+
+    def _terminate(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.terminated = True
+        raise KeyboardInterrupt
+
+
+def interrupt_lies_behind(error: BaseException) -> bool:
+    """Whether a Ctrl-C does: what it meets inside a library may make another error of it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = found.__cause__ or found.__context__
+    return found is not None
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[Ending]:
+    """Within the block a SIGTERM raises KeyboardInterrupt."""
+    ending = Ending()
+    before = signal.signal(signal.SIGTERM, ending._terminate)
+    try:
+        yield ending
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+_GONE = 128 + 13
+"""The exit code of a command that SIGPIPE ended: a shell expects it of whoever writes to a pipe that is closed."""
+
+
+def prepare_streams() -> None:
+    """What an encoding lacks is escaped instead of ending the command; a stream that is closed takes everything."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (until the process ends)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def ended(run: Callable[[], int]) -> int:
+    """The exit code of what is run, its output written out; 141 where nobody read it to its end."""
+    try:
+        code = run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget()
+        return _GONE
+    except SystemExit as end:  # which Typer makes of a pipe that breaks inside a command
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _forget()
+        return _GONE
+    except OSError as error:
+        _forget()
+        with suppress(OSError):
+            console.note(f"error: expected to write to standard output, got '{error.strerror}'; choose another place")
+        return 2
+    return code
+
+
+def _forget() -> None:
+    """Whatever is left in stdout's buffer goes nowhere: Python would try once more to write it."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -105,12 +181,12 @@ def about(
 
 def main() -> None:
     """Run the command line; every error that we know of is one line on stderr, with --json a document on stdout too."""
-    streams.prepare()
+    prepare_streams()
     _quiet_libraries()
     console.show_log()
     asked = Asked()
     with sigterm_as_interrupt() as ending:
-        sys.exit(streams.ended(lambda: _ran(asked, ending)))
+        sys.exit(ended(lambda: _ran(asked, ending)))
 
 
 def _ran(asked: Asked, ending: Ending) -> int:
@@ -125,7 +201,7 @@ def _ran(asked: Asked, ending: Ending) -> int:
     except KeyboardInterrupt as error:
         return _refuse(error, SAID, ending.code(INTERRUPTED), asked)
     except PerturbkvError as error:
-        if interrupting.lies_behind(error) and error.exit_code != INTERRUPTED:
+        if interrupt_lies_behind(error) and error.exit_code != INTERRUPTED:
             return _refuse(KeyboardInterrupt(), SAID, ending.code(INTERRUPTED), asked)
         return _refuse(error, " ".join(str(error).split()), ending.code(error.exit_code), asked)
     except BrokenPipeError:
@@ -172,12 +248,12 @@ def _about_traces(command: Any, takes: bool) -> str:
 
 def _about_owner(option: str) -> str:
     """Where an option belongs that a policy, a selection or a granularity has; empty for any other."""
-    from perturbkv.selection import spread
+    from perturbkv.selection import grid
 
     name = option.lstrip("-").replace("-", "_")
-    if name not in spread.known():
+    if name not in grid.known_options():
         return ""
-    return f"it belongs to {' or '.join(spread.owners(name)[:3])}: write {spread.written(name)}"
+    return f"it belongs to {' or '.join(grid.option_owners(name)[:3])}: write {grid.written_option(name)}"
 
 
 def _about_file(error: OSError) -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.cli.data_options import DataOptions
-from perturbkv.configs.engine import NEEDS as ENGINES
-from perturbkv.configs.engine import needs as engine_needs
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import NEEDS as ENGINES
+from perturbkv.configs.resources import needs as engine_needs
 from perturbkv.configs.selections import STAGED
 from perturbkv.errors import ConfigError
-from perturbkv.selection import grid, spread
+from perturbkv.selection import grid
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def idle(command: str, name: str, run: DataOptions, configs: Sequence[EvictionCo
     if name in UNUSED.get(command, {}):
         return _unused(command, name)
     if need is None:
-        needs = grid.idle(name, configs) if name in spread.known() else ""
+        needs = grid.idle(name, configs) if name in grid.known_options() else ""
     else:
         needs = need.words if need.idle(name, run, configs) else ""
     return f"has no effect here: it needs {needs}; leave it out" if needs else ""

@@ -1,4 +1,7 @@
-"""The options that every command making a trace shares, and those of every analysis."""
+"""The options that every command making a trace shares, and those of every analysis.
+
+How the figures of an analysis come out: the options of every command that draws.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,56 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.cli import completion
+from perturbkv.cli import data_options
 from perturbkv.cli.choices import apart, check_choice
 from perturbkv.cli.data_options import DataOptions
-from perturbkv.cli.figure_options import LOOK, FigureOptions
-from perturbkv.configs.engine import EngineConfig, check_alone
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.numbers import check
-from perturbkv.configs.presets import PRESETS
-from perturbkv.configs.resources import Resources, parse_size
-from perturbkv.configs.run import CACHES, SCENARIOS
-from perturbkv.configs.shard import BY, Shard
+from perturbkv.configs.option import check_number
+from perturbkv.configs.resources import EngineConfig, Resources, check_alone, parse_size
+from perturbkv.configs.run import BY, CACHES, SCENARIOS, Shard
+from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import FIELDS, every, names_policy
+
+FORMATS = ("png", "svg", "pdf")
+COLUMNS = (1, 2)
+LOOK = "Analysis and figures"
+"""Where the help lists them."""
+
+
+@dataclass(frozen=True)
+class FigureOptions:
+    """Files and width of the figures."""
+
+    figure_format: Annotated[
+        list[str] | None,
+        Option("--format", metavar="NAME", help="png, svg, pdf", rich_help_panel=LOOK, show_default="png, svg"),
+    ] = None
+    columns: Annotated[
+        int, Option(metavar="N", help="Figures' width: 1 (84 mm) or 2 (174 mm) columns", rich_help_panel=LOOK)
+    ] = 2
+
+    def __post_init__(self) -> None:
+        for suffix in self.formats:
+            check_choice("format", suffix, FORMATS)
+        if self.columns not in COLUMNS:
+            msg = f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}"
+            raise ConfigError(msg)
+
+    @property
+    def formats(self) -> list[str]:
+        """Which files each figure becomes."""
+        return self.figure_format or ["png", "svg"]
+
+    @property
+    def width_mm(self) -> int:
+        """Printed width of the figures."""
+        from perturbkv.figures import style
+
+        return style.COLUMN_MM if self.columns == 1 else style.WIDE_MM
+
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
@@ -80,7 +118,7 @@ class RunOptions(DataOptions):
             metavar="NAME",
             help="Of perturbkv policies: adakv(floor=0.1)",
             show_default="snapkv",
-            autocompletion=completion.policies,
+            autocompletion=data_options.complete_policies,
         ),
     ] = None
     budget: Annotated[
@@ -90,7 +128,9 @@ class RunOptions(DataOptions):
     ] = None  # fmt: skip
     preset: Annotated[
         list[str] | None,
-        _evict(metavar="NAME", help=", ".join(PRESETS), show_default="paper", autocompletion=completion.presets),
+        _evict(
+            metavar="NAME", help=", ".join(PRESETS), show_default="paper", autocompletion=data_options.complete_presets
+        ),
     ] = None
     alpha: Annotated[
         list[float] | None, _evict(metavar="X", help="Share of stage 1, 0 to 1", show_default=_BY_PRESET)
@@ -173,7 +213,7 @@ class RunOptions(DataOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_alone(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
-        check("--chunk-mib", self.chunk_mib, _MOST_MIB)
+        check_number("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
             raise ConfigError(msg)

@@ -1,25 +1,34 @@
-"""What all analyses share: open a trace or make it, save figures, leave numbers, say what failed."""
+"""What all analyses share: open a trace or make it, save figures, leave numbers, say what failed.
+
+Where a result that is of no trace is left: figures and one JSON file under its name, and the numbers on stdout.
+
+What commands share that look at a finished file of answers: its place, where results go, what JSON says of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from perturbkv.cli import console, dry_run, option_effects, summary
+from perturbkv.analyses.json_values import run_object
+from perturbkv.cli import console, dry_run, option_effects, saving
 from perturbkv.cli.commands.trace import say_failures
-from perturbkv.cli.figure_options import FigureOptions
-from perturbkv.cli.options import LookOptions, RunOptions
-from perturbkv.cli.planned_run import make_trace, run_folder
-from perturbkv.cli.planning import plan
-from perturbkv.cli.saving import free_figures, reachable, save_figure
+from perturbkv.cli.options import FigureOptions, JsonOption, LookOptions, RunOptions
+from perturbkv.cli.planned_run import make_trace, plan, run_folder
+from perturbkv.cli.saving import free, free_figures, reachable, save_figure
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError
+from perturbkv.escaping import line
 from perturbkv.schema import MEASURED
-from perturbkv.visible import line
+from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.output import WAIT_ALONE, Lock
+from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.identity import RunIdentity
     from perturbkv.analyses.result import Result
     from perturbkv.models.loading import ModelFiles
+    from perturbkv.storage.answers_file import WrittenAnswers
     from perturbkv.trace import Trace
 
 
@@ -86,8 +96,7 @@ class Study:
 
         `document` is what JSON holds of them; left out: what the first one says. Exits with 1 where samples failed.
         """
-        from perturbkv.analyses.result import Result
-        from perturbkv.analyses.several import once
+        from perturbkv.analyses.result import Result, once
 
         held = [results] if isinstance(results, Result) else list(results)
 
@@ -106,10 +115,10 @@ class Study:
 
     def _leave(self, numbers: dict[str, Any], shown: Callable[[], None]) -> None:
         """The numbers in summary.json, and on stdout as JSON or as `shown` prints them."""
-        headers = [summary.header(trace) for trace in self.traces]
+        headers = [saving.summary_header(trace) for trace in self.traces]
         told = {"traces": headers} if self.joined else {**headers[0], "failed": self.failures}
         own = {"asked": dict(self.asked), **numbers, "figures": self.figures}
-        summary.write(self.folder / summary.NAME, told, self.name, own, self.overwrite)
+        saving.write_summary(self.folder / saving.SUMMARY_NAME, told, self.name, own, self.overwrite)
         if self.as_json:
             console.print_json({"analysis": self.name, **told, **own})
         else:
@@ -120,7 +129,7 @@ class Study:
             raise typer.Exit(1)
 
     def _title(self) -> None:
-        from perturbkv.analyses.naming import counted
+        from perturbkv.analyses.pairing import counted
 
         run = self.trace.run
         words = f" · {run.scenario}" if run.scenario != "regular" else ""
@@ -194,5 +203,99 @@ def _check_free(
 ) -> None:
     """Raise ConfigError where the folder holds figures and numbers of another trace, or of another question to it."""
     free_figures(folder, stems, look.formats, run.overwrite)
-    source = summary.Source(str(trace), digest)
-    summary.check_free(folder / summary.NAME, [source], name, look.question, run.overwrite)
+    source = saving.Source(str(trace), digest)
+    saving.check_summary_free(folder / saving.SUMMARY_NAME, [source], name, look.question, run.overwrite)
+
+
+_KIND = FileKind("results of ours", ConfigError)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A result's place.
+
+    Attributes:
+        name: of the analysis, and of its files.
+        folder: where they go.
+        look: how figures come out.
+        overwrite: whether files of somebody else are replaced.
+        as_json: whether the numbers go to stdout instead of tables.
+    """
+
+    name: str
+    folder: Path
+    look: FigureOptions
+    overwrite: bool
+    as_json: bool
+
+    @property
+    def path(self) -> Path:
+        """The JSON file."""
+        return self.folder / f"{self.name}.json"
+
+    def check_free(self) -> None:
+        """What an earlier call left there may be replaced.
+
+        Raises OutputError where nothing can be written, ConfigError for a file that is none of ours.
+        """
+        free_figures(self.folder, [self.name], self.look.formats, self.overwrite)
+        free(self.path, self.overwrite or self._is_ours())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the place while the block makes what goes there. Raises as `check_free`."""
+        self.check_free()
+        with Lock(self.path, advice=WAIT_ALONE):
+            yield
+
+    def leave(self, result: Result, about: Mapping[str, Any]) -> None:
+        """Figures and JSON as files, `about` before the result's own numbers; and the numbers on stdout."""
+        drawn, formats = result.plot(self.look.width_mm), self.look.formats
+        figures = save_figure(drawn, result.identity, self.folder / self.name, formats, self.overwrite)
+        document = {"analysis": self.name, **about, **result.to_dict(), "figures": figures}
+        write_whole(self.path, lambda stream: stream.write(console.as_json(document).encode()))
+        if self.as_json:
+            console.print_json(document)
+            return
+        console.result(result, result.identity.lines()[0])
+        console.say(f"written to {self.folder}")
+
+    def _is_ours(self) -> bool:
+        if not self.path.is_file():
+            return False
+        try:
+            found = _KIND.read_json(self.path)
+        except ConfigError:
+            return False
+        return isinstance(found, dict) and found.get("analysis") == self.name
+
+
+_REQUIRED: Any = ...
+"""What Typer asks for: a field behind others with defaults needs one of its own."""
+
+
+@dataclass(frozen=True)
+class AnswerOptions(FigureOptions):
+    """Which answers, and where what is found of them goes."""
+
+    file: Annotated[Path, Argument(help="generation.jsonl of perturbkv generate", show_default=False)] = _REQUIRED
+    output: Annotated[
+        Path | None, Option("--output", "-o", metavar="PATH", help="Folder", show_default="the file's")
+    ] = None
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace what is there of the same name")] = False
+    as_json: JsonOption = False
+    typed: frozenset[str] = frozenset()
+
+    @property
+    def folder(self) -> Path:
+        """Where results go."""
+        return self.output or self.file.parent
+
+    def leaving(self, name: str) -> Leaving:
+        """Where what an analysis of this name finds is left."""
+        return Leaving(name, self.folder, self, self.overwrite, self.as_json)
+
+
+def about(answers: WrittenAnswers) -> dict[str, Any]:
+    """What JSON says of the answers that were looked at."""
+    return {"answers": answers.source, "answers_digest": answers.digest, "run": run_object(answers.run)}

@@ -1,23 +1,33 @@
-"""Where a gain comes from: each ingredient's perturbation over plain attention's, isolated and propagated."""
+"""Where a gain comes from: each ingredient's perturbation over plain attention's, isolated and propagated.
+
+Eviction methods by how much they perturb: over SnapKV, and over random entries with the same protection.
+
+What restricted kept sets cost: perturbation and last-layer drift over those of one set per key/value head.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from perturbkv.analyses.ablation.ablation import Ablation
 from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
-from perturbkv.analyses.naming import short
+from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting
+from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restriction, RestrictionSetting
+from perturbkv.analyses.heads.head_comparison import HeadKind
+from perturbkv.analyses.pairing import short_names
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
-from perturbkv.figures.ratio_points import legend, point
+from perturbkv.figures.panels import drift, drift_mark, legend, point
 
 _WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
 
 
-def draw(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     with style.use():
         ordered = by_held(result.settings, lambda one: one.rows[0].compared.held[0])
@@ -43,7 +53,7 @@ def _names(results: Sequence[Setting]) -> list[str]:
     """What tells a setting from the others; of a single one all of it."""
     if len(results) == 1:
         return [results[0].setting]
-    return [name or "alike" for name in short([result.baseline for result in results], "alpha")]
+    return [name or "alike" for name in short_names([result.baseline for result in results], "alpha")]
 
 
 def _titles(results: Sequence[Setting]) -> dict[str, str]:
@@ -76,3 +86,103 @@ def _held(result: Setting) -> str:
     """What the rows' caches hold, once where they hold the same."""
     shares = [style.number(share) for row in result.rows for share in row.compared.held]
     return " to ".join(dict.fromkeys((min(shares), max(shares))))
+
+
+_METHODS_WIDE, _METHODS_LINE_MM, _METHODS_AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
+_MARKS = {"over snapkv": ("o", -0.16), "over random entries with the same protection": ("s", 0.16)}
+
+
+def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel per setting, the method that perturbs least on top; left of 1 it perturbs less."""
+    with style.use():
+        ordered = by_held(result.settings, lambda one: one.rows[0].compared.held[0])
+        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(ordered))
+        rows = -(-len(ordered) // columns)
+        longest = max(len(one.rows) for one in ordered)
+        figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _METHODS_LINE_MM + _METHODS_AROUND_MM) + 10))
+        panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+        for panel, one in zip(panels, ordered, strict=False):
+            _methods_panel(panel, one)
+        for panel in list(panels)[len(ordered) :]:
+            panel.set_axis_off()
+        figure.legend(handles=_legend(), loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 2)
+        style.foot(figure, result.identity, style.about(result.identity.samples))
+    return figure
+
+
+def _methods_panel(axes: Axes, result: MethodSetting) -> None:
+    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
+    for place, row in enumerate(result.rows):
+        random = row.controls.get("random")
+        for name, found in zip(_MARKS, (row.compared, random), strict=True):
+            if found is not None:
+                _point(axes, place, name, found.propagated)
+    axes.set_yticks(range(len(result.rows)), [row.name for row in result.rows])
+    axes.set(ylim=(len(result.rows) - 0.5, -0.5), xlabel="propagated Σ L1: ratio (log axis)")
+    style.log_axes(axes, x=True)
+    axes.tick_params(labelbottom=True)
+    axes.grid(visible=True, axis="x")
+    axes.set_title(result.setting, loc="left")
+
+
+def _point(axes: Axes, place: int, name: str, measured: HeadKind) -> None:
+    ratio, (marker, offset) = measured.sum_ratio, _MARKS[name]
+    if np.isnan(ratio) or ratio <= 0:
+        return
+    colour = style.category_colours(2)[list(_MARKS).index(name)]
+    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
+                  marker=marker, markersize=3, linewidth=0.9, gid=name)  # fmt: skip
+
+
+def _legend() -> list[Line2D]:
+    colours = style.category_colours(2)
+    return [
+        Line2D([], [], linestyle="", marker=marker, markersize=3.5, color=colour, label=name)
+        for (name, (marker, _)), colour in zip(_MARKS.items(), colours, strict=True)
+    ]
+
+
+_RESTRICTION_WIDE, _RESTRICTION_LINE_MM, _RESTRICTION_AROUND_MM = 2, 6.5, 19
+
+
+def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel per setting; right of 1 a restriction perturbs more than the baseline."""
+    with style.use():
+        ordered = by_held(result.settings, lambda one: one.rows[0].compared.held[0])
+        columns = 1 if width_mm < style.WIDE_MM else min(_RESTRICTION_WIDE, len(ordered))
+        rows = -(-len(ordered) // columns)
+        longest = max(len(one.rows) for one in ordered)
+        figure = style.figure(width_mm, rows * ((longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM) + 10)
+        panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+        for panel, one, name in zip(panels, ordered, _restriction_names(ordered), strict=False):
+            _restriction_panel(panel, one, name)
+        for panel in list(panels)[len(ordered) :]:
+            panel.set_axis_off()
+        figure.legend(
+            handles=[*legend(), drift_mark()], loc="outside upper left", ncols=2 if columns < _RESTRICTION_WIDE else 4
+        )
+        style.foot(figure, result.identity, style.about(result.identity.samples))
+    return figure
+
+
+def _restriction_names(results: Sequence[RestrictionSetting]) -> list[str]:
+    """What tells a setting from the others; of a single one all of it."""
+    told = short_names([result.baseline for result in results])
+    return [result.setting if len(results) == 1 else name for result, name in zip(results, told, strict=True)]
+
+
+def _restriction_panel(axes: Axes, result: RestrictionSetting, name: str) -> None:
+    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
+    for place, row in enumerate(result.rows, start=1):
+        for kind in ("isolated", "propagated"):
+            point(axes, place, kind, getattr(row.compared, kind), f"{RESTRICTION_BASELINE} or row is 0")
+        drift(axes, place, row)
+    held = [result.rows[0].compared.held[0], *(row.compared.held[1] for row in result.rows)]
+    names = [f"{RESTRICTION_BASELINE} (= 1)", *(row.name for row in result.rows)]
+    shown = [f"{name}, held {style.number(share)}" for name, share in zip(names, held, strict=True)]
+    axes.set_yticks(range(len(shown)), shown)
+    axes.set(ylim=(len(shown) - 0.4, -0.5), xlabel=f"over {RESTRICTION_BASELINE}'s (log axis)")
+    style.log_axes(axes, x=True)
+    axes.tick_params(labelbottom=True)
+    axes.grid(visible=True, axis="x")
+    axes.set_title(name, loc="left")

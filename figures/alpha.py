@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.naming import common
-from perturbkv.analyses.questions.alpha.alpha_parts import Choices
+from perturbkv.analyses.pairing import common
+from perturbkv.analyses.questions.alpha.alpha import Choices
+from perturbkv.analyses.questions.alpha.alpha_choice import PAPER
 from perturbkv.analyses.questions.alpha.alpha_rows_part import NAMES, OTHERS
-from perturbkv.analyses.questions.alpha.alpha_sweep import PAPER
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.figures import style
 

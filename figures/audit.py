@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.audit.audit import AuditResult
-from perturbkv.analyses.audit.audit_faults import FLOORS
+from perturbkv.analyses.audit.faults import FLOORS
+from perturbkv.escaping import line
 from perturbkv.figures import style
-from perturbkv.visible import line
 
 _BINS, _PANEL_MM, _AROUND_MM = 64, 52, 18
 _LEAST = 0.05

@@ -1,4 +1,7 @@
-"""How tight the bounds are: ratios per budget, tightness against retained mass, rank agreement; heat maps per head."""
+"""How tight the bounds are: ratios per budget, tightness against retained mass, rank agreement; heat maps per head.
+
+Heat maps of σ, layer × head, three readings, one row of maps each, per budget and α (paper, figure 4).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from perturbkv.analyses.bounds.assumption import READINGS, Assumption, ConfigAssumption
 from perturbkv.analyses.bounds.bound_tightness import BoundTightness
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.analyses.bounds.ratios import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
-from perturbkv.analyses.naming import budgets, folded
+from perturbkv.analyses.pairing import budgets, folded
 from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.figures import keys, panels, style
+from perturbkv.figures import labels, panels, style
 from perturbkv.figures.labels import by_held
-from perturbkv.figures.symbols import symbols
+from perturbkv.figures.style import symbols
 
 _ROW_MM, _NARROW_MM = 72, 120
 _MEDIAN = OVER_SAMPLES.index(0.5)
@@ -31,7 +35,7 @@ _WIDE, _LETTERS, _ACROSS = 5, 16, 34
 """Maps beside each other, letters over one, and letters under a panel."""
 
 
-def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
     """Three panels, by budget, of the configurations of one selection. One column is 120 mm tall."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
@@ -39,7 +43,7 @@ def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
         ranked = _in_order([one for one in result.agreements if one.correlations], configs)
         named, settings = _named(configs, ranked)
         said = f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}"
-        further = keys.height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, said, width_mm)
+        further = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, said, width_mm)
         figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (further if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
@@ -53,22 +57,22 @@ def draw(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
             panel.set_xlabel("configuration, named below", size="medium")
         style.foot(figure, result.identity, said)
         below = style.foot_mm(result.identity, said, width_mm)
-        keys.draw(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
+        labels.draw_key(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
 
 
-def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[keys.Names, list[str]]:
+def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[labels.KeyNames, list[str]]:
     """What stands under the first panel with its key, and what under the last: a setting has its configuration's."""
     shown = [config.config for config in configs]
     firsts = budgets([agreement.telling for agreement in ranked], "selection")
     own = budgets(shown)
-    if keys.fits(own) and keys.fits(firsts):
-        return keys.names(own, False), keys.names(firsts, False).ticks
+    if labels.key_fits(own) and labels.key_fits(firsts):
+        return labels.key_names(own, False), labels.key_names(firsts, False).ticks
     found = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
     others = [name for name, place in zip(firsts, found, strict=True) if place is None]
-    named, further = keys.names([*own, *others], True), iter(range(len(own), len(own) + len(others)))
+    named, further = labels.key_names([*own, *others], True), iter(range(len(own), len(own) + len(others)))
     settings = [named.ticks[next(further) if place is None else place] for place in found]
-    return keys.Names(named.ticks[: len(own)], named.key), settings
+    return labels.KeyNames(named.ticks[: len(own)], named.key), settings
 
 
 def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
@@ -91,7 +95,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
         configs = by_held(result.shown, lambda config: config.held)
         maps = [_map(name, config) for name, config in zip(_names(configs), configs, strict=True)]
         largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
-        figure = panels.draw(
+        figure = panels.draw_maps(
             [maps[start : start + wide] for start in range(0, len(maps), wide)],
             width_mm,
             panels.Scale(0.0, largest or 1.0, "L/θ, median over samples\ndot: σ ≤ 0.5 in most", style.layer_colours()),
@@ -247,3 +251,64 @@ def _colours() -> dict[str, Any]:
 
 def _dot(edge: Any, face: Any, label: str) -> Line2D:
     return Line2D([], [], linestyle="", marker="o", markersize=3.6, color=edge, markerfacecolor=face, label=label)
+
+
+_ASSUMPTION_WIDE, _NAME = 5, 18
+_Named = tuple[str, ConfigAssumption]
+
+
+def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
+    """σ from 0 to 1 on colours that part at 0.5; heads whose mean σ is at most 0.5 carry a dot."""
+    with style.use():
+        label = "σ or S (attention mass), mean over samples\norange, with a dot: ≤ 0.5"
+        figure = panels.draw_maps(
+            _rows(result, width_mm < style.WIDE_MM),
+            width_mm,
+            panels.Scale(0.0, 1.0, label, style.signed_colours()),
+            "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
+            result.identity.layer,
+        )
+        style.foot(figure, result.identity, style.about(result.identity.samples))
+    return figure
+
+
+def _rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
+    """One column: the readings side by side, a row per configuration. Two columns: the other way round.
+
+    Configurations in order of what their caches hold; a name that a row or a column shares stands once.
+    """
+    configs = by_held(result.configs, lambda config: config.held)
+    names = [_name(name, config) for name, config in zip(_assumption_names(configs), configs, strict=True)]
+    named = list(zip(names, configs, strict=True))
+    if narrow:
+        return [
+            [_assumption_map(READINGS[reading] if place == 0 else "", config, reading, name) for reading in READINGS]
+            for place, (name, config) in enumerate(named)
+        ]
+    return [
+        row
+        for start in range(0, len(named), _ASSUMPTION_WIDE)
+        for row in _chunk(named[start : start + _ASSUMPTION_WIDE])
+    ]
+
+
+def _chunk(named: Sequence[_Named]) -> list[list[panels.Map]]:
+    """A row per reading, the configurations named above the first."""
+    return [
+        [_assumption_map(name if place == 0 else "", config, reading, READINGS[reading]) for name, config in named]
+        for place, reading in enumerate(READINGS)
+    ]
+
+
+def _assumption_names(configs: Sequence[ConfigAssumption]) -> list[str]:
+    return [" ".join(parts) for parts in budgets([shown.config for shown in configs])]
+
+
+def _name(name: str, config: ConfigAssumption) -> str:
+    return f"{folded(f'b={name}', _NAME)}\nheld / full {style.number(config.held)}"
+
+
+def _assumption_map(above: str, config: ConfigAssumption, variable: str, row: str) -> panels.Map:
+    reading = config.readings[variable]
+    share = style.percent(reading.share, reading.share_interval)
+    return panels.Map("\n".join(filter(None, (above, share))), reading.mean, reading.failing, row)

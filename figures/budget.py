@@ -1,21 +1,35 @@
-"""Two curves over their budgets, an arrow from each of the treatment's to the baseline's equal (paper, figure 1)."""
+"""Two curves over their budgets, an arrow from each of the treatment's to the baseline's equal (paper, figure 1).
+
+KL of the next token over budgets, both logarithmic: where each method passes the thresholds.
+
+Means and their one-sided bounds over budgets, the limit, and the smallest budget that keeps to it.
+
+Perturbation and scores of caches of equal bytes: a line per number of bits, a column per method.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, NullLocator
 
-from perturbkv.analyses.budget.losses import MEASURES
-from perturbkv.analyses.budget.saved_budget import Level, MeasuredSavings, Point
+from perturbkv.analyses.budget.budget_equivalence import MEASURES, Level, MeasuredSavings, Point
+from perturbkv.analyses.budget.cliff import Cliff, Cliffs
+from perturbkv.analyses.budget.criteria import Verdict
+from perturbkv.analyses.budget.equal_bytes import EqualBytes, Row, Setting
+from perturbkv.analyses.budget.safe_budget import SafeBudgets
 from perturbkv.analyses.budget.savings import PairSavings
-from perturbkv.analyses.naming import sides
-from perturbkv.figures import style
-from perturbkv.figures.placing import Label, place
+from perturbkv.analyses.pairing import common, folded, short_names, side_names
+from perturbkv.analyses.quality.score_columns import Mean
+from perturbkv.configs.precision import FULL_BITS
+from perturbkv.figures import labels, style
+from perturbkv.figures.labels import Label, place_labels
 
 _ROW_MM = 66
 _PERCENT = 100
@@ -28,7 +42,7 @@ _LOOKS = (("0.45", "s", "--"), (None, "o", "-"))
 """Colour, marker and line of baseline and treatment."""
 
 
-def draw(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per measure."""
     with style.use():
         narrow, count = width_mm < style.WIDE_MM, len(result.measures)
@@ -42,7 +56,7 @@ def draw(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure:
         said = style.about(result.identity.samples, medians=kl)
         style.foot(figure, result.identity, f"bars on arrows: intervals of b* · {said}")
         for axes, one in panels:  # when all else has its place
-            place(axes, [_label(axes, point, one) for point in one.points if point.reached.told])
+            place_labels(axes, [_label(axes, point, one) for point in one.points if point.reached.told])
     return figure
 
 
@@ -111,8 +125,250 @@ def _label(axes: Axes, point: Point, one: MeasuredSavings) -> Label:
 
 
 def _legend(one: MeasuredSavings) -> list[Line2D]:
-    names = sides(one.baseline[0].config, one.points[0].config)
+    names = side_names(one.baseline[0].config, one.points[0].config)
     drawn = [Line2D([], [], markersize=3.5, markerfacecolor="none", label=name, **_looks(side))
              for side, name in enumerate(names)]  # fmt: skip
     arrow = Line2D([], [], color=_looks(1)["color"], marker=">", markersize=3.5, label="budget saved: 1 − b / b*")
     return [*drawn, arrow]
+
+
+_WIDE_MM, _NARROW_MM = 84, 92
+_APART, _TOGETHER = 0.022, 0.09
+"""Of the panel's height, by which neighbouring methods' marks lie apart, and those of all at most: on the threshold
+they would hide."""
+_BANDS = 4
+"""More bands than these hide one another: of more methods the medians alone are drawn."""
+
+
+def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
+    """Medians, of few methods with bands, a dashed line per threshold, and on it each crossing with its interval."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        figure = style.figure(width_mm, _NARROW_MM if narrow else _WIDE_MM)
+        axes = figure.subplots()
+        handles = [
+            _cliff_curve(axes, one, colour, marker, band=len(result) <= _BANDS)
+            for one, colour, marker in zip(result, style.category_colours(len(result)), cycle("os^Dv"), strict=False)
+        ]
+        style.log_axes(axes, x=True, y=True)
+        _thresholds(axes, result)
+        unit = result[0].configs[0].budget.unit
+        axes.set(xlabel=f"budget, {unit}", ylabel="KL of the next token, nat")
+        ticks = sorted({float(budget) for one in result for budget in one.budgets})
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        beside = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
+        figure.legend(handles=handles, loc="outside upper left", ncols=beside)
+        said = style.about(result.identity.samples, medians=True)
+        style.foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {said}")
+    return figure
+
+
+def _cliff_curve(axes: Axes, one: Cliff, colour: Any, marker: str, *, band: bool) -> Line2D:
+    (line,) = axes.plot(one.budgets, style.positive(one.median), color=colour, marker=marker, markersize=3,
+                        markerfacecolor="none", label=one.name, gid=f"median {one.name}")  # fmt: skip
+    if band and one.median_interval is not None:
+        low, high = (style.positive(end) for end in (one.median_interval.low, one.median_interval.high))
+        axes.fill_between(one.budgets, low, high, color=colour, alpha=0.13, linewidth=0, gid=f"band {one.name}")
+    return line
+
+
+def _thresholds(axes: Axes, result: Cliffs) -> None:
+    """Lines and crossings; what lies beyond the budgets measured ends at the panel's edge, without a mark."""
+    colours, limits = style.category_colours(len(result)), axes.get_xlim()
+    low, high = axes.get_ylim()
+    apart = min(_APART, _TOGETHER / len(result))
+    step = (high / low) ** apart if axes.get_yscale() == "log" else 1.0
+    for place, threshold in enumerate(result.thresholds):
+        axes.axhline(threshold, color="0.55", linewidth=0.7, linestyle="--", zorder=1, gid="threshold")
+        for shift, (one, colour) in enumerate(zip(result, colours, strict=True)):
+            height = threshold * step ** ((len(result) - 1) / 2 - shift)
+            _crossing(axes, one, place, (height, colour), limits)
+    axes.set(xlim=limits, ylim=(min(low, min(result.thresholds) / 2), max(high, max(result.thresholds) * 2)))
+
+
+def _crossing(axes: Axes, one: Cliff, place: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
+    passed, (height, colour) = one.crossings[place], look
+    if passed.interval is not None:
+        ends = np.clip([passed.interval.low, passed.interval.high], *limits)
+        axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
+                  gid=f"interval {one.name}")  # fmt: skip
+    if passed.told:
+        axes.plot([passed.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
+                  gid=f"crossing {one.name}")  # fmt: skip
+
+
+_SAFE_BUDGET_ROW_MM, _LINE_MM = 66, 4
+_LABELS = {"kl": "mean KL (nat)", "drop": "mean drop of the score (points)", "top1": "share of the same token"}
+_SAFE_BUDGET_TITLES = {"kl": "Next token's distribution", "drop": "Score of the answers", "top1": "Same next token"}
+_ASIDE = 1.03
+"""By which equal selections stand aside, so that each is seen."""
+_DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
+
+
+def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel per criterion, one line per selection; full marks are safe, the ringed one is the smallest."""
+    with style.use():
+        narrow, count = width_mm < style.WIDE_MM, len(result[0].verdicts)
+        handles = _safe_budget_legend(result)
+        columns = labels.legend_columns([str(one.get_label()) for one in handles], width_mm, 1 if narrow else 5)
+        legend = _LINE_MM * -(-(len(result) + 1) // columns)
+        figure = style.figure(width_mm, _SAFE_BUDGET_ROW_MM * (count if narrow else 1) + legend)
+        panels = figure.subplots(*((count, 1) if narrow else (1, count)), squeeze=False).flat
+        for place, axes in enumerate(panels):
+            _safe_budget_panel(axes, result, place)
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns)
+        over = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
+        style.foot(
+            figure, result.identity, f"full marks: safe, ringed the smallest; side by side at one budget · {over}"
+        )
+    return figure
+
+
+def _safe_budget_panel(axes: Axes, result: SafeBudgets, place: int) -> None:
+    criterion = result[0].verdicts[place].criterion
+    scale = 100 if criterion.name == "drop" else 1
+    axes.axhline(scale * criterion.limit, color="#b00020", linewidth=0.9, zorder=1, gid="limit")
+    looks = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
+    for number, (one, colour, marker, dash) in enumerate(looks):
+        _line(axes, one.verdicts[place], {"color": colour, "marker": marker, "linestyle": dash}, scale,
+              _beside(number, len(result)))  # fmt: skip
+    axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
+    unit = result[0].verdicts[place].budgets[0].config.budget.unit
+    axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
+    style.log_axes(axes, x=True, y=criterion.name == "kl")
+    budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[place].budgets})
+    axes.xaxis.set_major_locator(FixedLocator(budgets))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _beside(number: int, count: int) -> float:
+    """The factor by which one of several equal things stands aside on the budgets' logarithmic axis."""
+    return float(_ASIDE ** (number - (count - 1) / 2))
+
+
+def _line(axes: Axes, told: Verdict, look: dict[str, Any], scale: float, aside: float) -> None:
+    """Means with whiskers to their bounds, beside those of the others; hollow where nothing says that they are safe."""
+    budgets = aside * np.array([one.config.budget.value for one in told.budgets], dtype=float)
+    means, bounds = (scale * np.array([getattr(one, name) for one in told.budgets]) for name in ("mean", "bound"))
+    known, colour = np.isfinite(bounds), look["color"]
+    axes.plot(budgets, means, linewidth=0.9, gid=f"means {told.criterion.name}", **{**look, "marker": ""})
+    axes.vlines(budgets[known], means[known], bounds[known], color=colour, linewidth=0.7)
+    axes.plot(budgets[known], bounds[known], color=colour, linestyle="", marker="_", markersize=4,
+              gid=f"bounds {told.criterion.name}")  # fmt: skip
+    safe = np.array([one.tested and one.holds for one in told.budgets])
+    for held, fill in ((safe, colour), (~safe, "white")):
+        axes.plot(budgets[held], means[held], color=colour, linestyle="", marker=look["marker"], markersize=3,
+                  markerfacecolor=fill, gid="safe" if fill is colour else "not safe")  # fmt: skip
+    if safe.any():
+        last = np.flatnonzero(safe)[-1]
+        axes.plot(budgets[last], means[last], color=colour, linestyle="", marker="o", markersize=7,
+                  markerfacecolor="none", gid="smallest")  # fmt: skip
+
+
+def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
+    named = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
+    drawn = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
+             for one, colour, marker, dash in named]  # fmt: skip
+    return [*drawn, Line2D([], [], color="#b00020", linewidth=0.9, label="limit")]
+
+
+_PANEL_MM, _AROUND_MM = 52, 24
+_LETTERS = 34
+_EQUAL_BYTES_APART = 0.012
+"""Of the x axis' decade, between lines of one budget."""
+_ALL = "everything"
+Reading = Callable[[Row], Mean | None]
+
+
+def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Figure:
+    """Columns: what shares all but budget and bits. Rows: perturbation, and below it the answers' scores."""
+    with style.use():
+        columns = _columns(result.settings)
+        readings: list[tuple[str, Reading]] = [("last layer's L1 / ‖o‖₁", lambda row: row.moved)]
+        readings += [("score × 100", lambda row: row.score)] if result.full is not None else []
+        figure = style.figure(width_mm, len(readings) * _PANEL_MM + _AROUND_MM)
+        panels = figure.subplots(len(readings), len(columns), squeeze=False, sharey="row", sharex=True)
+        for line, (name, reading) in zip(panels, readings, strict=True):
+            for place, (axes, some) in enumerate(zip(line, columns.values(), strict=True)):
+                _equal_bytes_panel(axes, some, result, reading, scored=name.startswith("score"))
+                axes.set_ylabel("" if place else name)
+        for axes, name in zip(panels[0], columns, strict=True):
+            axes.set_title(folded(name, _LETTERS), loc="left")
+        for axes in panels[-1]:
+            axes.set_xlabel("bytes / full cache in 16 bits (%)")
+        figure.legend(
+            handles=_equal_bytes_legend(result), loc="outside upper left", ncols=3 if width_mm < style.WIDE_MM else 6
+        )
+        style.foot(figure, result.identity, style.about(result.identity.samples))
+    return figure
+
+
+def _columns(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
+    """Settings that differ in budget alone, by what tells them from the others."""
+    names = short_names([one.baseline for one in settings], "budget")
+    found: dict[str, list[Setting]] = {}
+    for one, name in zip(settings, names, strict=True):
+        found.setdefault(name or common([one.baseline], "budget"), []).append(one)
+    return found
+
+
+def _equal_bytes_panel(axes: Axes, some: Sequence[Setting], result: EqualBytes, reading: Reading, scored: bool) -> None:
+    looks, factor = _equal_bytes_looks(result), 100 if scored else 1
+    for place, bits in enumerate(looks):
+        rows = [row for one in some for row in one.rows if row.config.bits == bits]
+        rows.sort(key=lambda row: row.stored)
+        aside = 10 ** (_EQUAL_BYTES_APART * (place - (len(looks) - 1) / 2))
+        _equal_bytes_line(axes, rows, reading, factor, aside, gid=f"{bits} bits", **looks[bits])
+        alone = [row for row in result.everything if row.config.bits == bits]
+        _equal_bytes_line(axes, alone, reading, factor, aside, gid=f"{bits} bits, {_ALL}",
+              **{**looks[bits], "marker": "*", "markersize": 6, "linestyle": ""})  # fmt: skip
+    if scored and result.full is not None:
+        axes.axhline(factor * result.full.value, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid="full")
+    style.log_axes(axes, x=True, y=not scored)
+    if scored:
+        axes.set_ylim(bottom=0)
+    shares = sorted({round(100 * one.rows[0].stored, 1) for one in some})
+    axes.set_xticks(shares, [f"{share:g}" for share in shares])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(visible=True, axis="y")
+
+
+def _equal_bytes_line(
+    axes: Axes, rows: Sequence[Row], reading: Reading, factor: float, aside: float, **look: Any
+) -> None:
+    found = [(row.stored, mean) for row in rows if (mean := reading(row)) is not None]
+    if not found:
+        return
+    bars = [bar for bar in (style.bars(mean.value, mean.interval) for _, mean in found) if bar is not None]
+    axes.errorbar(
+        [100 * share * aside for share, _ in found], [factor * mean.value for _, mean in found],
+        yerr=factor * np.hstack(bars) if len(bars) == len(found) else None, linewidth=0.9, elinewidth=0.6,
+        markerfacecolor="none", **{"markersize": 3.2, **look},
+    )  # fmt: skip
+
+
+def _equal_bytes_looks(result: EqualBytes) -> dict[int, dict[str, Any]]:
+    """Colour and marker of each number of bits, most bits first."""
+    bits = sorted({row.config.bits for row in result.rows}, reverse=True)
+    colours = style.ordered_colours(len(bits))
+    return {
+        count: {"color": colour, "marker": marker}
+        for count, colour, marker in zip(bits, colours, "os^Dvp"[: len(bits)], strict=True)
+    }
+
+
+def _equal_bytes_legend(result: EqualBytes) -> list[Line2D]:
+    marks = [
+        Line2D([], [], markersize=3.2, markerfacecolor="none", label=_named(count), **look)
+        for count, look in _equal_bytes_looks(result).items()
+    ]
+    if result.everything:
+        marks.append(Line2D([], [], linestyle="", marker="*", markersize=6, markerfacecolor="none", color="0.3",
+                            label="everything kept"))  # fmt: skip
+    if result.full is not None:
+        marks.append(Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label="full cache"))
+    return marks
+
+
+def _named(bits: int) -> str:
+    return f"{bits} bits" + (": evicting alone" if bits == FULL_BITS else "")

@@ -13,20 +13,20 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses.correlation.correlation import Link
 from perturbkv.analyses.correlation.correlation_settings import Setting
 from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE
-from perturbkv.analyses.correlation.link_prompts import MEASURES, NAMES
-from perturbkv.analyses.first_step import CIRCULAR
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
+from perturbkv.analyses.measurements import CIRCULAR_MEASURES
+from perturbkv.analyses.pairing import counted
 from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
-from perturbkv.figures.symbols import symbols, typeset
+from perturbkv.figures.style import symbols, typeset
 
 _ROW_MM, _CURVES_MM, _AROUND_MM, _LINE_MM = 70, 58, 16, 3.6
 _SPREAD = 0.56
 """What the points of one measure take of the room between two."""
 _GAP = 0.9
 """Room, in rows, for the words above what is circular."""
-_PLACES = {name: place + (_GAP if name in CIRCULAR else 0) for place, name in enumerate(NAMES)}
+_PLACES = {name: place + (_GAP if name in CIRCULAR_MEASURES else 0) for place, name in enumerate(NAMES)}
 _DEALT = "0.82"
 
 

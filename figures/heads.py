@@ -1,25 +1,123 @@
-"""Head-wise scatter: a point per head, one selection against another, below the diagonal is better (paper, fig. 2)."""
+"""Head-wise scatter: a point per head, one selection against another, below the diagonal is better (paper, fig. 2).
+
+The points of a head-wise scatter, and axes that a few far heads do not empty.
+
+Many head-wise scatters side by side, on one scale: a panel per pair, propagated perturbation (paper, fig. 2).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from numpy.typing import NDArray
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.heads.head_comparison import HeadComparison
-from perturbkv.analyses.heads.head_kind import HeadKind
-from perturbkv.analyses.naming import counted, folded, sides
+from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
+from perturbkv.analyses.heads.heads import HeadComparisons
+from perturbkv.analyses.pairing import common, counted, folded, short_names, side_names
 from perturbkv.figures import style
-from perturbkv.figures.head_points import FLAG_COLOUR, limits, outside, scatter
-from perturbkv.figures.labels import held_sides
+from perturbkv.figures.labels import by_held, held_sides
+
+FLAG_COLOUR = "#c1272d"
+_DECADES_BELOW = 1000.0
+_FEW, _EMPTY = 0.01, 0.15
+"""So few of the heads, one at least, leave the axes where they alone would take so much of them, or more."""
+_MARGIN = 0.04
+
+
+def scatter(
+    axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], ends: tuple[float, float], scale: float = 1.0
+) -> None:
+    """A point per head: ties as crosses, flagged heads ringed, heads outside the axes as triangles on their edge.
+
+    `scale` is that of the points' areas: small panels take smaller ones.
+    """
+    layers = np.broadcast_to(np.arange(flagged.shape[0])[:, None], flagged.shape)
+    colours: dict[str, Any] = {
+        "cmap": style.layer_colours(),
+        "norm": BoundaryNorm(np.arange(flagged.shape[0] + 1) - 0.5, 256),
+    }
+    low, high = ends
+    x, y = (np.clip(mean, low, high) for mean in (kind.baseline_mean, kind.treatment_mean))
+    beyond, tied, size = outside(kind, ends), kind.verdict == 0, scale * _size(x.size)
+    axes.plot([low, high], [low, high], color="0.55", linewidth=0.8, zorder=1, gid="diagonal")
+    crossed, shown = tied & ~beyond, ~tied & ~beyond
+    axes.scatter(x[crossed], y[crossed], s=9 * scale, marker="x", color="0.5", linewidths=0.6, zorder=2, gid="ties")
+    axes.scatter(x[shown], y[shown], s=size, c=layers[shown], linewidths=0, zorder=3, gid="heads", **colours)
+    axes.scatter(x[flagged], y[flagged], s=size + 14 * scale, facecolors="none", edgecolors=FLAG_COLOUR, linewidths=0.6,
+                 zorder=4, gid="flagged")  # fmt: skip
+    for marker, there in _pointing(kind, ends).items():
+        axes.scatter(x[there], y[there], s=size + 10 * scale, c=layers[there], marker=marker, linewidths=0, zorder=5,
+                     clip_on=False, gid="outside", **colours)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    style.log_axes(axes, x=True, y=True)
+    axes.grid(visible=True, which="major")
+
+
+def outside(kind: HeadKind, ends: tuple[float, float]) -> NDArray[np.bool_]:
+    """(layer, head) True where a mean lies beyond the axes."""
+    both = np.stack([kind.baseline_mean, kind.treatment_mean])
+    return np.asarray(((both < ends[0]) | (both > ends[1])).any(axis=0))
+
+
+def _pointing(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np.bool_]]:
+    """Triangle -> (layer, head) whose mean lies beyond the axes on the side that it points to."""
+    x, y = kind.baseline_mean, kind.treatment_mean
+    sides = {"v": y < ends[0], "^": y > ends[1]}
+    sides |= {"<": (x < ends[0]) & ~sides["v"], ">": (x > ends[1]) & ~sides["^"]}
+    return {marker: there for marker, there in sides.items() if there.any()}
+
+
+def limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
+    """Ends that hold all heads of all panels but the few of each that would empty a part of the axes."""
+    found = [ends for ends in map(_ends, kinds) if ends]
+    if not found:
+        return 0.1, 10.0
+    low, high = min(low for low, _ in found), max(high for _, high in found)
+    margin = _MARGIN * (high - low) + 0.03
+    return float(10 ** (low - margin)), float(10 ** (high + margin))
+
+
+def _ends(kind: HeadKind) -> tuple[float, float] | None:
+    """Logarithms of the least and the largest mean that the axes hold; None where all are 0."""
+    both = np.stack([kind.baseline_mean, kind.treatment_mean]).reshape(2, -1)
+    positive = both[both > 0]
+    if not positive.size:
+        return None
+    held = both.min(axis=0) >= np.median(positive) / _DECADES_BELOW
+    lows = np.sort(np.log10(both.min(axis=0)[held])) if held.any() else np.log10(positive[:1])
+    highs = np.sort(np.log10(both.max(axis=0)[both.max(axis=0) > 0]))
+    most = max(1, int(_FEW * both.shape[1]))
+    low = lows[_left_out(lows - lows[0], highs[-1] - lows[0], most)]
+    high = highs[-1 - _left_out(highs[-1] - highs[::-1], highs[-1] - low, most)]
+    return float(min(low, high)), float(max(low, high))
+
+
+def _left_out(inwards: NDArray[np.float64], span: float, most: int) -> int:
+    """How many of the heads at one end leave, by their distance from it: those before the last wide gap."""
+    gaps = np.diff(inwards[: most + 1])
+    wide = np.flatnonzero(gaps > _EMPTY * span)
+    return int(wide[-1]) + 1 if wide.size else 0
+
+
+def _size(heads: int) -> float:
+    """Smaller points where there are many."""
+    return 14.0 if heads <= 400 else 7.0
+
 
 _HEIGHT_MM, _NARROW_MM, _LINE_MM = 103, 92, 3.2
 _LETTERS, _TITLE_LINES = 40, 4
 """Of a title's or an axis' line, and lines of a usual title."""
 
 
-def draw(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
     """Two log-log panels, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
     with style.use():
         narrow, height = width_mm < style.WIDE_MM, _LINE_MM * _further_lines(result)
@@ -47,7 +145,7 @@ def told(result: HeadComparison) -> str:
 def _panel(axes: Axes, result: HeadComparison, name: str) -> None:
     kind: HeadKind = getattr(result, name)
     unit = DISTANCES[result.distance].unit
-    baseline, treatment = sides(result.baseline, result.treatment)
+    baseline, treatment = side_names(result.baseline, result.treatment)
     ends = limits([kind])
     scatter(axes, kind, result.flagged, ends)
     axes.set_xlabel(_axis(baseline, name, unit))
@@ -73,7 +171,7 @@ def _axis(side: str, name: str, unit: str) -> str:
 
 def _further_lines(result: HeadComparison) -> int:
     """How many lines long names take beyond a figure of short ones: of the title and of the axis below."""
-    baseline, _ = sides(result.baseline, result.treatment)
+    baseline, _ = side_names(result.baseline, result.treatment)
     unit = DISTANCES[result.distance].unit
     title = _title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
     return title.count("\n") + 1 - _TITLE_LINES + _axis(baseline, "propagated", unit).count("\n")
@@ -89,3 +187,140 @@ def legend(result: HeadComparison) -> list[Line2D]:
     if result.isolated.tied_count or result.propagated.tied_count:
         entries.append(Line2D([], [], linestyle="", marker="x", markersize=3, color="0.5", label="tied"))
     return entries
+
+
+_HEAD_PANELS_LINE_MM, _AROUND_MM, _BAR_MM, _AXIS_MM = 2.9, 28.0, 12.0, 8.0
+"""Of a title's line, all around the panels, the bar below them, an axis' name where the last row is not full."""
+_MANY, _WIDE_MANY = 6, 9
+"""More pairs than these stand closer, in one column and in two, so that the figure stays on its page."""
+
+_SAID = "in the titles: isolated / propagated · ▼: heads outside the axes"
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How panels stand.
+
+    Attributes:
+        columns: of panels; `panel_mm` the height of one without its title.
+        font: size of a title's letters; `letters` how many fit a line.
+        scale: of the points' areas.
+        split: whether a title's numbers of both kinds stand on a line each.
+    """
+
+    columns: int
+    panel_mm: float
+    font: float
+    letters: int
+    scale: float
+    split: bool
+
+
+def _grid(pairs: int, width_mm: float) -> _Grid:
+    if width_mm < style.WIDE_MM:
+        return _Grid(2, 42.0, 5.8, 28, 0.5, split=True) if pairs <= _MANY else _Grid(3, 29.0, 5.0, 22, 0.3, split=True)
+    if pairs <= _WIDE_MANY:
+        return _Grid(3, 46.0, 5.8, 38, 0.5, split=False)
+    return _Grid(4, 36.0, 5.4, 28, 0.4, split=True)
+
+
+def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Figure:
+    """The pairs of one baseline together, baselines that hold least first; each title holds both kinds' numbers.
+
+    A single pair has the figure of `heads`, a panel per kind.
+    """
+    if len(result) == 1:
+        return draw_pair(result[0], width_mm)
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        grid, ordered = _grid(len(result), width_mm), _ordered(result.members)
+        titles = _titles(ordered, grid)
+        rows = -(-len(ordered) // grid.columns)
+        height = grid.panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
+        shared, said = _shared(ordered), f"{_SAID} · {told(ordered[0])}"
+        further = style.long_foot_mm(result.identity, said, width_mm) + style.long_title_mm(shared, width_mm)
+        further += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
+        figure = style.figure(width_mm, rows * height + _AROUND_MM + further + (_BAR_MM if narrow else 0))
+        axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
+        ends = limits([one.propagated for one in ordered])
+        for panel, one, title in zip(axes.flat, ordered, titles, strict=False):
+            _head_panels_panel(panel, one, ends, grid.scale)
+            panel.set_title(title, loc="left", fontsize=grid.font)
+        for panel in axes.flat[len(ordered) :]:
+            panel.set_axis_off()
+        _name_axes(axes.ravel().tolist(), ordered, grid.columns)
+        axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
+                          handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
+        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
+                        result.identity.layer)  # fmt: skip
+        style.title(figure, shared)
+        style.foot(figure, result.identity, said)
+    return figure
+
+
+def _ordered(results: Sequence[HeadComparison]) -> list[HeadComparison]:
+    baselines = list(dict.fromkeys(result.baseline for result in results))
+    together = sorted(results, key=lambda result: baselines.index(result.baseline))
+    return by_held(together, lambda result: result.held[0])
+
+
+def _head_panels_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
+    scatter(axes, result.propagated, result.flagged, ends, scale)
+    beyond = int(outside(result.propagated, ends).sum())
+    if beyond:
+        style.note(axes, f"{beyond} ▼")
+
+
+def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
+    """Axes are named and numbered on the left and below alone."""
+    unit = DISTANCES[results[0].distance].unit
+    baselines, treatments = _sides(results)
+    named = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
+    for place, panel in enumerate(axes[: len(results)]):
+        last, first = place + columns >= len(results), place % columns == 0
+        panel.tick_params(labelbottom=last, labelleft=first)
+        panel.set_xlabel(f"{baselines[0] if len(baselines) == 1 else 'the first named'} ({unit})" if last else "")
+        panel.set_ylabel(f"{named} ({unit})" if first else "")
+
+
+def _sides(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]]:
+    """The names of all baselines and of all treatments."""
+    names = [side_names(result.baseline, result.treatment) for result in results]
+    return list(dict.fromkeys(first for first, _ in names)), list(dict.fromkeys(second for _, second in names))
+
+
+def _shared(results: Sequence[HeadComparison]) -> str:
+    """What is compared, and what all configurations share."""
+    baselines, treatments = _sides(results)
+    shared = common([side for result in results for side in (result.baseline, result.treatment)])
+    return f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
+
+
+def _legend(results: Sequence[HeadComparison]) -> list[object]:
+    """Of the panel with the most entries; how many heads are flagged differs from panel to panel."""
+    handles = max((legend(result) for result in results), key=len)
+    handles[1].set_label("σ ≤ 0.5")
+    return list(handles)
+
+
+def _named(result: HeadComparison, baselines: bool, treatments: bool) -> str:
+    """The sides that are not the same in all panels."""
+    first, second = side_names(result.baseline, result.treatment)
+    return f"{first} → {second}" if baselines else second if treatments else ""
+
+
+def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
+    """What tells a pair from the others; of both kinds the heads that are better, and Σ over the baseline's."""
+    apart = short_names([result.baseline for result in results], "selection")
+    baselines, treatments = _sides(results)
+    found = []
+    for result, words in zip(results, apart, strict=True):
+        kinds = (result.isolated, result.propagated)
+        shares = [style.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
+        ratios = [style.ratio(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
+        name = " ".join(part for part in (_named(result, len(baselines) > 1, len(treatments) > 1), words) if part)
+        between = " /\n  " if grid.split else " / "
+        lines = [folded(name, grid.letters), f"held / full {held_sides(result.held)}",
+                 f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
+        found.append("\n".join(line for line in lines if line))
+    return found

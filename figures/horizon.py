@@ -12,11 +12,11 @@ from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.horizon.growth import KINDS, ConfigHorizon
 from perturbkv.analyses.horizon.horizon import Horizon
-from perturbkv.analyses.naming import SIDE, apart, budgets, setting, short
+from perturbkv.analyses.pairing import SIDE, apart, budgets, setting_name, short_names
 from perturbkv.figures import panels as heatmaps
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
-from perturbkv.figures.symbols import symbols, typeset
+from perturbkv.figures.style import symbols, typeset
 
 _PANEL_MM, _NARROW_MM, _AROUND_MM = 46, 42, 22
 _DASHES: tuple[Any, ...] = ("-", "--", ":")
@@ -43,7 +43,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         colours, dashes = _colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
         for panels, shown in zip(axes, rows, strict=True):
             for config in shown:
-                line = dashes[setting(config.config)] if len(rows) == 1 else "-"
+                line = dashes[setting_name(config.config)] if len(rows) == 1 else "-"
                 _curves(panels, config, colours[_selection(config, configs)], line)
         _finish(axes, result, rows, every=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
@@ -56,7 +56,7 @@ def _groups(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
     """What configurations share but the selection -> those of it, in the order given."""
     found: dict[str, list[ConfigHorizon]] = {}
     for config in configs:
-        found.setdefault(setting(config.config), []).append(config)
+        found.setdefault(setting_name(config.config), []).append(config)
     return found
 
 
@@ -120,10 +120,10 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     with style.use():
         columns = 2 if width_mm < style.WIDE_MM else 4
         configs = by_held(result.configs, lambda config: config.held)
-        names = short([one.config for one in configs])
+        names = short_names([one.config for one in configs])
         maps = [_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
         rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
-        figure = heatmaps.draw(
+        figure = heatmaps.draw_maps(
             rows,
             width_mm,
             _scale(result),

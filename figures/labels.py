@@ -1,12 +1,30 @@
-"""Results in order of what their caches hold, and how that is written."""
+"""Results in order of what their caches hold, and how that is written.
+
+How many columns of a legend fit into a figure's width.
+
+Names of configurations under an axis; where they would run into each other, numbers, and their key below it all.
+
+Labels beside what they name: inside their panel, on no other label, and on as little else as can be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
+from perturbkv.analyses.pairing import folded
 from perturbkv.figures import style
 
 Result = TypeVar("Result")
@@ -26,3 +44,163 @@ def by_held(results: Sequence[Result], held: Callable[[Result], float]) -> list[
 def held_sides(shares: tuple[float, float]) -> str:
     """What both sides' caches hold over the full one: once where it is the same."""
     return " → ".join(dict.fromkeys(map(style.number, shares)))
+
+
+_POINTS_MM = 72 / 25.4
+
+
+def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
+    """At most `most`, and so few that the longest of the names is whole in each; one where even that does not fit."""
+    size = FontProperties(size=rcParams["legend.fontsize"]).get_size_in_points()
+    widest = max(float(TextPath((0, 0), name, size=size).get_extents().width) for name in names)
+    handle, between = (
+        (rcParams["legend.handlelength"] + rcParams["legend.handletextpad"]),
+        rcParams["legend.columnspacing"],
+    )
+    room = width_mm * _POINTS_MM - 2 * size * (rcParams["legend.borderpad"] + rcParams["legend.borderaxespad"])
+    return max(1, min(most, int((room + size * between) // (widest + size * (handle + between)))))
+
+
+_LINE_MM, _ABOVE_MM = 3.0, 4.0
+"""Height of a line of the key, and what parts it from the panels' own legends."""
+_ROOM, _LINES = 34, 2
+"""Letters beside each other under a panel of a third of a page, and lines of them, before numbers stand there."""
+_GAP = 1.5
+_LETTER_MM, _HANDLE_LETTERS = 1.15, 8
+
+
+@dataclass(frozen=True)
+class KeyNames:
+    """What stands under an axis.
+
+    Attributes:
+        ticks: one per configuration, its parts on a line each, or its number.
+        key: whole names, where `ticks` are their numbers; else none.
+    """
+
+    ticks: list[str]
+    key: list[str]
+
+
+def key_fits(names: Sequence[Sequence[str]]) -> bool:
+    """Whether names, in parts, have room under one panel."""
+    widths = [max(map(len, parts), default=0) + _GAP for parts in names]
+    return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _LINES
+
+
+def key_names(parts: Sequence[Sequence[str]], numbered: bool) -> KeyNames:
+    """The names themselves, or numbers from 1 and a key."""
+    if not numbered:
+        return KeyNames(["\n".join(one) for one in parts], [])
+    return KeyNames([str(place + 1) for place in range(len(parts))], [" ".join(one) for one in parts])
+
+
+def key_height_mm(key: Sequence[str], width_mm: float) -> float:
+    """What the key takes of a figure's height, at most."""
+    if not key:
+        return 0.0
+    entries = _entries(key, width_mm)
+    rows = -(-len(key) // _columns(entries, width_mm))
+    return _ABOVE_MM + _LINE_MM * rows * max(entry.count("\n") + 1 for entry in entries)
+
+
+def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float, foot_mm: float) -> None:
+    """The key above the figure's foot: number, name, and the line that has its colour, where it has one."""
+    if not key:
+        return
+    entries, drawn = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
+    handles = [
+        Line2D([], [], color=colour, marker="o", markersize=2.4, label=entry)
+        for entry, colour in zip(entries, drawn, strict=True)
+    ]
+    style.lay_out_above(figure, foot_mm + key_height_mm(key, width_mm))
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, foot_mm / style.height_mm(figure)), fontsize=6,
+                  ncols=_columns(entries, width_mm), handlelength=1.4, columnspacing=1.2, labelspacing=0.25,
+                  borderaxespad=0.2).set_in_layout(False)  # fmt: skip
+
+
+def _entries(key: Sequence[str], width_mm: float) -> list[str]:
+    """Number and name, folded where the figure is too narrow for it."""
+    room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
+    return [folded(f"{place}  {name}", room) for place, name in enumerate(key, 1)]
+
+
+def _columns(entries: Sequence[str], width_mm: float) -> int:
+    """How many entries of the key stand beside each other."""
+    longest = max(len(line) for entry in entries for line in entry.splitlines()) + _HANDLE_LETTERS
+    return max(1, int(width_mm / _LETTER_MM) // longest)
+
+
+_OUTSIDE, _ON_ANOTHER = 1000, 100
+"""What a place costs, in points of curves that it lies on."""
+_APART, _POINTS = 3, 60
+"""Points of print between a label and what it names; points that stand for a line between two."""
+_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+"""Where a label may lie, the best first: right, left, above, below, and in the corners."""
+
+_ACROSS: dict[int, Literal["left", "center", "right"]] = {1: "left", 0: "center", -1: "right"}
+_UP: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", -1: "top"}
+
+
+@dataclass(frozen=True)
+class Label:
+    """A few words.
+
+    Attributes:
+        text: the words.
+        left, right: ends of what they stand beside, in the panel's data.
+        height: its height there.
+        forward: whether the right is the better side.
+    """
+
+    text: str
+    left: float
+    right: float
+    height: float
+    forward: bool
+
+
+def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
+    """Write each where it costs least; one that has no place inside the panel or beside the others is left out."""
+    drawn = axes.get_figure()
+    assert drawn is not None
+    drawn.draw_without_rendering()  # type: ignore[union-attr]
+    curves, taken = _curves(axes), list[Bbox]()
+    for label in labels:
+        written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points", fontsize=6,
+                                color="0.2", in_layout=False)  # fmt: skip
+        costs = [_moved(axes, written, label, side, curves, taken) for side in _SIDES]
+        best = int(np.argmin(costs))
+        if _moved(axes, written, label, _SIDES[best], curves, taken) >= _ON_ANOTHER:
+            written.remove()
+        else:
+            taken.append(written.get_window_extent())
+
+
+def _moved(
+    axes: Axes, written: Annotation, label: Label, side: tuple[int, int], curves: NDArray[np.float64],
+    taken: Sequence[Bbox],
+) -> int:  # fmt: skip
+    """What the label's place on one side of its thing costs, once it is there."""
+    across, up = side[0] if label.forward else -side[0], side[1]
+    middle = float(np.sqrt(label.left * label.right))  # of a logarithmic axis
+    x = {1: label.right, -1: label.left, 0: middle}[across]
+    written.xy = (x, label.height)
+    written.set_position((_APART * across, _APART * up))
+    written.set_horizontalalignment(_ACROSS[across])
+    written.set_verticalalignment(_UP[up])
+    box = written.get_window_extent()
+    panel = axes.get_window_extent()
+    inside = panel.x0 < box.x0 and box.x1 < panel.x1 and panel.y0 < box.y0 and box.y1 < panel.y1
+    on_curves = ((curves > (box.x0, box.y0)) & (curves < (box.x1, box.y1))).all(axis=1).sum()
+    return int(on_curves) + _OUTSIDE * (not inside) + _ON_ANOTHER * sum(box.overlaps(other) for other in taken)
+
+
+def _curves(axes: Axes) -> NDArray[np.float64]:
+    """(point, 2) the panel's lines as points of the screen."""
+    shares, found = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
+    for line in axes.get_lines():
+        ends = line.get_transform().transform(np.column_stack(line.get_data()))
+        found += [first + shares * (second - first) for first, second in zip(ends[:-1], ends[1:], strict=True)]
+    points = np.concatenate(found)
+    return np.asarray(points[np.isfinite(points).all(axis=1)])

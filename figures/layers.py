@@ -1,21 +1,29 @@
-"""Drift of the residual stream layer by layer, one selection against another, by budget (paper, figures 3a and 5)."""
+"""Drift of the residual stream layer by layer, one selection against another, by budget (paper, figures 3a and 5).
+
+Drift after the last layer, sample by sample, one selection against another (paper, figures 3b and 6).
+
+Drift, KL and top-1 agreement against the kept share of the cache: where it falls off the cliff (paper, fig. 3c).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
+from numpy.typing import NDArray
 
 from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.layers.drift import LayerDrift
-from perturbkv.analyses.layers.layers import DriftSeries
-from perturbkv.analyses.naming import counted, sides
-from perturbkv.figures import style
+from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
+from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
+from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
+from perturbkv.analyses.pairing import counted, side_names
+from perturbkv.figures import labels, style
 from perturbkv.figures.labels import by_held, held_sides
 
 _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
@@ -26,7 +34,7 @@ _LINES: tuple[Any, Any] = ("--", "-")
 """Of both sides."""
 
 
-def draw(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
     """Drift after each layer, and the second side's in percent of the first's; small multiples of many budgets."""
     with style.use():
         ordered = by_held(result.members, lambda one: sum(one.held))
@@ -112,7 +120,7 @@ def _one_scale(axes: np.ndarray, count: int) -> None:
 
 def _sides(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
     """What dashed and solid lines are."""
-    names = sides(result.baseline, result.treatment)
+    names = side_names(result.baseline, result.treatment)
     return [Line2D([], [], color=colour, linestyle=line, label=name)
             for line, name in zip(_LINES, names, strict=True)]  # fmt: skip
 
@@ -123,7 +131,7 @@ def _drift_label(result: LayerDrift, short: bool = False) -> str:
 
 def _percent_label(result: LayerDrift, short: bool = False) -> str:
     """The second side's drift over the first's, on a logarithmic axis."""
-    first, _ = sides(result.baseline, result.treatment)
+    first, _ = side_names(result.baseline, result.treatment)
     return f"% of {first}'s, log" if short else f"% of {first}'s drift (log axis)"
 
 
@@ -179,3 +187,157 @@ def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
     )
     if hidden:
         style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
+
+
+_WIDE, _NARROW, _LAST_LAYER_ROW_MM, _LAST_LAYER_AROUND_MM = 3, 2, 50, 14
+_BETTER, _WORSE, _TIED = "#0173b2", "#de8f05", "0.5"
+
+
+def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel per budget, all on one scale; each sample is a line from the first side (hollow) to the second (filled).
+
+    A tie is a grey cross.
+    """
+    with style.use():
+        ordered = by_held(result.members, lambda one: sum(one.held))
+        narrow = width_mm < style.WIDE_MM
+        columns = min(_NARROW if narrow else _WIDE, len(ordered))
+        rows = -(-len(ordered) // columns)
+        figure = style.figure(width_mm, rows * _LAST_LAYER_ROW_MM + _LAST_LAYER_AROUND_MM)
+        axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
+        for panel, one in zip(axes.flat, ordered, strict=False):
+            _panel(panel, one, 6.5 if narrow else 7.5)
+        for panel in axes.flat[len(ordered) :]:
+            panel.set_axis_off()
+        _name_axes(list(axes.flat), ordered, columns)
+        figure.legend(handles=_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
+        style.foot(figure, result.identity, _told(ordered[0]))
+    return figure
+
+
+def _told(result: LastLayer) -> str:
+    """What brackets and ties are."""
+    first, _ = side_names(result.baseline, result.treatment)
+    return (
+        f"better: exact 95 % intervals of the share of n = {result.identity.samples} samples · mean ×: drift over "
+        f"{first}'s, {style.about(result.identity.samples)}"
+    )
+
+
+def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int) -> None:
+    """Axes are named on the left and below alone."""
+    first, _ = side_names(results[0].baseline, results[0].treatment)
+    for place, panel in enumerate(axes[: len(results)]):
+        panel.set_xlabel(f"sample, by {first}" if place + columns >= len(results) else "")
+        panel.set_ylabel(f"last layer's drift ({DISTANCES[results[0].distance]})" if place % columns == 0 else "")
+        panel.tick_params(labelleft=place % columns == 0)
+
+
+def _panel(axes: Axes, result: LastLayer, font: float) -> None:
+    places, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
+    colours: Any = np.array([{1: _BETTER, 0: _TIED, -1: _WORSE}[int(verdict)] for verdict in result.verdict])
+    first, second = style.positive(result.baseline_drift), style.positive(result.treatment_drift)
+    axes.vlines(places, np.fmin(first, second), np.fmax(first, second), colors=colours, linewidth=1.2)
+    size = 11 if len(places) <= 60 else 4
+    axes.scatter(places[~tied], first[~tied], s=size, facecolors="white", edgecolors=colours[~tied], linewidths=0.8,
+                 zorder=3, gid="baseline")  # fmt: skip
+    axes.scatter(places[~tied], second[~tied], s=size, c=colours[~tied], linewidths=0, zorder=4, gid="treatment")
+    axes.scatter(places[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
+    style.log_axes(axes, y=True)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    share = style.percent(result.improved_share, result.improved_share_interval)
+    ratio = style.ratio(result.mean_ratio, result.mean_ratio_interval)
+    held = f"b={result.baseline.budget}, held / full {held_sides(result.held)}"
+    axes.set_title(f"{held}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
+    hidden = int(np.isnan(np.stack([first, second])).sum())
+    if hidden:
+        style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
+
+
+def _legend(results: Sequence[LastLayer]) -> list[Line2D]:
+    hollow, filled = side_names(results[0].baseline, results[0].treatment)
+    entries = [
+        Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
+        Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),
+        Line2D([], [], color=_BETTER, label=f"{filled} drifts less"),
+        Line2D([], [], color=_WORSE, label="more"),
+    ]
+    if any((result.verdict == 0).any() for result in results):
+        entries.append(Line2D([], [], linestyle="", marker="x", markersize=3.5, color=_TIED, label="tied"))
+    return entries
+
+
+_BUDGETS_ROW_MM = 66
+
+
+def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
+    """Three panels, one line per selection."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        figure = style.figure(width_mm, _BUDGETS_ROW_MM * (3 if narrow else 1))
+        axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
+        _budgets_panel(
+            axes[0], result, "drift", f"last layer's drift ({DISTANCES[result.distance]})", "Drift", log=True
+        )
+        _budgets_panel(axes[1], result, "kl", "KL(full ‖ evicted) (nat)", "Next token's distribution", log=True)
+        _budgets_panel(axes[2], result, "top1", "share of samples", "Same next token", log=False)
+        axes[2].set_ylim(-0.03, 1.03)
+        axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
+                     color="0.35")  # fmt: skip
+        handles = [drawn for drawn in axes[0].get_lines() if drawn.get_gid()]  # by label "_my.py:Score" would be lost
+        beside = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
+        figure.legend(handles=handles, loc="outside upper left", ncols=beside)
+        said = style.about(result.identity.samples, medians=True)
+        style.foot(figure, result.identity, f"drift and KL: medians over samples · {said}{_budgets(result)}")
+    return figure
+
+
+def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, title: str, *, log: bool) -> None:
+    hidden = 0
+    colours = style.category_colours(len(result))
+    for curve, colour, marker in zip(result, colours, cycle("os^Dv"), strict=False):
+        medians, interval = curve.medians[quantity], curve.intervals[quantity]
+        shown = style.positive(medians) if log else medians
+        hidden += int((shown != medians).sum())
+        percent = 100 * _shares(result, curve)
+        axes.plot(percent, shown, color=colour, marker=marker, markersize=3, markerfacecolor="none", label=curve.name,
+                  gid=f"{quantity} {curve.name}")  # fmt: skip
+        if interval is not None:
+            low, high = (style.positive(end) if log else end for end in (interval.low, interval.high))
+            axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
+    axes.set(xlabel=f"{'held / full cache' if _budgets_told(result) else 'kept share of a head'} (%)", ylabel=label)
+    style.log_axes(axes, x=True, y=log)
+    shares = np.concatenate([100 * _shares(result, curve) for curve in result])
+    least, most = float(shares.min()), float(shares.max())
+    marks = _ticks(least, most)
+    axes.xaxis.set_major_locator(FixedLocator(marks))
+    axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
+    axes.set_title(title, loc="left")
+    if hidden:
+        style.note(axes, f"{counted(hidden, 'value')} of 0 not drawn")
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round percentages, 1, 2.5 and 5 of each power of ten; where two lie between the ends, no others."""
+    every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
+    inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
+    fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
+    return inside if len(inside) >= 2 else [tick for tick in fine if low / 1.6 <= tick <= high * 1.6]
+
+
+def _budgets(result: BudgetCurves) -> str:
+    """What the caches of each budget hold, where all curves have the same; otherwise nothing."""
+    found = {tuple(zip(curve.budgets, map(style.number, _shares(result, curve)), strict=True))
+             for curve in result}  # fmt: skip
+    if len(found) > 1:
+        return ""
+    return " · held / full of " + ", ".join(f"b={budget}: {share}" for budget, share in found.pop())
+
+
+def _budgets_told(result: BudgetCurves) -> bool:
+    """Whether the trace tells what the caches hold, the only share that compares across granularities."""
+    return not any(np.isnan(curve.held).any() for curve in result)
+
+
+def _shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
+    return curve.held if _budgets_told(result) else curve.kept

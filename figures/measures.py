@@ -7,11 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.heads.head_kind import HeadKind
-from perturbkv.analyses.questions.measures.measure_rows import KINDS
+from perturbkv.analyses.heads.head_comparison import HeadKind
+from perturbkv.analyses.questions.measures.measure_orders import KINDS
 from perturbkv.analyses.questions.measures.measure_settings import Setting
-from perturbkv.analyses.questions.measures.measure_tables import SHORT, baseline_of
-from perturbkv.analyses.questions.measures.measures import Measures
+from perturbkv.analyses.questions.measures.measures import SHORT, Measures, baseline_of
 from perturbkv.figures import style
 
 _LINE_MM, _AROUND_MM = 5.2, 17

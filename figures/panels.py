@@ -1,4 +1,7 @@
-"""Small multiples of layer × head: one colour scale, marks on the heads that a claim does not hold for."""
+"""Small multiples of layer × head: one colour scale, marks on the heads that a claim does not hold for.
+
+Ratios of two configurations as points with their intervals: perturbation of all heads and the median one, drift.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from perturbkv.analyses.heads.head_comparison import HeadKind
+from perturbkv.analyses.outcomes import Outcome
 from perturbkv.figures import style
 
 _LAYER_MM, _LEAST_MM, _MOST_MM = 0.9, 24.0, 48.0
@@ -54,7 +60,7 @@ class Scale:
         return np.asarray(rgb @ np.array([0.2126, 0.7152, 0.0722]))
 
 
-def draw(
+def draw_maps(
     rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str, named: Callable[[int], int]
 ) -> Figure:
     """The panels in their rows, with one colour bar beside them; `named` names layers. Call inside `style.use()`."""
@@ -107,3 +113,46 @@ def _mark(axes: Axes, shown: Map, scale: Scale) -> None:
 def _every(count: int) -> int:
     """Distance between tick labels: at most eight of them."""
     return max(1, -(-count // 8))
+
+
+_DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
+_MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
+
+
+def point(axes: Axes, place: int, kind: str, measured: HeadKind, without: str) -> None:
+    """One kind of perturbation on the line `place`; `without` says why it has none."""
+    marker, offset = _MARKS[kind]
+    ratio = measured.sum_ratio
+    if np.isnan(ratio) or ratio <= 0:
+        axes.text(1, place + offset, f" {kind}: {without}", fontsize=5.5, color="0.5", va="center")
+        return
+    colour = style.category_colours(2)[list(_MARKS).index(kind)]
+    axes.plot([measured.median_ratio], [place + offset], linestyle="", color=colour, marker="|", markersize=4.5,
+              markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
+    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
+                  marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
+
+
+def drift(axes: Axes, place: int, row: Outcome) -> None:
+    """The last layer's drift on the line `place`, beneath the heads; nothing where there is none."""
+    if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
+        return
+    axes.errorbar([row.drift_ratio], [place + _DRIFT], xerr=style.bars(row.drift_ratio, row.drift_ratio_interval),
+                  color=_DRIFT_COLOUR, marker="D", markersize=2.6, linewidth=0.9, gid="drift")  # fmt: skip
+
+
+def drift_mark() -> Line2D:
+    """What `drift` draws, for a legend."""
+    return Line2D([], [], linestyle="", marker="D", markersize=3, color=_DRIFT_COLOUR, label="last layer's drift")
+
+
+def legend() -> list[Line2D]:
+    """What the points are."""
+    sums = [
+        Line2D(
+            [], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind}, sum of heads"
+        )
+        for kind, colour in zip(_MARKS, style.category_colours(2), strict=True)
+    ]
+    middle = Line2D([], [], linestyle="", marker="|", markersize=5, color="0.3", label="the median head")
+    return [*sums, middle]

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.naming import folded, sides
+from perturbkv.analyses.pairing import folded, side_names
 from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
 
@@ -156,4 +156,4 @@ def _players(result: Swap) -> str:
 
 
 def _baseline(result: Swap) -> str:
-    return sides(result.baseline, result.treatment)[0]
+    return side_names(result.baseline, result.treatment)[0]

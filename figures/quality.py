@@ -1,4 +1,9 @@
-"""Scores against what the caches hold, a line per method, beside the full cache's (paper, figure 1)."""
+"""Scores against what the caches hold, a line per method, beside the full cache's (paper, figure 1).
+
+Free answers that have not left the full cache's yet, and KL over the full cache's answer, token by token.
+
+What a judge thinks: mean scores of every cache, or wins, ties and losses against the full cache.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,19 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from perturbkv.analyses.naming import folded
+from perturbkv.analyses.pairing import SIDE, apart, counted, folded, short_names
+from perturbkv.analyses.quality.divergence import Divergence
+from perturbkv.analyses.quality.divergence_point import Parting
+from perturbkv.analyses.quality.judge import OUTCOMES, Judged, Preferences
 from perturbkv.analyses.quality.quality import Quality
-from perturbkv.analyses.quality.quality_layout import FULL, lines
-from perturbkv.analyses.quality.quality_told import about_scores
-from perturbkv.analyses.quality.score_columns import Column, Mean
-from perturbkv.analyses.stats.intervals import LEAST
-from perturbkv.figures import legends, style
+from perturbkv.analyses.quality.score_columns import FULL, Column, Mean, lines
+from perturbkv.analyses.quality.score_tables import about_scores
+from perturbkv.analyses.stats.intervals import LEAST, Band, median_level
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.figures import labels, style
 from perturbkv.figures.labels import by_held
 
 _MOST = 6
@@ -41,13 +49,13 @@ _MARKS, _WHOLE = 6, 5
 """Sizes of caches that are marked, each by itself; per cent above which they are marked as whole numbers."""
 
 
-def draw(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
     """A panel per data set, or per kind of task where there are many, and one of the average."""
     with style.use():
         shown, curves, narrow = panels(result), _curves(result), width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(shown))
         rows = -(-len(shown) // columns)
-        beside = legends.columns([FULL, *curves], width_mm, 2 if narrow else 4)
+        beside = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
         said = f"{about_scores(result.datasets)} {_bars(result)}"
         foot_mm = style.long_foot_mm(result.identity, said, width_mm)
@@ -163,3 +171,165 @@ def _bars(result: Quality) -> str:
     sizes = [one.samples for one in result.datasets]
     kind = "95 % intervals" if min(sizes) >= LEAST else f"95 % intervals, of fewer than {LEAST} samples ranges"
     return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
+
+
+_PANEL_MM, _DIVERGENCE_AROUND_MM, _DIVERGENCE_LEGEND_MM = 52, 22, 3.4
+_BANDS = 4
+"""More bands than these hide one another: of more configurations the lines alone are drawn."""
+_DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
+_WIDEST, _WIDTH = 2.6, 1.0
+
+
+def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
+    """A panel of shares of answers that are still alike, and where KL was measured one of KL, with bands.
+
+    A colour per policy and selection, a dash per what else tells the configurations apart.
+    """
+    with style.use():
+        configs = by_held(result.configs, lambda one: one.held)
+        narrow, panels = width_mm < style.WIDE_MM, 2 if result.noise_floor.size else 1
+        columns = 1 if narrow else 2
+        legend = _DIVERGENCE_LEGEND_MM * -(-len(configs) // columns)
+        figure = style.figure(width_mm, _PANEL_MM * (panels if narrow else 1) + _DIVERGENCE_AROUND_MM + legend)
+        axes = list(figure.subplots(*((panels, 1) if narrow else (1, panels)), squeeze=False).flat)
+        handles = [
+            _config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
+            for one, name, look in zip(configs, _names(result, configs), _divergence_looks(configs), strict=True)
+        ]
+        _finish(axes, result)
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns)
+        style.foot(figure, result.identity, _told(result, len(configs)))
+    return figure
+
+
+def _names(result: Divergence, configs: Sequence[Parting]) -> list[str]:
+    """What tells each from the others, and what its cache holds."""
+    names = [name or "evicted" for name in short_names([one.config for one in configs])]
+    start = " at the start" if result.compress_every else ""
+    return [f"{name} (held {style.number(one.held)}{start})" for name, one in zip(names, configs, strict=True)]
+
+
+def _divergence_looks(configs: Sequence[Parting]) -> list[dict[str, Any]]:
+    """Colour, dash and width of each: what is drawn first is the widest, so that it is seen under its equals."""
+    told = apart([one.config for one in configs])
+    sides, others = (
+        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in told]
+        for of_side in (True, False)
+    )
+    colours = dict(zip(dict.fromkeys(sides), style.category_colours(len(set(sides))), strict=True))
+    dashes = dict(zip(dict.fromkeys(others), cycle(_DASHES), strict=False))
+    widths = np.linspace(_WIDEST if 1 < len(configs) <= _BANDS else _WIDTH, _WIDTH, len(configs))
+    return [
+        {"color": colours[side], "linestyle": dashes[other], "linewidth": float(width)}
+        for side, other, width in zip(sides, others, widths, strict=True)
+    ]
+
+
+def _config(
+    axes: Sequence[Axes], result: Divergence, one: Parting, name: str, look: dict[str, Any], *, bands: bool
+) -> Line2D:
+    alike, band = one.free.alike_after(max(result.lengths))
+    curves: list[tuple[Axes, Any, Any, Band, str]] = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
+    if one.forced is not None:
+        middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
+        curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))
+    for panel, places, values, ends, kind in curves:
+        panel.plot(places, values, gid=f"{kind} {one.config.label()}",
+                   drawstyle="steps-post" if kind == "alike" else "default", **look)  # fmt: skip
+        if ends is not None and bands:
+            panel.fill_between(places, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
+                               gid=f"{kind} band", step="post" if kind == "alike" else None)  # fmt: skip
+    return Line2D([], [], label=name, **look)
+
+
+def _finish(axes: Sequence[Axes], result: Divergence) -> None:
+    axes[0].set(ylim=(-0.03, 1.03), ylabel="share of samples", xlabel="tokens of the answer")
+    axes[0].set_title("Own answers: no token differs yet", loc="left")
+    if len(axes) > 1:
+        axes[1].set(ylim=(0, None), ylabel="KL, nat", xlabel="token of the full cache's answer")
+        axes[1].set_title("Next token's distribution", loc="left")
+        style.note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
+    for panel in axes:
+        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        panel.set_xlim(0, max(1, *result.lengths))
+
+
+def _told(result: Divergence, configs: int) -> str:
+    """n, what the bands are, and how many steps make a point."""
+    samples = len(result.samples)
+    means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
+    points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""
+    if configs > _BANDS or samples < 2:
+        return f"n = {counted(samples, 'sample')}{points}"
+    level = f"{100 * median_level(samples):.0f} % intervals" if samples >= LEAST else ""
+    kind = level or "ranges of single samples"
+    return f"bands: shares have exact 95 % intervals, KL {kind}, over n = {samples} samples{points}"
+
+
+_JUDGED_ROW_MM, _JUDGED_AROUND_MM, _LETTERS_MM = 6.5, 30, 2.6
+_COLOURS = {"win": "#0173b2", "tie": "0.75", "loss": "#de8f05"}
+
+
+def draw_judged(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
+    """A dot per configuration with its interval, and the full cache's as a line with its own."""
+    with style.use():
+        configs = by_held(result.configs, lambda one: one.held)
+        named = [(one.config, one.held) for one in configs if one.config]
+        figure, axes = _rows(_judged_names(named, result.compress_every, width_mm), width_mm)
+        full = float(result.full.scores.mean())
+        axes.axvline(full, color="0.35", linewidth=0.9, gid="full")
+        if result.full.interval is not None:
+            axes.axvspan(result.full.interval.low, result.full.interval.high, color="0.35", alpha=0.12, linewidth=0)
+        for row, one in enumerate(configs):
+            mean = float(one.scores.mean())
+            axes.errorbar([mean], [row], xerr=style.bars(mean, one.interval), color=_COLOURS["win"], marker="o",
+                          markersize=3.2, linewidth=0.9, gid="mean")  # fmt: skip
+        axes.set_xlabel(f"mean score (line: full cache, {style.number(full)})")
+        style.title(figure, "What the judge gives")
+        style.foot(figure, result.identity, style.about(len(result.samples)))
+    return figure
+
+
+def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figure:
+    """A bar per configuration: shares of samples won, tied and lost; the exact interval of the losses."""
+    with style.use():
+        configs = by_held(result.configs, lambda one: one.held)
+        named = [(one.config, one.held) for one in configs]
+        figure, axes = _rows(_judged_names(named, result.compress_every, width_mm), width_mm)
+        for row, one in enumerate(configs):
+            left = 0.0
+            for outcome in reversed(OUTCOMES):
+                axes.barh(row, one.shares[outcome], left=left, height=0.62, color=_COLOURS[outcome], gid=outcome,
+                          label=f"{outcome} of the evicted cache" if row == 0 else None)  # fmt: skip
+                left += one.shares[outcome]
+            loss = one.shares["loss"]
+            axes.errorbar([loss], [row], xerr=style.bars(loss, one.intervals["loss"]), color="0.15", linewidth=0.8,
+                          capsize=1.5, gid="interval")  # fmt: skip
+        axes.set(xlim=(0, 1), xlabel="share of samples")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
+                      ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
+        first = f"the answer shown first won {style.number(result.first)} of {counted(result.pairs, 'decided pair')}"
+        samples = len(result.samples)
+        kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
+        style.foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
+    return figure
+
+
+def _rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
+    """One panel with a named row per configuration, the first one on top."""
+    lines = np.array([name.count("\n") + 1 for name in names])
+    figure = style.figure(width_mm, float(np.maximum(_JUDGED_ROW_MM, lines * _LETTERS_MM).sum()) + _JUDGED_AROUND_MM)
+    axes = figure.subplots()
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    return figure, axes
+
+
+def _judged_names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | None, width_mm: float) -> list[str]:
+    """What tells each from the others, and what its cache holds; `limit`: above it caches were compressed again."""
+    room, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
+    names = short_names([config for config, _ in configs])
+    return [
+        folded(f"{name or 'evicted'} (held {style.number(share)}{start})", room)
+        for name, (_, share) in zip(names, configs, strict=True)
+    ]

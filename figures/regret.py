@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.pairing import counted
 from perturbkv.analyses.questions.regret.regret import RegretResult, named
-from perturbkv.analyses.questions.regret.regret_parts import Part
-from perturbkv.analyses.questions.regret.regret_rows import Heads
+from perturbkv.analyses.questions.regret.regret_rows import Heads, Part
 from perturbkv.figures import style
 from perturbkv.optimum.chain import KNOWING
 

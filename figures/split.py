@@ -11,11 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.naming import counted, folded, short
-from perturbkv.analyses.questions.split.corrections import Setting
-from perturbkv.analyses.questions.split.mass_and_distance import Contest, Parts, Spread
+from perturbkv.analyses.pairing import counted, folded, short_names
+from perturbkv.analyses.questions.split.mass_and_distance import Contest, Parts, Setting, Spread
 from perturbkv.figures import style
-from perturbkv.figures.ratio_points import drift, drift_mark, legend, point
+from perturbkv.figures.panels import drift, drift_mark, legend, point
 
 if TYPE_CHECKING:
     from perturbkv.analyses.questions.split.split import Split
@@ -63,7 +62,7 @@ def _clouds(result: Split) -> list[tuple[str, _Clouds]]:
         together.setdefault(one.baseline, []).append(one)
     if not together:
         return [(one.config.selection.name, [(one, found)]) for one, found in every.values()]
-    names = short(list(together))
+    names = short_names(list(together))
     return [
         (name, [every[base], *(every[one.treatment] for one in found)])
         for name, (base, found) in zip(names, together.items(), strict=True)
@@ -71,7 +70,7 @@ def _clouds(result: Split) -> list[tuple[str, _Clouds]]:
 
 
 def _names(corrections: Sequence[Setting]) -> list[str]:
-    told = short([one.baseline for one in corrections])
+    told = short_names([one.baseline for one in corrections])
     return [name or one.baseline.selection.name for name, one in zip(told, corrections, strict=True)]
 
 
@@ -146,7 +145,7 @@ def _about_marks(cloud: Sequence[Spread]) -> str:
 
 
 def _sides(cloud: Sequence[Spread]) -> list[str]:
-    names = short([one.config for one in cloud])
+    names = short_names([one.config for one in cloud])
     return [name or one.config.selection.name for name, one in zip(names, cloud, strict=True)]
 
 

@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.naming import counted
-from perturbkv.analyses.questions.stability.depths import GRID
+from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.questions.stability.head_profiles import OfTrace
+from perturbkv.analyses.questions.stability.rank_reliability import GRID
 from perturbkv.analyses.questions.stability.stability import Stability
-from perturbkv.analyses.questions.stability.stable_traces import OfTrace
-from perturbkv.figures import legends, style
+from perturbkv.figures import labels, style
 
 _KINDS = ("isolated", "propagated")
 _ROW_MM, _DEPTH_MM, _AROUND_MM, _CELL_MM = 58, 46, 20, 5.5
@@ -28,7 +28,7 @@ def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
     with style.use():
         narrow = width_mm < style.WIDE_MM
         matrix = max(_ROW_MM if not narrow else 48, 0 if narrow else _CELL_MM * len(result.traces))
-        columns = legends.columns(_names(result), width_mm, 1 if narrow else 3)
+        columns = labels.legend_columns(_names(result), width_mm, 1 if narrow else 3)
         legend = 3.6 * -(-len(result.traces) // columns)
         height = (matrix + _DEPTH_MM) * (2 if narrow else 1) + _AROUND_MM + legend
         figure = style.figure(width_mm, height)

@@ -1,9 +1,14 @@
-"""One look for every figure: sizes of a journal's columns, a colour-blind-safe map, the run's identity in the foot."""
+"""One look for every figure: sizes of a journal's columns, a colour-blind-safe map, the run's identity in the foot.
+
+Ticks of logarithmic axes: plain numbers, and always enough of them to read a scale.
+
+Symbols of ours, typeset; everything else in a figure is text, whatever dollars and backslashes a name has.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
 from typing import Any
@@ -12,17 +17,97 @@ import matplotlib as mpl
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Colormap
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import Formatter, Locator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.naming import folded
+from perturbkv.analyses.pairing import folded
 from perturbkv.analyses.stats.intervals import LEAST, Scalar, median_level
-from perturbkv.figures import ticks
-from perturbkv.figures.symbols import typeset
-from perturbkv.visible import line
+from perturbkv.escaping import line
+
+_STEPS: tuple[tuple[float, ...], ...] = (
+    (1,),
+    (1, 3),
+    (1, 2, 5),
+    (1, 1.5, 2, 3, 5, 7),
+    (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
+)
+"""Multiples of each power of ten, from coarse to fine."""
+_LEAST, _MOST = 3, 8
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+class PlainLog(Locator):
+    """The coarsest steps that give at least three ticks; on a short axis evenly spaced ones."""
+
+    def __call__(self) -> list[float]:
+        """Those of the axis as it is."""
+        low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
+        return self.tick_values(float(low), float(high))
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        """Those from one end to the other."""
+        low, high = sorted((vmin, vmax))
+        if low <= 0:
+            return []
+        powers = np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
+        for steps in _STEPS:
+            found = [step * 10.0**power for power in powers for step in steps]
+            inside = [tick for tick in found if low <= tick <= high]
+            if len(inside) >= _LEAST:
+                return inside[:: -(-len(inside) // _MOST)]
+        return [float(tick) for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+
+
+class Plain(Formatter):
+    """'0.05', '2', '4,000'; powers of ten where a number would have many zeros."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """One tick's label; empty where a log axis has none."""
+        if x <= 0:
+            return ""
+        if 1e-3 <= x < 1e5:
+            return f"{x:,.10g}" if x < 1000 else f"{x:,.0f}"
+        power = int(np.floor(np.log10(x) + 1e-9))
+        times = f"{x / 10.0**power:.3g}"
+        raised = str(power).translate(_RAISED)  # letters, as nothing in a figure is read as TeX but our symbols
+        return f"10{raised}" if times == "1" else f"{times}×10{raised}"
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Give a logarithmic axis these ticks."""
+    axis.set_major_locator(PlainLog())
+    axis.set_major_formatter(Plain())
+    axis.set_minor_formatter(NullFormatter())
+
+
+_SYMBOLS = {
+    "θ̂_relax": r"$\hat{\mathrm{θ}}_{\mathrm{relax}}$",
+    "θ̂": r"$\hat{\mathrm{θ}}$",
+    "‖o_h‖₁": r"$\Vert o_h\Vert_1$",
+}
+
+
+def symbols(text: str) -> str:
+    """The text with its symbols as TeX writes them, for `typeset`: no underscore where an index is meant."""
+    for written, tex in _SYMBOLS.items():
+        text = text.replace(written, tex)
+    return text
+
+
+def typeset(texts: Iterable[Text]) -> None:
+    """Typeset the symbols in these texts, which the figures' style shows as they are written."""
+    for text in texts:
+        rest = text.get_text()
+        for tex in _SYMBOLS.values():
+            rest = rest.replace(tex, "")
+        text.set_parse_math("$" not in rest)
+
 
 COLUMN_MM, WIDE_MM = 84, 174
 _INCH_MM = 25.4
@@ -121,10 +206,10 @@ def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
     """Logarithmic axes with plain numbers, where anything positive is drawn on them: zeros alone stay linear."""
     if x and np.isfinite(axes.dataLim.minposx):
         axes.set_xscale("log")
-        ticks.plain(axes.xaxis)
+        plain_ticks(axes.xaxis)
     if y and np.isfinite(axes.dataLim.minposy):
         axes.set_yscale("log")
-        ticks.plain(axes.yaxis)
+        plain_ticks(axes.yaxis)
 
 
 def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str, named: Callable[[int], int]) -> None:

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from perturbkv.analyses.naming import sides
+from perturbkv.analyses.pairing import side_names
 from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, TokenFates
+from perturbkv.escaping import line
 from perturbkv.figures import style
 from perturbkv.figures.labels import held_sides
-from perturbkv.visible import line
 
 _COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
 _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
@@ -66,13 +66,13 @@ def _losses() -> list[tuple[str, str, float]]:
 
 
 def _title(found: TokenFates) -> str:
-    first, second = sides(found.baseline, found.treatment)
+    first, second = side_names(found.baseline, found.treatment)
     head, budget = found.shown, found.baseline.budget
     return f"{line(found.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
 def _legend(found: TokenFates) -> list[Patch | Line2D]:
-    first, second = sides(found.baseline, found.treatment)
+    first, second = side_names(found.baseline, found.treatment)
     said = {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
             QUESTION: "question, not compressed"}  # fmt: skip
     handles: list[Patch | Line2D] = [

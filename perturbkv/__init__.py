@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from perturbkv.analyses.heads.heads import compare_heads as compare_heads
     from perturbkv.analyses.horizon.horizon import horizon as horizon
     from perturbkv.analyses.layers.budget_curves import budget_curves as budget_curves
+    from perturbkv.analyses.layers.layers import last_layer as last_layer
     from perturbkv.analyses.layers.layers import layer_drift as layer_drift
-    from perturbkv.analyses.layers.sample_drifts import last_layer as last_layer
     from perturbkv.analyses.needle.needle import needle as needle
     from perturbkv.analyses.quality.divergence import divergence as divergence
     from perturbkv.analyses.quality.quality import quality as quality
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from perturbkv.analyses.questions.stability.stability import stability as stability
     from perturbkv.analyses.tokens.tokens import tokens as tokens
     from perturbkv.api.answering import generate as generate
+    from perturbkv.api.answering import judge as judge
     from perturbkv.api.auditing import audit as audit
     from perturbkv.api.inputs import load_model as load_model
     from perturbkv.api.inputs import load_prompts as load_prompts
-    from perturbkv.api.judging import judge as judge
     from perturbkv.api.measuring import measure as measure
+    from perturbkv.api.questions import regret as regret
     from perturbkv.api.questions import swap as swap
-    from perturbkv.api.searching import regret as regret
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.entry_counts import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
@@ -77,7 +77,7 @@ _PUBLIC = {
     "TraceWriter": "perturbkv.storage.run.writer",
     "budget_curves": "perturbkv.analyses.layers.budget_curves",
     "compare_heads": "perturbkv.analyses.heads.heads",
-    "last_layer": "perturbkv.analyses.layers.sample_drifts",
+    "last_layer": "perturbkv.analyses.layers.layers",
     "layer_drift": "perturbkv.analyses.layers.layers",
     "ablation": "perturbkv.analyses.ablation.ablation",
     "alpha": "perturbkv.analyses.questions.alpha.alpha",
@@ -88,7 +88,7 @@ _PUBLIC = {
     "divergence": "perturbkv.analyses.quality.divergence",
     "equal_bytes": "perturbkv.analyses.budget.equal_bytes",
     "generate": "perturbkv.api.answering",
-    "judge": "perturbkv.api.judging",
+    "judge": "perturbkv.api.answering",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",
     "link": "perturbkv.analyses.correlation.correlation",
@@ -106,7 +106,7 @@ _PUBLIC = {
     "tokens": "perturbkv.analyses.tokens.tokens",
     "register_policy": "perturbkv.selection.policies.registry",
     "register_score": "perturbkv.selection.policies.registry",
-    "regret": "perturbkv.api.searching",
+    "regret": "perturbkv.api.questions",
     "report": "perturbkv.reporting.report",
     "restriction": "perturbkv.analyses.ablation.restriction",
     "safe_budget": "perturbkv.analyses.budget.safe_budget",

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perturbkv.escaping import Passage
-from perturbkv.visible import plain
+from perturbkv.escaping import Passage, plain
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType

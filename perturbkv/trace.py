@@ -20,19 +20,8 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.schema import (
-    ANSWER_TEXT,
-    DIGEST,
-    KEPT,
-    KEY_AXIS,
-    MEASURED,
-    ROWS,
-    SUMS,
-    TEXT,
-    VARIABLES,
-    axis_lengths,
-)
-from perturbkv.visible import line
+from perturbkv.escaping import line
+from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, KEY_AXIS, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
 
 
 @dataclass(frozen=True)
@@ -263,16 +252,16 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write the trace file, whole or not at all; a file that is there is replaced."""
-        written: Path = _storage("trace.memory").save(self, Path(path))
+        written: Path = _storage("trace.trace_writing").save(self, Path(path))
         return written
 
     def to_xarray(self) -> Any:
         """An `xarray.Dataset` with the names, axes and units of a trace file."""
-        return _storage("trace.views").to_dataset(self)
+        return _storage("trace.export").to_dataset(self)
 
     def to_frame(self) -> Any:
         """A `pandas.DataFrame`: a row per sample × configuration × step × layer × head, as `export` writes it."""
-        return _storage("trace.views").to_table(self)
+        return _storage("trace.export").to_table(self)
 
     def _kept(self, where: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """The codes of kept sets, and where those at a place of the axes begin and how long they are."""

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.analyses.ablation.method_rows import controls_of_others
+from perturbkv.analyses.ablation.methods import controls_of_others
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import setting_object
-from perturbkv.analyses.naming import setting
-from perturbkv.analyses.pairing import Pair, order
+from perturbkv.analyses.pairing import Pair, order, setting_name
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.configs.alpha_table import AlphaTable
@@ -106,7 +105,7 @@ class Setting:
     @property
     def setting(self) -> str:
         """What all rows share, in words."""
-        return setting(self.baseline, *_APART)
+        return setting_name(self.baseline, *_APART)
 
     @property
     def granularity(self) -> str:
@@ -131,7 +130,7 @@ class Setting:
 def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
     """One entry per setting of the trace, but for those that are a method's controls and nothing else.
 
-    Raises TraceError where no setting holds the baseline and another row, and as `heads.summarise`.
+    Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
     found = [_setting(trace, _members(group), step) for group in _compared(trace.run)]
     if not found:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.bounds.inequalities import Bounded, bounded
+from perturbkv.analyses.bounds.ratios import Bounded, bounded
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import EVIDENCE, Floats, at_step
 from perturbkv.analyses.pairing import by_selection
@@ -118,7 +118,7 @@ class RankAgreement:
 
 
 def summarise(trace: Trace, step: int = 0) -> tuple[RankAgreement, ...]:
-    """One entry per setting of two or more selections. Raises TraceError and ConfigError as `reading.at_step`."""
+    """One entry per setting of two or more selections. Raises TraceError and ConfigError as `measurements.at_step`."""
     held = bounded(at_step(trace, ANALYSIS, step), ANALYSIS, step)
     return tuple(_agreement(held, group) for group in by_selection(trace.run) if len(group) > 1)
 

@@ -15,20 +15,30 @@ eight samples holds the truth too rarely. Budgets between two that belong belong
 
 Of what a single prompt can dominate, such as KL, means tell nothing: there each sample has a budget of its own, and
 their median counts, between two of them (`intervals.of_medians`).
+
+What a configuration loses, sample by sample, in the measures that budgets are compared by.
+
+One measure of two curves over their budgets, and what the second saves at each of its budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.budget.budget_axis import Axis
+from perturbkv.analyses.measurements import Floats, scores, values
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import Interval, Kind, Scalar
+from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, Interval, Kind, Scalar, share_of
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.trace import Trace
 
 LEAST_BUDGETS = 5
 """Fewer leave too much to the lines between them."""
@@ -185,3 +195,194 @@ def _ends(tried: Floats, ahead: np.ndarray, behind: np.ndarray) -> tuple[float, 
 
 def _scaled(values: Floats, log: bool) -> Floats:
     return np.log(np.maximum(values, _SMALLEST)) if log else values
+
+
+MEASURES = {
+    "score": "score × 100",
+    "propagated": "propagated L1 / ‖o‖₁",
+    "kl": "KL, nat, median",
+}
+"""Name -> what it is called above numbers: mean score of answers, mean propagated perturbation of all heads over the
+norms of their full outputs, and KL(full ‖ evicted), whose mean a single prompt can make."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One measure of a trace, as what is lost: the less the better.
+
+    Attributes:
+        name: a key of `MEASURES`.
+        each: (sample, config) 1 − score; relative L1; nat.
+        full: mean score of the full cache's answers; NaN of other measures.
+    """
+
+    name: str
+    each: Floats
+    full: float
+
+    def level(self, place: int) -> tuple[float, Scalar]:
+        """What stands in tables of one configuration: the score in [0, 1], the mean L1, the median KL."""
+        each = self.each[:, place]
+        if self.name == "kl":
+            band = intervals.of_medians(each[:, None])
+            return float(np.median(each)), None if band is None else band.at(0)
+        if self.name == "score":
+            return float(1 - each.mean()), intervals.of_mean(1 - each, share_of(0))
+        return float(each.mean()), intervals.of_mean(each, POSITIVE)
+
+    def reached(self, baseline: Axis, treatment: Axis) -> list[Reached]:
+        """The budgets at which the baseline loses no more than the treatment does at each of its own."""
+        falling, levels = (self.each[:, list(one.places)] for one in (baseline, treatment))
+        if self.name == "kl":
+            return reached_by_half(baseline.at, falling, treatment.at, levels)
+        return reached(baseline.at, falling, treatment.at, levels, DIFFERENCE if self.name == "score" else RATIO)
+
+
+def losses(trace: Trace, by: Sequence[str] | None, step: int, analysis: str) -> list[Loss]:
+    """The measures asked for, or with None all that the trace has; scores are of whole answers, whatever the step.
+
+    Raises TraceError where the trace lacks one, UnknownNameError for an unknown one, ConfigError for none at all.
+    """
+    return [_loss(trace, name, step, analysis) for name in (_held(trace) if by is None else checked(by))]
+
+
+def checked(by: Sequence[str]) -> list[str]:
+    """Names of measures, or one, each once. Raises UnknownNameError, or ConfigError where there is none."""
+    names = [by] if isinstance(by, str) else list(by)
+    for name in names:
+        if name not in MEASURES:
+            raise UnknownNameError(name, "measure", MEASURES)
+    if not names:
+        msg = f"expected a measure ({', '.join(MEASURES)}), got none"
+        raise ConfigError(msg)
+    return list(dict.fromkeys(names))
+
+
+def _held(trace: Trace) -> list[str]:
+    """The measures of a trace: all of them, without scores where some answer has none."""
+    graded = "score_full" in trace.arrays and not np.isnan(np.asarray(trace.arrays["score_full"])[trace.ok]).any()
+    return [name for name in MEASURES if graded or name != "score"]
+
+
+def _loss(trace: Trace, name: str, step: int, analysis: str) -> Loss:
+    if name == "score":
+        found = scores(trace, analysis)
+        return Loss(name, 1 - found.evicted, float(found.full.mean()))
+    if name == "kl":
+        return Loss(name, values(trace, "logit_kl", analysis, step), float("nan"))
+    moved = values(trace, "perturbation_propagated", analysis, step).sum(axis=(2, 3))
+    whole = values(trace, "output_norm", analysis, step).sum(axis=(1, 2))
+    return Loss(name, moved / whole[:, None], float("nan"))
+
+
+@dataclass(frozen=True)
+class Level:
+    """One configuration of a curve.
+
+    Attributes:
+        config: the configuration.
+        at: where it stands on the axis: its budget, or held / full.
+        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
+        level: its score in [0, 1], mean relative L1 or median KL in nat; `level_interval` over samples.
+    """
+
+    config: EvictionConfig
+    at: float
+    held: float
+    level: float
+    level_interval: Scalar
+
+
+@dataclass(frozen=True)
+class Point(Level):
+    """One configuration of the treatment, and what the baseline needs for the same.
+
+    Attributes:
+        reached: the baseline's budget, on the same axis.
+    """
+
+    reached: Reached
+
+    @property
+    def saving(self) -> float:
+        """1 − b / b*; negative where the baseline needs less; NaN where b* is not known among the budgets measured."""
+        return 1 - self.at / self.reached.value if self.reached.told else float("nan")
+
+    @property
+    def interval(self) -> Scalar:
+        """Of the saving; −∞ or 1 at an end that the budgets measured do not show; None where b* has none."""
+        ends = self.reached.interval
+        if ends is None:
+            return None
+        low, high = (1 - self.at / end if end > 0 else -np.inf for end in (ends.low, ends.high))
+        return Interval(low, high, ends.kind)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, not yet plain."""
+        reached = {"value": self.reached.value, "interval": self.reached.interval, "beyond": self.reached.beyond}
+        own = {name: value for name, value in vars(self).items() if name != "reached"}
+        return {**own, "reached": reached, "saving": self.saving, "saving_interval": self.interval}
+
+
+@dataclass(frozen=True)
+class MeasuredSavings:
+    """Both curves by one measure, smallest budget first.
+
+    Attributes:
+        measure: a key of `budget_equivalence.MEASURES`.
+        full: the full cache's score in [0, 1]; NaN of other measures.
+        baseline: the baseline's levels.
+        points: the treatment's, and what each saves.
+        rising: the baseline's neighbouring budgets between which it loses more instead of less: pooled.
+        treatment_rising: the treatment's, likewise.
+    """
+
+    measure: str
+    full: float
+    baseline: tuple[Level, ...]
+    points: tuple[Point, ...]
+    rising: tuple[tuple[float, float], ...]
+    treatment_rising: tuple[tuple[float, float], ...]
+
+    def reason(self, point: Point) -> str:
+        """Why a saving has no number, or no interval that says anything; empty where it has both."""
+        smallest, largest = (f"{level.at:.4g}" for level in (self.baseline[0], self.baseline[-1]))
+        at = f"{point.reached.value:.4g}"
+        best = f"the baseline does as well from {at} on, where it is at its best"
+        return {
+            "flat": f"the baseline does as well at {at}, the smallest budget measured" if at == smallest else best,
+            "both": "no budget measured can be told from it",
+            "above": f"the baseline does worse at {largest}, the largest budget measured",
+            "below": f"the baseline does better at {smallest}, the smallest budget measured",
+        }.get(point.reached.beyond, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, not yet plain."""
+        return {**vars(self), "points": [{**point.to_dict(), "reason": self.reason(point)} for point in self.points]}
+
+
+def of_measure(loss: Loss, baseline: Axis, treatment: Axis) -> MeasuredSavings:
+    """What the treatment saves by one measure."""
+    levels, own = _levels(loss, baseline), _levels(loss, treatment)
+    reached = loss.reached(baseline, treatment)
+    return MeasuredSavings(
+        measure=loss.name,
+        full=loss.full,
+        baseline=tuple(levels),
+        points=tuple(Point(**vars(level), reached=at) for level, at in zip(own, reached, strict=True)),
+        rising=_rising(loss, levels),
+        treatment_rising=_rising(loss, own),
+    )
+
+
+def _levels(loss: Loss, one: Axis) -> list[Level]:
+    return [
+        Level(config, float(at), float(held), *loss.level(place))
+        for config, place, at, held in zip(one.configs, one.places, one.at, one.held, strict=True)
+    ]
+
+
+def _rising(loss: Loss, levels: list[Level]) -> tuple[tuple[float, float], ...]:
+    """Where more budget loses more."""
+    sign = -1 if loss.name == "score" else 1
+    return tuple((low.at, high.at) for low, high in pairwise(levels) if sign * (high.level - low.level) > 0)

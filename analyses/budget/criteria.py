@@ -1,16 +1,30 @@
-"""What a budget has to keep to be called safe: a limit of a mean over samples, and the bound that must hold it."""
+"""What a budget has to keep to be called safe: a limit of a mean over samples, and the bound that must hold it.
+
+The smallest budget that keeps to a limit: budgets tested from the largest down, up to the first that fails.
+
+The order is fixed before anything is seen, so every test may take the whole risk of 5 %: the first budget that is
+really unsafe is reached at most once, and passes with at most that probability (fixed-sequence testing). A search that
+tried budgets in an order of its own finding would need other samples for its verdict. What lies below the first failure
+is not tested, even where it would pass.
+
+How many bytes a cache takes at a length and a batch of the reader's own: full, and evicted to a budget.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.measurements import Floats, measured_steps, values
-from perturbkv.analyses.scores import scores
+from perturbkv.analyses.budget.budget_axis import Axis
+from perturbkv.analyses.measurements import Floats, measured_steps, scores, values
 from perturbkv.analyses.stats import one_sided
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.option import check_number
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
@@ -115,3 +129,174 @@ def _criterion(name: str, limit: float) -> Criterion:
         msg = f"expected {said} above 0{end} ({unit}), got {limit}"
         raise ConfigError(msg)
     return Criterion(name, limit / 100 if name == "drop" else float(limit))
+
+
+SAFE, FEW, NONE = "safe", "too few samples", "none"
+
+
+@dataclass(frozen=True)
+class Tested:
+    """One budget.
+
+    Attributes:
+        config: the configuration.
+        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
+        mean: of what is limited, over samples; `bound` its one-sided 95 % bound.
+        above: of KL the exact one-sided 95 % bound of the share of samples whose own lies above the limit; else None.
+        tested: False below the first failure.
+        holds: whether the bound keeps to the limit; of a budget that was not tested it says nothing.
+    """
+
+    config: EvictionConfig
+    held: float
+    mean: float
+    bound: float
+    above: float | None
+    tested: bool
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one criterion says of one curve.
+
+    Attributes:
+        criterion: the limit.
+        budgets: every budget, the largest first.
+        samples_for: with how many samples like these the bound of the first failure would hold; None where its mean
+            fails too, where no number is known, and where nothing failed.
+    """
+
+    criterion: Criterion
+    budgets: tuple[Tested, ...]
+    samples_for: int | None
+
+    @property
+    def safe(self) -> Tested | None:
+        """The smallest budget that passed; None where the largest fails."""
+        passed = [one for one in self.budgets if one.tested and one.holds]
+        return passed[-1] if passed else None
+
+    @property
+    def failed(self) -> Tested | None:
+        """The first budget that failed; None where every one passed."""
+        return next((one for one in self.budgets if one.tested and not one.holds), None)
+
+    @property
+    def state(self) -> str:
+        """SAFE; FEW where at the largest budget the mean keeps to the limit and its bound does not; else NONE."""
+        if self.safe is not None:
+            return SAFE
+        return FEW if self.criterion.keeps(self.budgets[0].mean) else NONE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, not yet plain."""
+        own = {"criterion": self.criterion.name, "limit": self.criterion.limit, "state": self.state}
+        safe = None if self.safe is None else self.safe.config.budget
+        return {**own, "budget": safe, "samples_for": self.samples_for, "budgets": self.budgets}
+
+
+@dataclass(frozen=True)
+class SafeBudget:
+    """One selection over its budgets.
+
+    Attributes:
+        name: selection, and whatever tells it from the others.
+        verdicts: one per criterion.
+    """
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def state(self) -> str:
+        """The worst of its criteria."""
+        return worst(one.state for one in self.verdicts)
+
+    @property
+    def safe(self) -> Tested | None:
+        """The smallest budget at which every criterion holds; None where one holds nowhere."""
+        found = [one.safe for one in self.verdicts]
+        known = [one for one in found if one is not None]
+        return max(known, key=lambda one: one.config.budget.value) if len(known) == len(found) else None
+
+
+def worst(states: Iterable[str]) -> str:
+    """NONE before FEW before SAFE."""
+    found = set(states)
+    return next(state for state in (NONE, FEW, SAFE) if state in found)
+
+
+def verdict(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
+    """The verdict on a curve; `each`: (sample, config) of the whole trace."""
+    found: list[Tested] = []
+    for config, place, held in list(zip(curve.configs, curve.places, curve.held, strict=True))[::-1]:
+        mean, bound, above = (
+            float(each[:, place].mean()),
+            criterion.bound(each[:, place]),
+            criterion.above(each[:, place]),
+        )
+        tested = all(one.holds for one in found)
+        found.append(Tested(config, float(held), mean, bound, above, tested, tested and criterion.keeps(bound)))
+    made = Verdict(criterion, tuple(found), None)
+    if made.failed is None or not criterion.keeps(made.failed.mean):
+        return made
+    place = curve.places[curve.configs.index(made.failed.config)]
+    return Verdict(criterion, made.budgets, criterion.samples_for(each[:, place]))
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Caches of one length and batch, in the model's shape and the run's number type.
+
+    Attributes:
+        length: entries of the prompt.
+        batch: prompts at once.
+        token_bytes: of one entry's keys and values in all layers of the full cache.
+        entries: mean entries of the trace's prompts.
+    """
+
+    length: int
+    batch: int
+    token_bytes: float
+    entries: float
+
+    @property
+    def full(self) -> float:
+        """Bytes of the full caches."""
+        return self.token_bytes * self.length * self.batch
+
+    def evicted(self, config: EvictionConfig, held: float) -> float:
+        """Bytes of the caches that a configuration evicts to, which held the share `held` of the trace's prompts.
+
+        A budget in entries keeps as many at every length: `held` then tells how many sets of them there are.
+        """
+        if isinstance(config.budget.value, float):
+            return self.full * held
+        sets = held * self.entries / min(config.budget.value, self.entries)
+        return self.full * sets * min(config.budget.value, self.length) / self.length
+
+
+def check_size(length: int | None, batch: int) -> None:
+    """Raise ConfigError for numbers that are none to count with, and for a batch of no length."""
+    if length is None and batch != 1:
+        msg = f"for_batch (--for-batch {batch}) has no effect without for_length (--for-length); give both"
+        raise ConfigError(msg)
+    for name, number in (("for_length (--for-length)", length), ("for_batch (--for-batch)", batch)):
+        if number is not None:
+            check_number(name, number)
+            if number < 1:
+                msg = f"{name} must be at least 1, got {number}"
+                raise ConfigError(msg)
+
+
+def cache_size(trace: Trace, length: int, batch: int) -> CacheSize:
+    """The size of the trace's caches at another length and batch.
+
+    What an entry takes is what the evicted caches of the run took over what they held. Raises TraceError where the
+    trace does not say what its caches took.
+    """
+    taken = values(trace, "cache_bytes", ANALYSIS) - values(trace, "cache_padding_bytes", ANALYSIS)
+    tokens = values(trace, "prompt_tokens", ANALYSIS)
+    held = (values(trace, "held_share", ANALYSIS).sum(axis=1) * tokens).sum()
+    return CacheSize(length, batch, float(taken.sum() / held), float(tokens.mean()))

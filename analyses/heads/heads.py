@@ -1,23 +1,229 @@
-"""Head by head, one baseline against one or several treatments: the result that a notebook holds (paper, figure 2)."""
+"""Head by head, one baseline against one or several treatments: the result that a notebook holds (paper, figure 2).
+
+How comparisons of heads are told: in a sentence, in tables, in the notes beneath them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any, overload
 
 import numpy as np
 
-from perturbkv.analyses.heads import heads_told
-from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
+from perturbkv.analyses import text
+from perturbkv.analyses import text as conclusions
+from perturbkv.analyses.distances import DISTANCES
+from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, summarise
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.pairing import Sides, checked, pair_columns, pairs
-from perturbkv.analyses.result import Result
-from perturbkv.analyses.several import Sequenced
+from perturbkv.analyses.pairing import (
+    Sides,
+    checked,
+    choices,
+    common,
+    counted,
+    folded,
+    pair_columns,
+    pairs,
+    short_names,
+    side_names,
+)
+from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, Outcome, capital
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
+
+_PAIR = ["treatment", "#heads\n+ / = / −", "#beyond\nchance\n+ / −", "#share\nbetter", "#Σ over\nbaseline's",
+         "#median\nhead's", "#half\nof Σ in"]  # fmt: skip
+_PAIRS = ["treatment", "#held /\nfull", "", "#share\nbetter", "#Σ over\nbaseline's", "#beyond\nchance\n+ / −"]
+_LETTERS = 20
+"""Of a name in a table's first column."""
+
+
+def conclusion(pairs: Sequence[HeadComparison]) -> str:
+    """What to conclude of one pair or of many: propagated first, and what isolated says beside it."""
+    return _of_pair(pairs[0]) if len(pairs) == 1 else _of_pairs(pairs)
+
+
+def tables(pairs: Sequence[HeadComparison]) -> list[Table | str]:
+    """Of one pair a table per kind, and what chance would give; of many one table, a row per pair and kind."""
+    return _pair_tables(pairs[0]) if len(pairs) == 1 else _pairs_table(pairs)
+
+
+def notes(pairs: Sequence[HeadComparison]) -> str:
+    """A line each on intervals, ties, chance, columns, caches and the noise floor."""
+    first, single = pairs[0].propagated, len(pairs) == 1
+    lines = [
+        text.about_intervals(pairs[0].identity.samples),
+        "+ / = / −: heads whose mean over samples is better, tied, worse than the baseline's." if single else "",
+        text.ABOUT_TIES,
+        f"Beyond chance: {text.about_power(first.decided)}",
+        "Share better: mean over samples of each sample's share of heads. Σ: of all heads"
+        + ("; half of Σ in: the share of heads that carries half of the baseline's." if single else "."),
+        "σ ≤ 0.5: heads that are no evidence for Theorem 3." if single else "",
+        "Isolated (isol.): each layer cut on its own; propagated (prop.): earlier layers' errors included.",
+        text.ABOUT_HELD,
+        _prefills(pairs),
+        text.about_floor(first.floor_relative_median),
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def _prefills(pairs: Sequence[HeadComparison]) -> str:
+    """What prefills of their own took, beside the full one; empty where there are none."""
+    sides = [
+        side
+        for pair in pairs
+        for side in zip((pair.baseline, pair.treatment), pair.held, pair.prefill_seconds, strict=False)
+    ]
+    lined = {config: (share, seconds) for config, share, seconds in sides if not isnan(seconds)}
+    if not lined:
+        return ""
+    names = [name or config.label() for name, config in zip(short_names(tuple(lined)), lined, strict=True)]
+    told = [f"{name} {seconds:.2f} s ({text.percent(share)} looked at)"
+            for name, (share, seconds) in zip(names, lined.values(), strict=True)]  # fmt: skip
+    full = f"the full one {pairs[0].prefill_seconds[2]:.2f} s"
+    return f"Prefill, mean over samples, masks dense: {', '.join(told)}; {full}."
+
+
+def _of_pair(pair: HeadComparison) -> str:
+    baseline, treatment = side_names(pair.baseline, pair.treatment)
+    found, single = _outcome(pair, "propagated"), f"whether {treatment} moves the output less or more than {baseline}"
+    opening = {
+        LESS: f"{treatment} moves the output less than {baseline}: the propagated sum falls to",
+        MORE: f"{treatment} moves the output more than {baseline}: the propagated sum rises to",
+        ALIKE: f"{treatment} and {baseline} differ in no head beyond rounding: the propagated sum is",
+        UNDECIDED: f"it is not decided {single}: the propagated sum is",
+        FEW: f"{conclusions.too_few(pair.identity.samples)} {single}: the propagated sum is",
+    }[found.verdict]
+    where = [counted(pair.identity.samples, "sample"), f"budget {pair.baseline.budget}", *_looked_at(pair)]
+    told = f"{capital(opening, treatment)} {found.shown} of {baseline}'s{_heads(pair, found)}"
+    return f"{told} ({', '.join(where)}). {_beside(pair, found)}"
+
+
+def _looked_at(pair: HeadComparison) -> list[str]:
+    """The distance and the step, where they are not the usual ones."""
+    distance = [] if pair.distance == "l1" else [str(DISTANCES[pair.distance])]
+    return distance + ([f"step {pair.step}"] if pair.step else [])
+
+
+def _outcome(pair: HeadComparison, kind: str, name: str = "") -> Outcome:
+    found: HeadKind = getattr(pair, kind)
+    tied = found.tied_count == found.verdict.size
+    return conclusions.by_ratio(name, found.sum_ratio, found.sum_ratio_interval, tied, pair.identity.samples)
+
+
+def _heads(pair: HeadComparison, total: Outcome) -> str:
+    """The share of heads beside the sum, and whether it says otherwise."""
+    kind = pair.propagated
+    share = conclusions.by_share("", kind.better_share, kind.better_share_interval, pair.identity.samples)
+    if total.verdict in (LESS, MORE) and share.verdict == UNDECIDED:
+        return f", though whether most heads move it less is not decided: {share.shown}"
+    word = {(LESS, LESS): "though only", (MORE, MORE): "though"}.get((total.verdict, share.verdict), "and")
+    return f", {word} {share.shown} of the heads move it less"
+
+
+def _beside(pair: HeadComparison, propagated: Outcome) -> str:
+    """What the isolated perturbation says: the same, or not."""
+    own, kind = _outcome(pair, "isolated"), pair.isolated
+    share = text.percent(kind.better_share, kind.better_share_interval)
+    numbers_too = f"{own.shown} of the sum, {share} of the heads"
+    if own.verdict == FEW:
+        return f"Isolated, each layer cut on its own: {numbers_too}."
+    word = {UNDECIDED: "not decided", ALIKE: "no difference beyond rounding"}.get(own.verdict, own.verdict)
+    if own.verdict == propagated.verdict:
+        same = f"{word} either" if own.verdict == UNDECIDED else f"{word} too"
+        return f"Isolated, each layer cut on its own, {same}: {numbers_too}."
+    return f"But isolated, each layer cut on its own, {word}: {numbers_too}."
+
+
+def _of_pairs(pairs: Sequence[HeadComparison]) -> str:
+    both = [side_names(pair.baseline, pair.treatment) for pair in pairs]
+    baselines, treatments = (list(dict.fromkeys(names[place] for names in both)) for place in (0, 1))
+    baseline = baselines[0] if len(baselines) == 1 else "its baseline"
+    treatment = treatments[0] if len(treatments) == 1 else "the treatment"
+    names, samples = _names(pairs, both), pairs[0].identity.samples
+    propagated, isolated = (
+        [_outcome(pair, kind, name) for pair, name in zip(pairs, names, strict=True)]
+        for kind in ("propagated", "isolated")
+    )
+    words = {LESS: f"less than {baseline}", MORE: "more"}
+    main = conclusions.conclusion_of_many(propagated, f"{treatment} moves the output", words, samples)
+    few = any(one.verdict == FEW for one in isolated)
+    counts = "" if few else f"{conclusions.tally_outcomes(isolated, {LESS: LESS, MORE: MORE})}, "
+    at = "".join(f", {words}" for words in _looked_at(pairs[0]))
+    return (
+        f"{capital(main, *treatments)}: the propagated sum over {baseline}'s goes "
+        f"{conclusions.outcome_extremes(propagated)}{at}. Isolated, each layer cut on its own: "
+        f"{counts}{conclusions.outcome_extremes(isolated)}."
+    )
+
+
+def _names(pairs: Sequence[HeadComparison], both: Sequence[tuple[str, str]]) -> list[str]:
+    """What tells each pair from the others: its sides where they are not all the same, and its setting."""
+    several = [len({names[place] for names in both}) > 1 for place in (0, 1)]
+    found = []
+    crossing = any(pair.baseline.policy.name != pair.treatment.policy.name for pair in pairs)
+    settings = conclusions.settings([pair.baseline for pair in pairs], *(["policy"] if crossing else []))
+    for (first, second), words in zip(both, settings, strict=True):
+        own = f"{first} → {second}" if several[0] else second if several[1] else ""
+        found.append(" ".join(filter(None, (own and f"with {own}", words))))
+    return found
+
+
+def _pair_tables(pair: HeadComparison) -> list[Table | str]:
+    found: list[Table | str] = [f"baseline {pair.baseline.label()}"]
+    for kind in ("isolated", "propagated"):
+        title = f"{kind} perturbation, {DISTANCES[pair.distance]}"
+        found.append(Table(title, _PAIR, [[_treatment(pair), *_row(getattr(pair, kind))]]))
+        found.append(f"  {_name(pair)}: {text.about_flips(getattr(pair, kind).decided)}\n")
+    return found
+
+
+def _pairs_table(pairs: Sequence[HeadComparison]) -> list[Table | str]:
+    """A row per pair and kind; JSON holds the rest."""
+    shared = common([side for pair in pairs for side in (pair.baseline, pair.treatment)])
+    baselines = ", ".join(dict.fromkeys(side_names(pair.baseline, pair.treatment)[0] for pair in pairs))
+    rows = []
+    for pair, words in zip(pairs, short_names([pair.baseline for pair in pairs], "selection"), strict=True):
+        rows.append([folded(_name(pair), _LETTERS), text.held(pair.held[1]), "isol.", *_short_row(pair.isolated)])
+        rows.append([folded(words, _LETTERS), "", "prop.", *_short_row(pair.propagated)])
+    title = f"isolated and propagated perturbation, {DISTANCES[pairs[0].distance]}"
+    return [f"baseline {baselines} · {shared}", Table(title, _PAIRS, rows)]
+
+
+def _short_row(kind: HeadKind) -> list[str]:
+    return [
+        text.percent(kind.better_share, kind.better_share_interval),
+        text.decimal(kind.sum_ratio, kind.sum_ratio_interval),
+        f"{kind.decided.better}/{kind.decided.worse}",
+    ]
+
+
+def _row(kind: HeadKind) -> list[str]:
+    return [
+        text.verdicts(kind.verdict),
+        f"{kind.decided.better}/{kind.decided.worse}",
+        text.percent(kind.better_share, kind.better_share_interval, "\n"),
+        text.decimal(kind.sum_ratio, kind.sum_ratio_interval, apart="\n"),
+        text.decimal(kind.median_ratio, kind.median_ratio_interval, apart="\n"),
+        text.percent(kind.half_share),
+    ]
+
+
+def _name(pair: HeadComparison) -> str:
+    """The treatment in as few words as tell it from its baseline."""
+    (baseline, _), (policy, selection) = choices(pair.baseline, pair.treatment)
+    return selection if policy == baseline else f"{policy}:{selection}"
+
+
+def _treatment(pair: HeadComparison) -> str:
+    """The treatment, what both caches hold, and how many of its heads are flagged."""
+    held = " → ".join(text.held(share) for share in pair.held)
+    return "\n".join([folded(_name(pair), _LETTERS), f"held {held}", f"σ ≤ 0.5: {int(pair.flagged.sum())}"])
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,15 +259,15 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
 
     def conclusion(self) -> str:
         """Whether the treatment moves the attention output less, propagated and isolated, with intervals and n."""
-        return heads_told.conclusion(self.members)
+        return conclusion(self.members)
 
     def tables(self) -> Sequence[Table | str]:
         """Of one pair a table per kind of perturbation; of several one table, two rows each."""
-        return heads_told.tables(self.members)
+        return tables(self.members)
 
     def notes(self) -> str:
         """What intervals, ties and columns mean, a line each."""
-        return heads_told.notes(self.members)
+        return notes(self.members)
 
     def to_dict(self) -> dict[str, Any]:
         """`comparisons`: one object per pair, as `docs/json.md` says."""

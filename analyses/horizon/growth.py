@@ -1,10 +1,16 @@
 """Perturbation per decode step, and its growth from the first third of the steps to the last, of all heads and of each.
 
 Rounding does not grow: what is within two noise floors has no growth.
+
+The decode steps that each sample has, and the first and last third of them.
+
+Does one selection's lead over another last? Perturbation of both in the first and in the last third of the steps.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,15 +18,67 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.horizon.thirds import Steps, taken
-from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.distances import TIE_FLOORS
+from perturbkv.analyses.measurements import Floats, measured_steps, values
+from perturbkv.analyses.pairing import Pair, pairs
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import plain, ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, Kind, Scalar
 from perturbkv.analyses.stats.permutation import Decided
-from perturbkv.analyses.verdicts import TIE_FLOORS
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
+
+ANALYSIS = "horizon"
+LEAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which steps each sample has: `held` (sample, step), and of those of three steps or more the two thirds."""
+
+    held: NDArray[np.bool_]
+
+    @property
+    def long(self) -> NDArray[np.bool_]:
+        """(sample,) True for three steps or more."""
+        return np.asarray(self.held.sum(axis=1) >= LEAST_STEPS)
+
+    def thirds(self, *arrays: Floats) -> tuple[list[Floats], list[Floats]]:
+        """Means of (sample, step, …) arrays over the first and over the last third of the steps: (long sample, …).
+
+        Each long sample has thirds of its own steps.
+        """
+        first, last = (
+            [np.einsum("st,st...->s...", third, array[self.long]) for array in arrays] for third in self._weights()
+        )
+        return first, last
+
+    def _weights(self) -> tuple[Floats, Floats]:
+        """(long sample, step) what each step weighs in the first and in the last third."""
+        counts = self.held[self.long].sum(axis=1)
+        step, third = np.arange(self.held.shape[1]), (counts // 3)[:, None]
+        last = (step >= counts[:, None] - third) & (step < counts[:, None])
+        return (step < third) / third, last / third
+
+
+def steps_of(trace: Trace) -> Steps:
+    """The steps of a trace's complete samples. Raises ConfigError where no text has three of them."""
+    counts = measured_steps(trace)
+    if counts.max() < LEAST_STEPS:
+        msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
+        raise ConfigError(msg)
+    return Steps(np.arange(counts.max()) < counts[:, None])
+
+
+def taken(trace: Trace, name: str, steps: Steps, config: int | None = None) -> Floats:
+    """(sample, step, …) of one configuration, 0 at the steps that a sample has not: sums leave these out."""
+    array = values(trace, name, ANALYSIS)
+    array = (array if config is None else array[:, config])[:, : steps.held.shape[1]]
+    held = steps.held.reshape(*steps.held.shape, *[1] * (array.ndim - 2))
+    return np.where(held, array, 0.0)
+
 
 KINDS = {"propagated": "perturbation_propagated", "isolated": "perturbation_isolated"}
 FLOORS = {"propagated": "noise_floor", "isolated": "noise_floor_isolated"}
@@ -189,3 +247,69 @@ def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind:
 
 def _step_interval(top: Floats, bottom: Floats, kind: Kind) -> Scalar:
     return intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)
+
+
+_VARIABLE = "perturbation_propagated"
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Two configurations that differ in selection, or policy, alone.
+
+    Attributes:
+        baseline, treatment: the configurations.
+        first, last: Σ L of the treatment over the baseline's, propagated, of all heads and samples, in each sample's
+            first and last third of its steps; NaN where one of the two is within two noise floors.
+        first_interval, last_interval: over samples.
+    """
+
+    baseline: EvictionConfig
+    treatment: EvictionConfig
+    first: float
+    first_interval: Scalar
+    last: float
+    last_interval: Scalar
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader needs, as JSON-able numbers."""
+        found: dict[str, Any] = plain(vars(self))
+        return found
+
+
+def leads(trace: Trace, sides: Sequence[str], steps: Steps) -> tuple[Lead, ...]:
+    """Each later side against the first, wherever the trace holds both alike in everything else."""
+    configs, floors = trace.run.configs, steps.thirds(taken(trace, "noise_floor", steps))
+    return tuple(
+        _lead(pair, floors, *(steps.thirds(taken(trace, _VARIABLE, steps, configs.index(one))) for one in pair))
+        for side in sides[1:]
+        for pair in _pairs(trace.run, sides[0], side)
+    )
+
+
+def _pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
+    """The pairs, or none: the curves of two sides can be shown that nothing else makes comparable."""
+    with contextlib.suppress(TraceError):
+        return pairs(run, baseline, treatment)
+    return []
+
+
+_Thirds = tuple[list[Floats], list[Floats]]
+
+
+def _lead(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Thirds) -> Lead:
+    """Each third is a list of one (sample, layer, head) array."""
+    (first, first_interval), (last, last_interval) = (
+        _ratio(*(parts[0].sum(axis=(1, 2)) for parts in third))
+        for third in zip(treatment, baseline, floors, strict=True)
+    )
+    return Lead(*pair, first, first_interval, last, last_interval)
+
+
+def _ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, Scalar]:
+    """Of (sample,) sums, with its interval; NaN and None within noise."""
+    if min(treatment.sum(), baseline.sum()) <= TIE_FLOORS * floor.sum():
+        return float("nan"), None
+    found = intervals.scalar(
+        lambda weights: np.asarray(ratio(weights @ treatment, weights @ baseline)), len(baseline), RATIO
+    )
+    return float(ratio(treatment.sum(), baseline.sum())), found

@@ -1,4 +1,7 @@
-"""Is a fact still found from an evicted cache, and does perturbation tell? (Paper, appendix E and figure 8.)."""
+"""Is a fact still found from an evicted cache, and does perturbation tell? (Paper, appendix E and figure 8.).
+
+The tables of a needle run: what each method finds, and whether perturbation tells.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,88 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import Floats, at_step
-from perturbkv.analyses.naming import common, counted, short
-from perturbkv.analyses.needle.needle_grid import ANALYSIS, Method, cells_of, grid_of, methods
-from perturbkv.analyses.needle.needle_tables import ABOUT_RANKS, found_table, link_tables
-from perturbkv.analyses.needle.retrieval import Correlation, Retrieval, check_scored, correlate, measures
+from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, at_step
+from perturbkv.analyses.needle.retrieval import (
+    ANALYSIS,
+    CIRCULAR,
+    OUTCOMES,
+    BudgetLink,
+    Correlation,
+    Method,
+    Retrieval,
+    cells_of,
+    check_scored,
+    correlate,
+    grid_of,
+    measures,
+    methods,
+)
+from perturbkv.analyses.pairing import LEAST_CONFIGS, common, counted, folded, short_names
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import decided, ends, sentence, tally
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.text import decided, extremes, sentence, tally_verdicts
 from perturbkv.display import Table
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+ABOUT_RANKS = (
+    "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one granularity and one "
+    "protection are ranked together; under a budget stands what their caches hold over the full cache. Mean over the n "
+    "prompts whose methods differ; its interval over them. L1, θ (of all heads) and drift are relative to the full "
+    "run's norms."
+)
+
+
+def found_table(named: list[tuple[str, Method]], lengths: tuple[int, ...]) -> Table:
+    """A row per method: what it finds in all, and by prompt tokens."""
+    columns = ["method", "#held /\nfull", "#found", "#leading\ndigits", *(f"#{length:,}" for length in lengths)]
+    title = "share of numbers found in all, of their leading digits, and found by prompt tokens"
+    return Table(title, columns, [_row(folded(name, 24), method) for name, method in named])
+
+
+def link_tables(link: Retrieval) -> list[Table | str]:
+    """Of which prompts the ranks are, and the ranks: those known beforehand, and apart those that nearly are scores."""
+    said: list[Table | str] = [f"does perturbation tell? {link.samples} prompts that the full cache answers"]
+    said += [f"b={budget}: fewer than {LEAST_CONFIGS} methods, no ranks" for budget in link.too_few]
+    if not link.budgets:
+        return said
+    first = [(one, one.correlations) for one in link.budgets]
+    circular = [(one, one.circular) for one in link.budgets]
+    return [
+        *said,
+        _ranks("Spearman's ρ between the methods of one prompt, first decode step", FIRST_STEP_MEASURES, first),
+        _ranks("circular: on the answer's own tokens these nearly are the score", CIRCULAR, circular),
+    ]
+
+
+def _row(name: str, method: Method) -> list[str]:
+    columns = [column[~np.isnan(column)] for column in method.grid.T]
+    by_length = [float(column.mean()) if len(column) else float("nan") for column in columns]
+    whole = text.percent(method.score, method.score_interval, "\n")
+    digits = text.percent(method.digits, method.digits_interval, "\n")
+    return [name, text.held(method.held), whole, digits, *(text.percent(share) for share in by_length)]
+
+
+def _ranks(title: str, measures: dict[str, str], budgets: list[tuple[BudgetLink, tuple[Correlation, ...]]]) -> Table:
+    """A row per budget and measure, both outcomes beside each other, each with its n."""
+    rows = []
+    for link, correlations in budgets:
+        held = " to ".join(dict.fromkeys(map(text.held, link.held_ends)))
+        names = [link.name, f"held {held}", *[""] * len(measures)]
+        found = {(one.measure, one.outcome): one for one in correlations}
+        for place, (name, words) in enumerate(measures.items()):
+            cells = [cell for outcome in OUTCOMES for cell in _ranked(found[name, outcome])]
+            rows.append([names[place], words, *cells])
+    return Table(title, ["budget", "measure", "#whole number", "#n", "#digits", "#n"], rows)
+
+
+def _ranked(one: Correlation) -> list[str]:
+    return [text.decimal(one.rho, one.interval), str(one.deciding)]
+
 
 _TELLS = {
     -1: ("methods that perturb a prompt's first step more find fewer digits", "fewer"),
@@ -121,7 +192,7 @@ class Needle(Result):
         return self._drawn("Needle.plot_correlation", width_mm)
 
     def _named(self) -> list[tuple[str, Method]]:
-        names = [name or "evicted" for name in short(self.identity.configs)]
+        names = [name or "evicted" for name in short_names(self.identity.configs)]
         return list(zip(names, self.methods, strict=True))
 
     def _found(self) -> str:
@@ -143,11 +214,13 @@ class Needle(Result):
         if not known:
             few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
             return f"whether those that perturb more find less cannot be said: {few}"
-        told = ends([("", one.rho, text.decimal(one.rho, one.interval)) for one in known])
+        told = extremes([("", one.rho, text.decimal(one.rho, one.interval)) for one in known])
         prompts = min(one.deciding for one in known)
         few = ", too few for an interval" if prompts < LEAST else ""
         verdicts = [decided(one.interval, 0) for one in known]
-        return f"{tally(verdicts, _TELLS, 'budget')}: ρ = {told} (n = {counted(prompts, 'deciding prompt')}{few})"
+        return (
+            f"{tally_verdicts(verdicts, _TELLS, 'budget')}: ρ = {told} (n = {counted(prompts, 'deciding prompt')}{few})"
+        )
 
 
 def needle(trace: Trace) -> Needle:

@@ -18,12 +18,12 @@ from perturbkv.analyses import text
 from perturbkv.analyses.identity import RunIdentity, of_answers
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.naming import common, counted, folded, short
+from perturbkv.analyses.pairing import common, counted, folded, short_names
 from perturbkv.analyses.quality.divergence_point import MOST_SPANS, Forced, Parting, parting, spans
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import ends, over, sentence
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.text import extremes, over, sentence
 from perturbkv.display import Table
 from perturbkv.storage.answers_file import WrittenAnswers, check_answers
 
@@ -64,12 +64,14 @@ class Divergence(Result):
             said = [f"half of the answers, or more, are the full cache's with {never} of {len(medians)} configurations"]
         else:
             told = [(name, median, counted(int(median), "token")) for name, median in medians]
-            said = [f"the median answer first differs from the full cache's after {ends(told, 'with')}"]
+            said = [f"the median answer first differs from the full cache's after {extremes(told, 'with')}"]
         forced = [(name, one.forced) for name, one in named if one.forced is not None]
         if forced:
             told = [(name, one.medians["kl"], _nat(one)) for name, one in forced]
             answers = counted(self._read, "answer")
-            said.append(f"where every cache reads the full one's, the median KL of {answers} is {ends(told, 'with')}")
+            said.append(
+                f"where every cache reads the full one's, the median KL of {answers} is {extremes(told, 'with')}"
+            )
         return sentence(f"{'; '.join(said)} ({over(len(self.samples))}{held})")
 
     def tables(self) -> list[Table | str]:
@@ -140,7 +142,7 @@ class Divergence(Result):
         return sum(length > 0 for length in self.lengths)
 
     def _named(self) -> list[tuple[str, Parting]]:
-        names = [name or "evicted" for name in short(self.identity.configs)]
+        names = [name or "evicted" for name in short_names(self.identity.configs)]
         return list(zip(names, self.configs, strict=True))
 
     def _held(self) -> tuple[list[tuple[str, Parting]], str]:

@@ -9,14 +9,21 @@ from typing import Any
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import pairs
-from perturbkv.analyses.quality import quality_told
+from perturbkv.analyses.pairing import pairs, ranked_together
+from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, left_out, shared, tasks
-from perturbkv.analyses.quality.quality_layout import Layout
-from perturbkv.analyses.quality.quality_layout import layout as lay_out
-from perturbkv.analyses.quality.score_columns import AVERAGE, Column, Sides, by_dataset, by_kind, column, of_first_step
+from perturbkv.analyses.quality.score_columns import (
+    AVERAGE,
+    Column,
+    Layout,
+    Sides,
+    by_dataset,
+    by_kind,
+    column,
+    of_first_step,
+)
+from perturbkv.analyses.quality.score_columns import layout as lay_out
 from perturbkv.analyses.quality.score_tables import tables
-from perturbkv.analyses.ranked_together import ranked_together
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.configs.eviction import EvictionConfig
@@ -58,7 +65,7 @@ class Quality(Result):
 
     def conclusion(self) -> str:
         """Which configuration keeps most of the full cache's score, and whether the treatment beats the baseline."""
-        return quality_told.conclusion(self.average, self.configs, self.pairs, self.sides)
+        return score_tables.quality_conclusion(self.average, self.configs, self.pairs, self.sides)
 
     def tables(self) -> Sequence[Part]:
         """Data sets by kind, the kinds beside their average, and differences."""
@@ -66,7 +73,7 @@ class Quality(Result):
 
     def notes(self) -> str:
         """What a score and its brackets are, and what was left out."""
-        return quality_told.notes(self.datasets, self.left_out, self.lacking)
+        return score_tables.quality_notes(self.datasets, self.left_out, self.lacking)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON-able numbers; scores in [0, 1]."""
@@ -91,19 +98,19 @@ class Quality(Result):
 
     def to_latex(self) -> str:
         """The tables as LaTeX, for booktabs."""
-        from perturbkv.analyses.quality.quality_latex import document
+        from perturbkv.analyses.quality.score_tables import document
 
         return document(self.layouts(), self._caption())
 
     def to_markdown(self) -> str:
         """The tables as Markdown."""
-        from perturbkv.analyses.quality.quality_text import markdown
+        from perturbkv.analyses.quality.score_tables import markdown
 
         return markdown(self.layouts(), self._caption())
 
     def to_csv(self) -> str:
         """The widest table as CSV: scores × 100 with the ends of their intervals, guarded against spreadsheets."""
-        from perturbkv.analyses.quality.quality_text import csv
+        from perturbkv.analyses.quality.score_tables import csv
 
         return csv(self.layouts()[-1], self.configs)
 
@@ -113,7 +120,7 @@ class Quality(Result):
         return tuple(lay_out(self.configs, columns, self.average) for columns in [*summed, self.datasets])
 
     def _caption(self) -> str:
-        return f"{self.identity.lines()[0]}. {quality_told.about_marks(self.datasets)}"
+        return f"{self.identity.lines()[0]}. {score_tables.about_marks(self.datasets)}"
 
     def _told(self, one: Column) -> dict[str, Any]:
         """A column, not yet plain."""

@@ -4,8 +4,8 @@ A share of samples has the exact interval of Clopper and Pearson (1934). Everyth
 means over samples: leaving out one sample at a time gives its standard error (the jackknife: Efron, 1982), and
 Student's t widens it. Results of real prompts are skewed, and a few prompts weigh more than all others together; with
 n − 1 degrees of freedom eight samples cover a ratio of sums in 82 to 90 % of draws, not in 95 %. So the degrees of
-freedom are those of `Kind`, taken from a simulation on real samples (`docs/scripts/coverage.py`) to cover at least 92 %.
-Nothing is drawn at random: the same trace always gives the same interval.
+freedom are those of `Kind`, taken from a simulation on real samples (`docs/scripts/coverage.py`) to cover at least
+92 %. Nothing is drawn at random: the same trace always gives the same interval.
 
 A standard error needs samples that differ. Where all n samples of a mean with limits are alike, or all but one lie at a
 limit, they say of the others only that these are rarer than 1 − 0.025^(1/n): such a share may lie at the far limit. Of
@@ -13,17 +13,29 @@ samples that are all 1, or all 0, this is the exact interval of a share of sampl
 
 Of differences of which at least half are 0 the others are rare, and the few that were drawn say too little of how far
 they go: there an end that does not leave out 0 lies further out by that same share of the farthest sample on its side.
+
+The interval of a mean over several data sets, whose samples were drawn apart from each other.
+
+The samples of one data set say nothing of those of another, so the data sets are strata: the squared distances from
+each data set's mean to the ends of its own interval add up, each end for itself (MOVER, the method of variance
+estimates recovery: Zou and Donner, Statistics in Medicine 27, 2008). Nothing is pooled: a data set in which all samples
+are alike keeps the room that its own interval leaves for others, and one of few samples stays as unsure as it is. Of a
+single data set this is the interval of `intervals.of_mean`.
+
+A mean over prompts with its interval and the number of prompts that it is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special, stats
+
+from perturbkv.analyses.stats.arithmetic import ratio
 
 LEVEL = 0.95
 MEDIAN_LEVEL = 0.92
@@ -249,3 +261,54 @@ def _alone(distance: Floats, count: int) -> Floats:
 def _snapped(end: Floats, limit: float) -> Floats:
     """The end, exactly at the limit where rounding alone keeps it away."""
     return np.where(np.abs(end - limit) <= _ROUNDING, limit, end)
+
+
+def stratified_mean(strata: Sequence[Floats]) -> float:
+    """The mean over data sets of each one's mean over its (sample,) values: every data set counts the same."""
+    return float(np.mean([one.mean() for one in strata]))
+
+
+def of_stratified_mean(strata: Sequence[Floats], kind: Kind) -> Scalar:
+    """The interval of `mean`; each stratum holds the (sample,) values of one data set.
+
+    A range where one of them has fewer than five samples: the mean of all least to the mean of all largest samples, or
+    ends of intervals. None where one has a single sample.
+    """
+    each = [of_mean(one, kind) for one in strata]
+    known = [one for one in each if one is not None]
+    if len(known) < len(each):
+        return None
+    lows, highs = (np.array([getattr(one, end) for one in known]) for end in ("low", "high"))
+    if any(one.kind == "range" for one in known):
+        return Interval(float(lows.mean()), float(highs.mean()), "range")
+    means = np.array([one.mean() for one in strata])
+    low, high = (float(np.sqrt(((end - means) ** 2).sum()) / len(means)) for end in (lows, highs))
+    return Interval(float(means.mean()) - low, float(means.mean()) + high)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts.
+
+    Attributes:
+        value: the mean; NaN where no prompt has a value.
+        interval: of the mean, over prompts.
+        prompts: that have a value.
+    """
+
+    value: float
+    interval: Scalar
+    prompts: int
+
+
+def over_prompts(each: Floats, kind: Kind) -> Estimate:
+    """The mean of (prompt,) values; prompts that are NaN are left out."""
+    held = each[~np.isnan(each)]
+    return Estimate(float(ratio(held.sum(), len(held))), of_mean(held, kind), len(held))
+
+
+def mean_of(each: Sequence[Floats]) -> Floats:
+    """(prompt,) mean of several (prompt,) values over those that are not NaN; NaN where all are."""
+    stacked = np.stack(each)
+    held = ~np.isnan(stacked)
+    return np.asarray(ratio(np.where(held, stacked, 0).sum(axis=0), held.sum(axis=0)))

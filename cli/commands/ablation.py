@@ -1,4 +1,7 @@
-"""`perturbkv ablation`: which ingredient of the two-stage selection brings its gain, or which method perturbs least."""
+"""`perturbkv ablation`: which ingredient of the two-stage selection brings its gain, or which method perturbs least.
+
+`perturbkv restriction`: what one kept set for all heads and whole blocks cost.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,12 @@ from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.session import open_study
 from perturbkv.configs.choice import Choice, as_choice, halves, parse, split
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.lines import EVICT_NOTHING
+from perturbkv.configs.selections import EVICT_NOTHING
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
+
 
 _ALPHAS = (0.0, 0.25, 0.5)
 _UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight-attention", "hindsight"]
@@ -79,7 +83,7 @@ def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
 
 def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
     """Each method as it is meant, two stages on three of them, and the controls of the same protection."""
-    from perturbkv.analyses.ablation.method_rows import CONTROLS, baseline_of, control
+    from perturbkv.analyses.ablation.methods import CONTROLS, baseline_of, control
     from perturbkv.selection.policies.registry import resolved
 
     if "policy" in run.typed:
@@ -151,3 +155,40 @@ def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
             grouped = dataclasses.replace(wanted, alpha=alphas, granularity=[str(product)])
             made += grouped.configs(["two-stage"])
     return tuple(dict.fromkeys(made))
+
+
+_SELECTIONS = ["attention", "two-stage"]
+_BLOCKS = (16, 32)
+
+
+@with_options
+def restriction(run: RunOptions, look: LookOptions) -> None:
+    """Tell what an engine's restrictions cost.
+
+    One kept set for all heads of a layer, and whole blocks, against one set of single entries per kv head at the same
+    budget. Without --granularity: kv, layer and query, blocks of 16 and 32.
+    """
+    study = open_study("restriction", run, look, lambda: _restriction_configs(run))
+    if study is None:
+        return
+    from perturbkv.analyses.ablation.restriction import restriction as analyse
+
+    result = analyse(study.trace, look.step)
+    study.save(result.plot(study.width_mm), result.identity, "restriction")
+    study.show(result)
+
+
+def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
+    """Both selections under every restriction, the baseline first."""
+    asked = ["kv", *(run.granularity or _usual(run))]
+    return dataclasses.replace(run, granularity=list(dict.fromkeys(asked))).configs(_SELECTIONS)
+
+
+def _usual(run: RunOptions) -> list[str]:
+    """Whole blocks per head and per layer; per head alone where a policy shares budgets out between heads."""
+    from perturbkv.selection.policies import registry
+
+    by_head = any(registry.info(parse(name).name).budgets == "by head" for name in run.policy or [])
+    names = ["kv"] if by_head else ["kv", "layer"]
+    blocks = [f"{name}(block={size})" for size in _BLOCKS for name in names]
+    return [*names, *blocks, "query"]

@@ -13,11 +13,9 @@ from perturbkv.audit_trace import SITUATIONS
 from perturbkv.cli import console, option_effects
 from perturbkv.cli.choices import apart
 from perturbkv.cli.data_options import DATA, DataOptions
-from perturbkv.cli.figure_options import FigureOptions
 from perturbkv.cli.option_routing import with_options
-from perturbkv.cli.options import JsonOption
-from perturbkv.cli.planned_run import run_folder
-from perturbkv.cli.planning import encode_prompts
+from perturbkv.cli.options import FigureOptions, JsonOption
+from perturbkv.cli.planned_run import encode_prompts, run_folder
 from perturbkv.cli.saving import free, free_figures, save_figure
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -92,7 +90,7 @@ def _audited(eviction: str, asked: AuditOptions) -> AuditResult:
     from perturbkv.analyses.audit.audit import conclude
     from perturbkv.auditing.audit import Settings
     from perturbkv.auditing.audit import audit as measure
-    from perturbkv.auditing.loading import load
+    from perturbkv.auditing.evictions import load
     from perturbkv.auditing.positions_file import KeptFile
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype

@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.pairing import counted
 from perturbkv.cli import console
-from perturbkv.cli.once import OnceCommand, OnceGroup
-from perturbkv.cli.option_routing import typed
+from perturbkv.cli.option_routing import OnceCommand, OnceGroup, typed
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import claimed
-from perturbkv.configs import numbers
+from perturbkv.configs import option as numbers
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 
 if TYPE_CHECKING:
-    from perturbkv.benchmark.comparison import Change
-    from perturbkv.benchmark.rows import Report, Row
+    from perturbkv.benchmark.rows import Change, Report, Row
 
 _OWN_SHAPES = {"norms-time", "norms-memory", "triton-time", "triton-rate", "cuda-24", "cuda-decode"}
 """Rows whose model, prompt and dtype are their own."""
@@ -136,10 +134,9 @@ def compare(
     """Compare two files of `perturbkv bench`; exit with 1 where a row became worse by more than the tolerance."""
     from dataclasses import asdict
 
-    from perturbkv.benchmark.comparison import compare, other_settings
-    from perturbkv.benchmark.rows import read
+    from perturbkv.benchmark.rows import compare, other_settings, read
 
-    numbers.check("--tolerance", tolerance)
+    numbers.check_number("--tolerance", tolerance)
     before, after = read(old), read(new)
     changes, others = compare(before, after, tolerance), other_settings(before, after)
     if as_json:

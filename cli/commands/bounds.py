@@ -1,4 +1,7 @@
-"""`perturbkv bound-tightness`: how tight are θ, θ̂ and θ̂_relax, and do they order selections as L does."""
+"""`perturbkv bound-tightness`: how tight are θ, θ̂ and θ̂_relax, and do they order selections as L does.
+
+`perturbkv assumption`: does stage 1 hold more than half of the attention (paper, figure 4).
+"""
 
 from __future__ import annotations
 
@@ -46,4 +49,26 @@ def bound_tightness(
     result = analyse(study.trace, selection, look.step)
     study.save(result.plot(study.width_mm), result.identity, "bound-tightness")
     study.save(result.plot_heads(study.width_mm), result.identity, "bound-tightness-heads")
+    study.show(result)
+
+
+@showing(budget=" ".join(FRACTIONS))
+@with_options
+def assumption(
+    run: RunOptions,
+    look: LookOptions,
+    selection: Annotated[str, Option(metavar="NAME", help="Whose stage 1 is looked at")] = "two-stage",
+) -> None:
+    """Check Assumption 1 per head, in three readings of σ.
+
+    As the paper states it, as stage 1 holds it, and S (its figure 4).
+    """
+    wanted = run.with_budgets(FRACTIONS)
+    study = open_study("assumption", wanted, look, lambda: wanted.configs([selection]), leave_out_unfit=not run.budget)
+    if study is None:
+        return
+    from perturbkv.analyses.bounds.assumption import assumption as analyse
+
+    result = analyse(study.trace, selection, look.step)
+    study.save(result.plot(study.width_mm), result.identity, "assumption")
     study.show(result)

@@ -1,17 +1,39 @@
-"""`perturbkv budget`: the smallest budget at which perturbation or score keep to a limit, and the bytes it saves."""
+"""`perturbkv budget`: the smallest budget at which perturbation or score keep to a limit, and the bytes it saves.
+
+`perturbkv savings`: at which budget does a baseline do as well as a treatment (paper, figure 1).
+
+`perturbkv cliff`: the budget at which KL of the next token passes a threshold, method by method.
+
+The largest window that leaves room beside itself at the smallest budget, when the user chose none.
+
+`perturbkv bytes`: at equal bytes, is it better to evict or to quantise?.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
-from perturbkv.cli.choices import parse_names
+from perturbkv.cli import console
+from perturbkv.cli.choices import DEFAULT_COMPARE, apart, numbers, parse_compare, parse_methods, parse_names
 from perturbkv.cli.option_routing import showing, with_options
-from perturbkv.cli.options import LookOptions, RunOptions
+from perturbkv.cli.options import CompareOption, LookOptions, RunOptions
 from perturbkv.cli.session import open_study
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import FULL, FULL_BITS, QUANTISE
+from perturbkv.configs.resources import Shape
+from perturbkv.errors import BudgetError, ConfigError
+
+if TYPE_CHECKING:
+    from perturbkv.datasets.encode import Prompt
+    from perturbkv.models.loading import ModelFiles
+
 
 _BUDGETS = ("0.05", "0.1", "0.2", "0.4", "0.6", "0.8")
 
@@ -34,8 +56,7 @@ def budget(
     for_batch: Annotated[int, Option(metavar="N", help="And for so many of them at once")] = 1,
 ) -> None:
     """Find each selection's smallest safe budget; exit code 1: none, 2: few samples."""
-    from perturbkv.analyses.budget.cache_sizes import check_size
-    from perturbkv.analyses.budget.criteria import criteria
+    from perturbkv.analyses.budget.criteria import check_size, criteria
     from perturbkv.analyses.budget.safe_budget import safe_budget as analyse
 
     criteria(max_kl, max_drop, min_top1)
@@ -64,3 +85,249 @@ def _configs(run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ..
     configs = run.configs(selections)
     check_kind(configs, "budget")
     return configs
+
+
+_SAVINGS_BUDGETS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8")
+
+
+@showing(budget=" ".join(_SAVINGS_BUDGETS))
+@with_options
+def savings(
+    run: RunOptions,
+    look: LookOptions,
+    compare: CompareOption = DEFAULT_COMPARE,
+    by: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME",
+            help="score (generates answers), propagated, kl",
+            show_default="a trace's",
+        ),
+    ] = None,
+) -> None:
+    """Tell how much budget a selection saves.
+
+    At which budget does the baseline do as well (paper, figure 1)? Over five budgets or more.
+    """
+    from perturbkv.analyses.budget.budget_equivalence import checked
+    from perturbkv.analyses.budget.savings import savings as analyse
+
+    names, wanted = parse_compare(compare), run.with_budgets(_SAVINGS_BUDGETS)
+    measures = None if by is None else checked(by)
+    stems = ["savings", *[f"savings-{place}" for place in range(1, len(names))]]
+    study = open_study(
+        "savings", wanted, look, lambda: _savings_configs(wanted, names), leave_out_unfit=not run.budget,
+        generate=None if "score" in (measures or ()) else 0, stems=stems,
+    )  # fmt: skip
+    if study is None:
+        return
+    result = analyse(study.trace, names[0], names[1:], by=measures, step=look.step)
+    for place, one in enumerate(result, 1):
+        stem = "savings" if len(result) == 1 else f"savings-{place}"
+        study.save(one.plot(study.width_mm), one.identity, stem)
+    study.show(result)
+
+
+def _savings_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
+    """Both sides at every budget. Raises ConfigError for budgets that make no curve."""
+    from perturbkv.analyses.budget.savings import check_budgets
+
+    configs = run.configs(names)
+    check_budgets(configs)
+    return configs
+
+
+_CLIFF_BUDGETS = ("0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.4")
+_METHODS = "attention,two-stage,attention-unpooled,random"
+
+
+@showing(budget=" ".join(_CLIFF_BUDGETS), window="the largest that fits")
+@with_options
+def cliff(
+    run: RunOptions,
+    look: LookOptions,
+    compare: Annotated[
+        str | None,
+        Option(metavar="NAMES", help="By commas, or policy:selection", show_default=f"a trace's; else {_METHODS}"),
+    ] = None,
+    kl: Annotated[str, Option(metavar="X", help="Thresholds of KL, nat, by commas")] = "0.1,1",
+) -> None:
+    """Find the budget at which each method falls off its cliff.
+
+    From which budget on the next token's KL stays below --kl. The window is the largest of 32, 16, 8, 4, 2, 1 that
+    fits the smallest budget.
+    """
+    from perturbkv.analyses.budget.cliff import checked_thresholds
+    from perturbkv.analyses.budget.cliff import cliff as analyse
+
+    thresholds = checked_thresholds(numbers("--kl", [kl]))
+    named = None if compare is None else parse_names("--compare", [compare])
+    if named == []:
+        msg = f"--compare takes methods such as {_METHODS}, got none"
+        raise ConfigError(msg)
+    wanted, files = run.with_budgets(_CLIFF_BUDGETS), None
+    methods = named or _METHODS.split(",")
+    if look.trace is None:
+        _check(wanted, methods)
+        wanted, files = _with_window(wanted)
+    study = open_study("cliff", wanted, look, lambda: _cliff_configs(wanted, methods), files=files)
+    if study is None:
+        return
+    result = analyse(study.trace, sides=named, kl=thresholds)
+    study.save(result.plot(study.width_mm), result.identity, "cliff")
+    study.show(result)
+
+
+def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
+    """Every method at every budget. Raises ConfigError for budgets that have no order, and for fewer than three."""
+    from perturbkv.analyses.budget.budget_axis import check_kind
+    from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
+
+    configs = run.configs(methods)
+    check_kind(configs, ANALYSIS)
+    if len(run.budget or ()) < LEAST_BUDGETS:
+        msg = f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets, got --budget {' '.join(run.budget or ())}; give more"
+        raise ConfigError(msg)
+    return configs
+
+
+def _check(run: RunOptions, methods: list[str]) -> None:
+    """Raise ConfigErrors for what is wrong whatever the window is, before a model is opened."""
+    _cliff_configs(run if "window" in run.typed else dataclasses.replace(run, window=1), methods)
+
+
+def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
+    """The run with the largest window that fits, where the user chose none, and the model that it was found with."""
+    if run.window is not None:
+        return run, None
+    from perturbkv.cli.planned_run import encode_prompts
+    from perturbkv.configs.entry_counts import Budget
+    from perturbkv.datasets.dataset_registry import check_name
+    from perturbkv.models.loading import open_model
+
+    check_name(run.dataset)
+    files = open_model(run.model, run.seed, run.revision or "")
+    prompts = encode_prompts(run, files.tokenizer, int(files.config.max_position_embeddings))
+    window, said = widest_window([Budget.parse(text) for text in run.budget or ()], prompts, run.scenario)
+    console.note(said)
+    return dataclasses.replace(run, window=window), files
+
+
+WINDOWS = (32, 16, 8, 4, 2, 1)
+_NAMED = 5
+_DIGITS = 10_000
+"""A share that is named is rounded up to one of so many."""
+
+
+def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario: str = "regular") -> tuple[int, str]:
+    """One window for all budgets and prompts, and how it was found, in words.
+
+    It leaves at least as many free entries as itself at the smallest budget of the shortest prompt: a window that
+    shrank with the budget would be one more thing that differs. Raises BudgetError where not even one entry and a free
+    one fit, which names the prompts and the smallest budget that fits them.
+    """
+    kept = {prompt.sample_id: _least(budgets, len(prompt.parts(scenario)[0])) for prompt in prompts}
+    fewest = min(entries for entries, _ in kept.values())
+    found = next((window for window in WINDOWS if fewest >= 2 * window), None)
+    if found is None:
+        raise BudgetError(_unfit(kept, of_shares=isinstance(budgets[0].value, float)))
+    entries, tokens = min(kept.values())
+    return found, (
+        f"window {found} for all budgets, the largest of {', '.join(map(str, WINDOWS))} that leaves as many free "
+        f"entries as itself: the smallest budget keeps {entries} of the {tokens:,} of the shortest prompt"
+    )
+
+
+def _least(budgets: Sequence[Budget], tokens: int) -> tuple[int, int]:
+    """Entries that the smallest budget keeps of a prompt, and the prompt's."""
+    return min(min(budget.tokens(tokens), tokens) for budget in budgets), tokens
+
+
+def _unfit(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
+    """The prompts in which nothing fits, and what to do."""
+    short = [(name, tokens) for name, (entries, tokens) in kept.items() if entries < 2]
+    named = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in short[:_NAMED])
+    more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
+    least = math.ceil(_DIGITS * 2 / min(tokens for _, tokens in short)) / _DIGITS if of_shares else 2
+    return (
+        f"the smallest budget leaves no entry beside a window of one in {named}{more}; give --budget from {least:g} "
+        "on, or longer prompts"
+    )
+
+
+_EQUAL_BYTES_BUDGETS = ("0.1", "0.2", "0.4")
+_BITS = (16, 8, 4, 2)
+_NAME = "bytes"
+
+
+@showing(budget=" ".join(_EQUAL_BYTES_BUDGETS), granularity="kv")
+@with_options
+def bytes(  # noqa: A001
+    run: RunOptions,
+    look: LookOptions,
+    bits: Annotated[
+        list[int] | None, Option(metavar="N", help="Of a stored number: 16, 8, 4, 2", show_default="all of them")
+    ] = None,
+    compare: Annotated[
+        str, Option(metavar="NAMES", help="Methods, separated by commas: policy:selection")
+    ] = DEFAULT_COMPARE,
+    answers: Annotated[bool, Option("--answers", help="Also generate answers, and score them")] = False,
+    max_new_tokens: Annotated[
+        int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the data set's own")
+    ] = None,
+) -> None:
+    """Tell whether to evict or to quantise, at equal bytes.
+
+    A budget is what its entries take in 16 bits; in 8, 4 or 2 more entries take it, window, scales and minima counted.
+    Beside them stands everything in few bits.
+    """
+    if max_new_tokens is not None and (max_new_tokens < 1 or not answers):
+        got = f"got {max_new_tokens}" if answers else "without --answers it has no effect; give both"
+        msg = f"--max-new-tokens must be at least 1, {got}"
+        raise ConfigError(msg)
+    wanted, counts, names = run.with_budgets(_EQUAL_BYTES_BUDGETS), _counts(bits), parse_methods(compare)
+    files = None if look.trace is not None else _opened(run)
+    study = open_study(
+        _NAME, wanted, look, lambda: _equal_bytes_configs(wanted, counts, names, files), leave_out_unfit=not run.budget,
+        generate=max_new_tokens if answers else 0, files=files,
+    )  # fmt: skip
+    if study is None:
+        return
+    from perturbkv.analyses.budget.equal_bytes import equal_bytes
+
+    result = equal_bytes(study.trace, look.step)
+    study.save(result.plot(study.width_mm), result.identity, _NAME)
+    study.show(result)
+
+
+def _counts(bits: list[int] | None) -> list[int]:
+    """Bits below 16, which are there anyway. Raises ConfigError for others, and where nothing is left to compare."""
+    counts = [count for count in apart("--bits", bits or _BITS) if count != FULL_BITS]
+    if wrong := [count for count in counts if count not in _BITS]:
+        msg = f"--bits takes {', '.join(map(str, _BITS))}, got {wrong[0]}"
+        raise ConfigError(msg)
+    if not counts:
+        msg = f"--bits takes 8, 4 or 2 to hold against {FULL_BITS}, which is measured anyway; got {FULL_BITS} alone"
+        raise ConfigError(msg)
+    return sorted(counts, reverse=True)
+
+
+def _opened(run: RunOptions) -> ModelFiles:
+    """The model, whose heads' size says how many entries a budget of bytes holds."""
+    from perturbkv.models.loading import open_model
+
+    return open_model(run.model, run.seed, run.revision or "")
+
+
+def _equal_bytes_configs(
+    run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
+) -> tuple[EvictionConfig, ...]:
+    """Every method, budget and number of bits; then everything in few bits, which no method chooses."""
+    if files is None:
+        return ()
+    d_head = Shape.of(files.config, 2, 0).d_head
+    asked = dataclasses.replace(run, granularity=run.granularity or ["kv"])
+    filling = [f"{QUANTISE}(bits={count}, fill={d_head})" for count in counts]
+    alone = dataclasses.replace(asked, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])
+    found = dataclasses.replace(asked, precision=[FULL, *filling]).configs(names)
+    return tuple(dict.fromkeys([*found, *alone.configs(names[:1])]))

@@ -74,7 +74,7 @@ def _looking(look: LookOptions, given: list[Path]) -> LookOptions:
 
 def _configs(run: RunOptions, names: list[str] | None, max_new_tokens: int | None) -> tuple[EvictionConfig, ...]:
     """The methods at every budget. Raises ConfigError where no budget has enough of them to rank."""
-    from perturbkv.analyses.ranked_together import LEAST_CONFIGS, ranked_together
+    from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
     from perturbkv.pipeline.answers.generation import check_asked
 
     configs = run.configs(names or parse_methods(METHODS))

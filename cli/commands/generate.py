@@ -1,9 +1,14 @@
-"""`perturbkv generate`: what a model writes from its full cache and from evicted ones."""
+"""`perturbkv generate`: what a model writes from its full cache and from evicted ones.
+
+One sample of `perturbkv generate`: how its answers are shown beside the expected ones.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,28 +16,78 @@ import typer
 from typer import Option
 
 from perturbkv.analyses import text
+from perturbkv.analyses import text as numbers
 from perturbkv.analyses.json_values import provenance_object, run_object
-from perturbkv.analyses.naming import counted
+from perturbkv.analyses.pairing import counted, short_names
 from perturbkv.cli import console, option_effects
-from perturbkv.cli.commands import answers
 from perturbkv.cli.commands.trace import say_failures
 from perturbkv.cli.option_routing import with_options
 from perturbkv.cli.options import MetricOption, RunOptions
-from perturbkv.cli.planned_run import run_folder
-from perturbkv.cli.planning import plan
+from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.saving import reachable
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
+from perturbkv.escaping import line
 from perturbkv.storage import json_lines
 from perturbkv.storage.answers_file import FILE, is_row
-from perturbkv.storage.output import Lock
-from perturbkv.storage.places import refusals
+from perturbkv.storage.output import Lock, refusals
 from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
-    from perturbkv.configs.eviction import EvictionConfig
     from perturbkv.datasets.encode import Prompt
     from perturbkv.pipeline.run.plan import Plan
+
+
+_SHOWN = 400
+"""Characters of an answer in a table; the file has all."""
+
+
+def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
+    """One sample: what was expected, every answer, and how far each compression moved the attention output."""
+    console.say(f"\n{line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
+    full, expected, metric = row["full"], row.get("answers"), row.get("metric")
+    names = dict(zip(row["evicted"], short_names(configs), strict=True))
+    rows = [("expected", "", "", "", shown(" | ".join(expected)))] if expected else []
+    rows.append(("full cache", "", "", _score(full), shown(full["text"])))
+    for label, made in row["evicted"].items():
+        same = sum(1 for pair in zip(made["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
+        alike = f"{same} of {len(full['tokens'])}"
+        rows.append(
+            (
+                names[label] or "evicted",
+                numbers.held(made.get("held_share", math.nan)) + _bytes(made),
+                alike,
+                _score(made),
+                shown(made["text"]),
+            )
+        )
+    columns = ["cache", "#held /\nfull", "#same\ntokens", f"#{metric},\n0 to 1", "answer"]
+    if not metric:
+        columns, rows = [*columns[:3], columns[4]], [(*one[:3], one[4]) for one in rows]  # type: ignore[misc]
+    console.table("", columns, rows)
+    for label in row["evicted"]:
+        moved = [one["relative"] for one in row["compressions"] if one["config"] == label]
+        if moved:
+            listed = ", ".join(f"{value:.2f}" for value in moved)
+            console.say(f"{names[label] or 'evicted'}: {counted(len(moved), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
+
+
+def _bytes(made: Mapping[str, Any]) -> str:
+    """What a cache of few bits takes of the full one's bytes, on a line of its own."""
+    return f"\n{numbers.held(made['bytes_share'])} of bytes" if "bytes_share" in made else ""
+
+
+def _score(made: Mapping[str, Any]) -> str:
+    score = made.get("score")
+    return "" if score is None else f"{score:.3f}"
+
+
+def shown(text: str) -> str:
+    """A text in one line, its end left out where it is long."""
+    line = " ".join(text.split()) or "(nothing)"
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(line) - _SHOWN:,} more characters)"
+
 
 _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
 
@@ -101,7 +156,7 @@ def _answered(
     run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str], lock: Lock
 ) -> list[dict[str, Any]]:
     """Every sample's answers in the run's order, those of an earlier run of the same kind among them."""
-    from perturbkv.pipeline.run.provenance import provenance
+    from perturbkv.pipeline.run.running import provenance
 
     about = provenance_object(provenance(planned))
     begun, rows = _open(path, header, about, run.overwrite)
@@ -126,7 +181,7 @@ def _show(
     rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], compress_every: int | None, path: Path
 ) -> None:
     for row in rows:
-        answers.show(row, configs)
+        show(row, configs)
     held = [made.get("held_share", 0.0) for row in rows for made in row["evicted"].values()]
     console.say(text.about_held(held, compress_every))
     if names := dict.fromkeys(config.policy.name for config in configs if config.reads):
@@ -178,7 +233,7 @@ def _generate(
 ) -> None:
     """Answer the prompts that `rows` lack, one line each as soon as it is there; `failed` gets those given up."""
     from perturbkv.engines import choosing
-    from perturbkv.pipeline.answers.answering import Answered, Asked
+    from perturbkv.pipeline.answers.answered import Answered, Asked
 
     names = {line["sample"] for line in rows}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]

@@ -1,4 +1,7 @@
-"""`perturbkv judge`: what a judge that is not ours thinks of answers from evicted caches."""
+"""`perturbkv judge`: what a judge that is not ours thinks of answers from evicted caches.
+
+`perturbkv divergence`: how soon and how far answers from evicted caches leave the full cache's.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console
-from perturbkv.cli.answered import AnswerOptions, about
 from perturbkv.cli.choices import numbers
 from perturbkv.cli.option_routing import with_options
 from perturbkv.cli.saving import reachable
+from perturbkv.cli.session import AnswerOptions, about
 from perturbkv.errors import ConfigError
 from perturbkv.storage.output import Lock
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
     from perturbkv.storage.answers_file import WrittenAnswers
     from perturbkv.storage.judgements import Judge, Judgement
+
 
 _ANALYSIS = "judge"
 
@@ -41,9 +45,8 @@ def judge(
     (a, b or tie), and a `comment` if it likes. It never learns which cache wrote an answer. What it said is kept in
     judgements.jsonl at once; the same command goes on from there.
     """
-    from perturbkv.pipeline.answers.judging import split
-    from perturbkv.pipeline.answers.run import FILE, ask
-    from perturbkv.pipeline.answers.run import check as check_judge
+    from perturbkv.pipeline.answers.judging import FILE, ask_judge, split
+    from perturbkv.pipeline.answers.judging import check as check_judge
     from perturbkv.storage.answers_file import read_answers
     from perturbkv.storage.judgements import Judge
 
@@ -54,13 +57,12 @@ def judge(
     path = reachable(asked.folder / FILE)
     place = asked.leaving(_ANALYSIS)
     with place.held(), Lock(path), console.progress("judgements") as bar:
-        said = ask(answers, made, path=path, overwrite=asked.overwrite, limit=time_limit, progress=bar.at)
+        said = ask_judge(answers, made, path=path, overwrite=asked.overwrite, limit=time_limit, progress=bar.at)
         place.leave(_result(answers, made, said), about(answers))
 
 
 def _result(answers: WrittenAnswers, made: Judge, said: Sequence[Judgement]) -> Result:
-    from perturbkv.analyses.quality.judge import judged
-    from perturbkv.analyses.quality.preferred import preferred
+    from perturbkv.analyses.quality.judge import judged, preferred
 
     return preferred(answers, made, said) if made.pairwise else judged(answers, made, said)
 
@@ -84,3 +86,21 @@ def _scale(text: str | None) -> tuple[float, float] | None:
         msg = f"--scale takes the least and the largest score, such as 1,10; got '{text}'"
         raise ConfigError(msg)
     return found[0], found[1]
+
+
+@with_options
+def divergence(asked: AnswerOptions) -> None:
+    """Tell where evicted answers leave the full cache's.
+
+    Of a file that perturbkv generate wrote: the first token that differs, ROUGE-L against the full cache's answer, and,
+    with generate --divergence, KL and the same next token while every cache reads that answer. Long answers, with
+    --compress-every, chats too.
+    """
+    from perturbkv.analyses.quality.divergence import ANALYSIS
+    from perturbkv.analyses.quality.divergence import divergence as analyse
+    from perturbkv.storage.answers_file import read_answers
+
+    answers = read_answers(asked.file)
+    place = asked.leaving(ANALYSIS)
+    with place.held():
+        place.leave(analyse(answers), about(answers))

@@ -13,8 +13,7 @@ from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOpti
 from perturbkv.cli.session import Study, open_study
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.layers.layers import LayerDrifts
-    from perturbkv.analyses.layers.sample_drifts import SampleDrifts
+    from perturbkv.analyses.layers.layers import LayerDrifts, SampleDrifts
     from perturbkv.analyses.result import Result
 
 Answer = TypeVar("Answer")
@@ -36,8 +35,7 @@ def layers(
     """
     from perturbkv.analyses.distances import DISTANCES
     from perturbkv.analyses.layers.budget_curves import budget_curves
-    from perturbkv.analyses.layers.layers import layer_drift
-    from perturbkv.analyses.layers.sample_drifts import last_layer
+    from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
     names, distance = parse_compare(compare), check_choice("distance", distance, tuple(DISTANCES))
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)

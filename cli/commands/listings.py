@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from perturbkv.cli import completion, console
+from perturbkv.cli import console, data_options
 from perturbkv.cli.options import JsonOption
 from perturbkv.configs.choice import Choice, as_choice, parse
 from perturbkv.errors import UnknownNameError
@@ -61,7 +61,7 @@ def models(as_json: JsonOption = False) -> None:
 def policies(
     name: Annotated[
         str | None,
-        Argument(help="A policy, selection, granularity, precision …", autocompletion=completion.policies),
+        Argument(help="A policy, selection, granularity, precision …", autocompletion=data_options.complete_policies),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -110,10 +110,9 @@ def _describe(asked: str, as_json: bool) -> None:
 
     Raises UnknownNameError for another name, and ConfigError for options that it does not take.
     """
-    from perturbkv.configs.correction import CORRECTION_OPTIONS, CORRECTIONS
     from perturbkv.configs.option import completed
     from perturbkv.configs.plugins import of_file
-    from perturbkv.configs.precision import PRECISION_OPTIONS, PRECISIONS
+    from perturbkv.configs.precision import CORRECTION_OPTIONS, CORRECTIONS, PRECISION_OPTIONS, PRECISIONS
     from perturbkv.configs.selections import ASKED, GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
     from perturbkv.selection.policies import kvpress, registry
 

@@ -12,13 +12,11 @@ from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, dry_run, option_effects
 from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
 from perturbkv.cli.commands.trace import say_failures
-from perturbkv.cli.figure_options import LOOK, FigureOptions
-from perturbkv.cli.leaving import Leaving
 from perturbkv.cli.option_routing import hiding, with_options
-from perturbkv.cli.options import RunOptions
-from perturbkv.cli.planned_run import run_folder
-from perturbkv.cli.planning import plan
+from perturbkv.cli.options import LOOK, FigureOptions, RunOptions
+from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.saving import reachable
+from perturbkv.cli.session import Leaving
 from perturbkv.configs import patching as swapping
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import BY, LEAST, OUTCOMES, SwapConfig

@@ -1,4 +1,4 @@
-"""Retrieval as docs/results.md tables it, from the four runs of `make needle`: `python docs/scripts/needle.py runs/needle`."""
+"""Retrieval as docs/results.md tables it, from `make needle`: `python docs/scripts/needle.py runs/needle`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.first_step import MEASURES
 from perturbkv.analyses.json_values import config_of
-from perturbkv.analyses.naming import short
+from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
 from perturbkv.analyses.needle.retrieval import CIRCULAR
+from perturbkv.analyses.pairing import short_names
 from perturbkv.datasets.dataset_registry import DatasetOptions, load
 from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.models.loading import open_model
@@ -50,7 +50,7 @@ def methods(folder: Path) -> None:
     told = needle_of(folder)
     say(f"\n{folder}: {told['scenario']}\n\n| | held / full | found | digits | by length: {told['lengths']} |")
     say("|---|---|---|---|---|")
-    labels = short([config_of(method["config"]) for method in told["methods"]])
+    labels = short_names([config_of(method["config"]) for method in told["methods"]])
     for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):
         by_length = " / ".join(f"{100 * np.mean(column):.0f}" for column in np.transpose(method["digits_grid"]))
         held = "–" if method["held"] is None else f"{method['held']:.2f}"
@@ -70,7 +70,7 @@ def link(folder: Path) -> None:
             found = {(one["measure"], one["outcome"]): one for one in budget[kind]}
             for measure in dict.fromkeys(measure for measure, _ in found):
                 cells = [cell for outcome in ("score", "digits") for cell in _rho(found[measure, outcome])]
-                say(f"| {({**MEASURES, **CIRCULAR})[measure]} | {' | '.join(cells)} |")
+                say(f"| {({**FIRST_STEP_MEASURES, **CIRCULAR})[measure]} | {' | '.join(cells)} |")
 
 
 def levels(folder: Path) -> None:
@@ -78,10 +78,10 @@ def levels(folder: Path) -> None:
     told = needle_of(folder)["correlation"]
     say(f"\n{folder}: means over {told['samples']} prompts that the full cache answers")
     for budget in told["budgets"] if told["samples"] else []:
-        names = short(list(map(config_of, budget["configs"])))
+        names = short_names(list(map(config_of, budget["configs"])))
         for measure, rows in budget["measured"].items():
             means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
-            say(f"  b={budget['name']}, {({**MEASURES, **CIRCULAR})[measure]}: {means}")
+            say(f"  b={budget['name']}, {({**FIRST_STEP_MEASURES, **CIRCULAR})[measure]}: {means}")
 
 
 def _rho(one: dict[str, Any]) -> list[str]:
@@ -99,7 +99,7 @@ def digits_kept(folder: Path, inside: float) -> None:
     lengths = needle_of(folder)["lengths"]
     cells = len(lengths) * len(depths)
     chosen = {place: where for place, where in enumerate(places) if depths[place % cells % len(depths)] < inside}
-    for config, name in enumerate(short(trace.run.configs)):
+    for config, name in enumerate(short_names(trace.run.configs)):
         kept, run = digits_held(trace, config, chosen)
         say(f"  {name}: {kept:.2f} of {len(places[0])}; from the first on {run:.2f}")
 

@@ -1,7 +1,7 @@
 """What would settle a claim on a model of 8 billion parameters, and its cost, from what `perturbkv bench` measured.
 
 Arithmetic comes from the models' shapes. This machine's rate is measured: a plain prefill of the embedded model
-(docs/bench/cpu.json), as is what a sweep and its answers take over plain use. A GPU's is assumed, as docs/scripts/plan.py's.
+(docs/bench/cpu.json), as is what a sweep and its answers take over plain use. A GPU's is assumed, as plan.py's.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 
 from perturbkv.benchmark.rows import Row, read
 from perturbkv.kept_codec import mask_bytes
-from perturbkv.pipeline.sample.lost import ENTRIES
+from perturbkv.pipeline.sample.layer import ENTRIES
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 
 SAMPLES, GPUS, GPUS_EACH, FILES = 10**6, 1000, 4, 1000

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from second_figure import draw
 from tables import TABLES, Ends, Made, analyses, number, percent, table
 
-from perturbkv.analyses import naming
+from perturbkv.analyses import pairing
 from perturbkv.analyses.heads.head_comparison import perturbed
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.json_values import config_of
@@ -159,7 +159,7 @@ def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
             both, _ = perturbed(trace, kind, "l1", pair, 0)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
-                found.setdefault((naming.setting(one.baseline), name), []).append(over(*sums))
+                found.setdefault((pairing.setting_name(one.baseline), name), []).append(over(*sums))
     return found
 
 
@@ -182,7 +182,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
         [finding(trace, place, held, zones) for place in range(-1, len(trace.run.configs))]
         for trace, held in zip(traces, places, strict=True)
     ]
-    labels = ["full cache", *naming.short(traces[0].run.configs)]
+    labels = ["full cache", *pairing.short_names(traces[0].run.configs)]
     counts = [f"digits, {name} (n = {chosen.sum()})" for name, chosen in zones.items()]
     heads = ["held / full", "whole number", *counts, "tokens kept"]
     named = [f"{model.name}: {head}" for model in models for head in heads]
@@ -238,7 +238,7 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
     """What the figure is of: n, the setting, and each model's layers."""
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
-    said = naming.setting(config_of(setting["baseline"]), "alpha")
+    said = pairing.setting_name(config_of(setting["baseline"]), "alpha")
     return f"{style.about(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md as Markdown, from what the commands wrote: `python docs/scripts/tables.py SUMMARY.json …`."""
+"""The tables of docs/results.md as Markdown: `python docs/scripts/tables.py SUMMARY.json …`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from perturbkv.analyses import naming
+from perturbkv.analyses import pairing
 from perturbkv.analyses.json_values import config_of
 from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.configs.choice import parse
@@ -170,7 +170,7 @@ def ablation(found: dict[str, Any]) -> list[Made]:
     """L1 over the baseline's for every row and α, isolated and propagated."""
     made = []
     for setting in found["settings"]:
-        shared = naming.setting(config_of(setting["baseline"]), "alpha", "product")
+        shared = pairing.setting_name(config_of(setting["baseline"]), "alpha", "product")
         for part in ("rows", "brings"):
             rows = []
             for row in setting[part]:
@@ -197,7 +197,7 @@ def heads(found: dict[str, Any]) -> list[Made]:
     """Every treatment against its baseline, isolated and propagated."""
     rows, before = [], ""
     for one in found["comparisons"]:
-        setting = naming.setting(config_of(one["baseline"]))
+        setting = pairing.setting_name(config_of(one["baseline"]))
         cells = [setting if setting != before else "", selection(one["treatment"]),
                  number(one["held_over_full_treatment"])]  # fmt: skip
         for kind in (one["isolated"], one["propagated"]):
@@ -239,7 +239,7 @@ def methods(found: dict[str, Any]) -> list[Made]:
         rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
         rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
         heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
-        made.append((f"methods, {naming.setting(config_of(one['baseline']))}", heads, rows))
+        made.append((f"methods, {pairing.setting_name(config_of(one['baseline']))}", heads, rows))
     return made
 
 

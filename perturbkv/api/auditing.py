@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perturbkv.api.planning import check_model, held_prompts
+from perturbkv.api.inputs import check_model, held_prompts
 from perturbkv.audit_trace import SITUATIONS
 from perturbkv.auditing import audit as audits
-from perturbkv.auditing.loading import load as load_eviction
+from perturbkv.auditing.evictions import load as load_eviction
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from perturbkv.api.planning import planned
-from perturbkv.configs.engine import EngineConfig
+from perturbkv.api.inputs import planned
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import Resources
-from perturbkv.configs.shard import BY, Shard
+from perturbkv.configs.resources import EngineConfig, Resources
+from perturbkv.configs.run import BY, Shard
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines import choosing
 from perturbkv.errors import ConfigError

@@ -1,13 +1,18 @@
-"""One configuration's kept sets in some layers or heads, another's in the rest: which of them decide what comes out."""
+"""One configuration's kept sets in some layers or heads, another's in the rest: which of them decide what comes out.
+
+How far kept sets are from the best ones.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perturbkv.api.planning import planned
+from perturbkv.api.inputs import CONFIGS, all_of, planned
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Game, SwapConfig, check_sides, greedy_of, permutations_of
@@ -16,18 +21,23 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
+from perturbkv.optimum.chain import with_references
+from perturbkv.optimum.search import FoundSets
 from perturbkv.pipeline.progress import bar
+from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.plan import Plan, Settings
-from perturbkv.pipeline.run.provenance import provenance
-from perturbkv.pipeline.variants.mixtures import rows_of
-from perturbkv.pipeline.variants.swap_run import Measuring, Told, shape_of
-from perturbkv.storage.output import Lock
+from perturbkv.pipeline.run.running import provenance
+from perturbkv.pipeline.run.searching import Searches
+from perturbkv.pipeline.variants.mixtures import Measuring, Told, rows_of, shape_of
+from perturbkv.storage.json_lines import sample_lines
+from perturbkv.storage.output import Lock, refusals
 from perturbkv.storage.patching_file import SwapStore
-from perturbkv.storage.places import refusals
 
 if TYPE_CHECKING:
     from perturbkv.analyses.questions.patching.patching import Swap
-    from perturbkv.analyses.stats.greedy import Path as Chosen
+    from perturbkv.analyses.questions.regret.regret import RegretResult
+    from perturbkv.analyses.stats.coalition import Path as Chosen
+
 
 _DEFAULT = Resources()
 
@@ -193,16 +203,16 @@ def _answered(measuring: Measuring, asked: SwapConfig) -> Swap:
 
 def _greedy(measuring: Measuring, asked: SwapConfig) -> list[Chosen]:
     """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
-    from perturbkv.analyses.questions.patching.swap_values import Measured, all_of, better
-    from perturbkv.analyses.stats.greedy import Path as Chosen
-    from perturbkv.analyses.stats.greedy import halves
+    from perturbkv.analyses.questions.patching.patching_values import Measured, all_of, better
+    from perturbkv.analyses.stats.coalition import Path as Chosen
+    from perturbkv.analyses.stats.coalition import greedy_halves
 
     measured = Measured(measuring.store, measuring.game, asked.step)
     players, samples = len(measuring.game.players), measured.samples
     count = greedy_of(asked, players, len(samples))
     if count == 0:
         return []
-    first, second = halves(len(samples), asked.seed)
+    first, second = greedy_halves(len(samples), asked.seed)
     paths = [Chosen(first, second), Chosen(second, first)]
     for _ in range(count):
         for chosen in paths:
@@ -222,3 +232,77 @@ def _evicts(ready: Plan, prompt: Prompt) -> bool:
 
 def _digest(path: Path | None) -> str:
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+_SEARCHING_DEFAULT, _SEARCHES = Resources(), Searches()
+
+
+def regret(
+    model: Adapter,
+    prompts: Iterable[Prompt],
+    configs: Iterable[EvictionConfig],
+    *,
+    heads: int = _SEARCHES.heads,
+    proven: int = _SEARCHES.proven,
+    seconds: float = _SEARCHES.seconds,
+    scenario: str = "regular",
+    seed: int = 0,
+    path: str | Path | None = None,
+    overwrite: bool = False,
+    resources: Resources = _SEARCHING_DEFAULT,
+    progress: bool = True,
+) -> RegretResult:
+    """How far is each method from the best kept set of its size, head by head, by isolated L (METHOD)?.
+
+    On the prompts, entries of the best given set are swapped until no swap helps: the best known set. On a prefix of
+    64 tokens with 16 kept, integer programs find the best there is, and prove it.
+
+    Args:
+        model: from `load_model`.
+        prompts: from `load_prompts`.
+        configs: from `grid`: one window, a kept set per query head, uniform budgets. What each would keep
+            without pooling and stages, and with the query known, is added.
+        heads: searched of each prompt, at most; drawn anew for each.
+        proven: heads of each prompt's prefix, likewise.
+        seconds: at most for each head and method of search.
+        scenario: as in `measure`.
+        seed: of the draws.
+        path: a jsonl file; a killed run goes on with the next prompt. None: everything stays in memory.
+        overwrite: replace a file of another question.
+        resources: memory and kernels.
+        progress: whether a bar is shown.
+
+    Raises ConfigError and BudgetError for configurations whose sets cannot be compared, and as `measure`.
+
+    >>> import perturbkv as pk
+    >>> model = pk.load_model("random:smollm2-135m")
+    >>> prompt = pk.Prompt.from_text("Paris is in France. " * 20, model)
+    >>> found = pk.regret(model, prompt, pk.grid(40), heads=2, proven=0, progress=False)
+    >>> [one.config.selection.name for one in found.parts[0].regrets]
+    ['two-stage', 'two-stage', 'hindsight']
+    """
+    asked = Searches(heads, proven, seconds, seed=seed)
+    chosen = with_references(all_of(EvictionConfig, configs, CONFIGS))
+    searching.check(chosen, asked)
+    ready = planned(model, prompts, chosen, Settings(scenario=scenario), resources, kept=path is not None)
+    with bar("samples", shown=progress) as drawn, user_model.evaluating(model):
+        return searched(ready, asked, None if path is None else Path(path), drawn.at, overwrite=overwrite)
+
+
+def searched(
+    ready: Plan,
+    asked: Searches,
+    path: Path | None,
+    finished: Callable[[int, int], None],
+    *,
+    overwrite: bool = False,
+    wait: bool = False,
+) -> RegretResult:
+    """What a plan's searches say; those that lie in the file of the same question are not made again."""
+    from perturbkv.analyses.json_values import provenance_object
+    from perturbkv.analyses.questions.regret.regret import regret_of
+
+    told = {"run": json.loads(ready.run.to_json()), "searches": asdict(asked)}
+    with sample_lines(path, told, overwrite, wait) as lines:
+        rows = searching.search_samples(ready, asked, lines, finished)
+    return regret_of(FoundSets(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))

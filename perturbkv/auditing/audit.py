@@ -14,11 +14,9 @@ from perturbkv import memory
 from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction
-from perturbkv.auditing.external_run import run
-from perturbkv.auditing.given_positions import audited as of_file
-from perturbkv.auditing.given_positions import prompt_of
-from perturbkv.auditing.plain_use import plain_use
-from perturbkv.auditing.positions_file import KeptFile
+from perturbkv.auditing.external_run import plain_use, run
+from perturbkv.auditing.positions_file import KeptFile, prompt_of
+from perturbkv.auditing.positions_file import audited as of_file
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableError

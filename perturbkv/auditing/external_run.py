@@ -1,36 +1,43 @@
-"""One foreign eviction in one situation: read, decoded at explicit positions, and held against the masked reference."""
+"""One foreign eviction in one situation: read, decoded at explicit positions, and held against the masked reference.
+
+What transformers does with an evicted cache where nobody says positions: a call of the model, and `generate`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.audit_trace import Audited, Decoded
-from perturbkv.auditing import alterations
+from perturbkv.audit_trace import Audited, Decoded, PlainUse
+from perturbkv.auditing import kept_entries
 from perturbkv.auditing.evictions import Eviction
-from perturbkv.auditing.intact import FLOORS, Judge
-from perturbkv.auditing.kept_entries import Reading, per_heads, repeated
-from perturbkv.auditing.observing import Seen, hides, observed, sees_later
+from perturbkv.auditing.kept_entries import FLOORS, Judge, Reading, per_heads, repeated
 from perturbkv.auditing.reference import (
     Distance,
     EntryFloors,
     Floors,
+    Seen,
     compare,
     decode,
     floors,
+    hides,
+    observed,
     read,
+    sees_later,
     with_padding_counted,
 )
 from perturbkv.auditing.situations import Situation
-from perturbkv.cache.external_cache import recover
-from perturbkv.cache.foreign import Layers, layers_of, rows
+from perturbkv.cache.external_cache import Layers, layers_of, recover, rows
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.presses import left_as_it_was
 
 _WIDEST_TURN = 4096
@@ -107,7 +114,7 @@ class ForeignRun:
         if float(far.amax()) <= FLOORS * float(self.entry_floors.key[0]):
             return 0.0
         most = min(2 * self.situation.entries, _WIDEST_TURN)
-        turned = alterations.rotations(full.flatten(0, 1), own.flatten(0, 1), self.adapter.frequencies, most)
+        turned = kept_entries.rotations(full.flatten(0, 1), own.flatten(0, 1), self.adapter.frequencies, most)
         return float("nan") if turned is None or not bool((turned == turned[0]).all()) else -float(turned[0])
 
 
@@ -226,3 +233,61 @@ def _stacked(apart: Sequence[Distance], name: str) -> np.ndarray:
 
 def _array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().double().numpy()
+
+
+def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
+    """Each way on a cache of its own, behind the prompt of a `single` situation; nothing that fails is raised."""
+    fed: list[int] = []
+
+    def fresh() -> Cache:
+        return eviction.read(adapter.model, situation.ids, situation.attention_mask)
+
+    def whole() -> None:
+        _generate(adapter, fresh(), _with_first(situation), fed)
+
+    with left_as_it_was(adapter):
+        return PlainUse(
+            position=_position(fresh()),
+            expected=situation.entries,
+            failed=_failure(whole),
+            fed=fed[0] if fed else 0,
+            continued=_failure(lambda: _generate(adapter, fresh(), situation.fed(0)[:, :1], [])),
+        )
+
+
+def _with_first(situation: Situation) -> Tensor:
+    """The prompt's ids and the first new one: what a user of `generate` holds."""
+    ids = situation.ids.new_empty(1, situation.entries + 1)
+    ids[:, :-1], ids[:, -1] = situation.ids, situation.fed(0)[0, 0]
+    return ids
+
+
+def _position(cache: Cache) -> int | None:
+    """Where `model(token, past_key_values=cache)` puts the next token."""
+    try:
+        return int(cache.get_seq_length())
+    except Exception:
+        return None
+
+
+def _generate(adapter: Adapter, cache: Cache, ids: Tensor, fed: list[int]) -> None:
+    """One token; `fed` gets the lengths of the forward passes."""
+
+    def count(layer: int, hidden: Tensor) -> None:
+        if layer == 0:
+            fed.append(hidden.shape[1])
+
+    asked: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    with warnings.catch_warnings(), capture(adapter, Observer(hidden=count)):
+        warnings.simplefilter("ignore")
+        adapter.model.generate(ids, past_key_values=cache, **asked)
+
+
+def _failure(call: Callable[[], object]) -> str:
+    """What a call raises, in one line; empty where it does not."""
+    try:
+        call()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+    return ""

@@ -1,18 +1,26 @@
-"""What a foreign cache keeps, pass by pass of decoding: entries found among the prompt's (METHOD: Audit, 1)."""
+"""What a foreign cache keeps, pass by pass of decoding: entries found among the prompt's (METHOD: Audit, 1).
+
+What was done to an entry that is not the full cache's any more: a rotation, a quantisation, another head's entry.
+
+Whether what one prompt's cache keeps is the full cache's, entry by entry (METHOD: Audit, 1 and 2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.auditing.observing import Seen, visible
+from perturbkv.audit_trace import Entries, Integers
+from perturbkv.auditing.reference import EntryFloors, Seen, visible
 from perturbkv.auditing.situations import Situation
-from perturbkv.cache.external_cache import LayerKept, recover
-from perturbkv.cache.foreign import Layers
+from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
 
@@ -144,3 +152,240 @@ def _shown(seen: Seen, layer: int) -> Bool[Tensor, "row kept_head entry"] | None
     if hidden is not None:
         found[tuple(torch.as_tensor(places, device=found.device) for places in hidden)] = False
     return None if bool(found.all()) else found
+
+
+_MOST = 32
+"""Entries of a head that are looked at for a rotation."""
+_NEAR = 0.02
+"""A rotation or a quantisation explains an entry that it brings this near, relative to the entry's length."""
+_BITS = (8, 4, 2)
+
+
+def rotations(
+    found: Float[Tensor, "entry d_head"],
+    full: Float[Tensor, "entry d_head"],
+    frequencies: Float[Tensor, " frequency"],
+    most: int,
+) -> Int[Tensor, " entry"] | None:
+    """By how many positions, −most to most, each key was rotated beyond its place; None where no rotation explains it.
+
+    Component i goes with i + frequencies, as in `perturbkv.cache.entries.turned`.
+    """
+    half = len(frequencies)
+    one, other = _pairs(found, half), _pairs(full, half)
+    cross = one * other.conj()
+    shifts = torch.arange(-most, most + 1, device=found.device)
+    angles = shifts.double().unsqueeze(-1) * frequencies.to(found.device).double()
+    matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T
+    best = matched.argmax(dim=0)
+    turned = other * torch.polar(torch.ones_like(angles[best]), angles[best])
+    length = torch.linalg.vector_norm(full.double(), dim=-1)
+    rest = torch.linalg.vector_norm(found[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
+    left = torch.hypot(torch.linalg.vector_norm(one - turned, dim=-1), rest)
+    return shifts[best] if bool((left <= _NEAR * length).all()) else None
+
+
+def _pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
+    """Rotary components as complex numbers (entry, frequency)."""
+    work = keys.double()
+    return torch.complex(work[:, :half], work[:, half : 2 * half])
+
+
+def rotation(
+    found: Float[Tensor, "entry d_head"],
+    full: Float[Tensor, "entry d_head"],
+    places: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+    most: int,
+) -> str:
+    """The rotation that keys of these places differ by, in words; empty where there is none.
+
+    `found` are a head's keys in the cache's order, `full` those of the full cache at `places`.
+    """
+    chosen = torch.linspace(0, len(found) - 1, min(len(found), _MOST), device=found.device).round().long()
+    turned = rotations(found[chosen], full[chosen], frequencies, most)
+    if turned is None or not bool(turned.any()):
+        return ""
+    own = places[chosen]
+    if bool((turned == own).all()):
+        return "rotated again, each by its own position"
+    if bool((turned == turned[0]).all()):
+        return f"rotated by {int(turned[0])} more positions"
+    if bool((turned == chosen - own).all()):
+        return "moved to their places inside the cache"
+    return "rotated, each by a number of positions of its own"
+
+
+def quantised(
+    found: Float[Tensor, "entry d_head"],
+    full: Float[Tensor, "entry d_head"],
+    whole: Float[Tensor, "place d_head"],
+) -> str:
+    """The quantisation that makes `found` of `full`, in words; empty where none does.
+
+    Scales are taken per entry, per channel and per head, of the entries that stay and of the `whole` head, from the
+    largest magnitude or from the range.
+    """
+    for bits in _BITS:
+        for words, like in _quantisations(full.float(), whole.float(), bits):
+            off = torch.linalg.vector_norm(found.float() - like, dim=-1)
+            plain = torch.linalg.vector_norm(full.float() - like, dim=-1)
+            if bool((off <= torch.maximum(0.2 * plain, _rounding(found))).float().mean() > 0.95):
+                return f"quantised to {bits} bits {words}"
+    return ""
+
+
+def _rounding(found: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(found.float(), dim=-1)
+    return 2 * torch.finfo(found.dtype).eps * length
+
+
+def _quantisations(full: Tensor, whole: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
+    """What quantisations of a kind make of the entries, each with its name."""
+    for words, scaled in (("per entry", full), ("per channel", whole), ("per channel", full), ("per head", whole),
+                          ("per head", full)):  # fmt: skip
+        low, high = _ends(scaled, words)
+        largest = torch.maximum(high, -low)
+        for step, zero in (
+            (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),
+            (largest / 2 ** (bits - 1), torch.zeros_like(low)),
+            ((high - low) / (2**bits - 1), low),
+        ):
+            safe = step.clamp(min=torch.finfo(torch.float32).tiny)
+            yield words, ((full - zero) / safe).round() * safe + zero
+
+
+def _ends(values: Tensor, words: str) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each group that shares a scale."""
+    if words == "per head":
+        return values.amin(), values.amax()
+    dim = -1 if words == "per entry" else 0
+    return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
+
+
+def alteration_of_head(found: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
+    """The head whose entries at these places these are, to the bit; None where no head's are."""
+    return next((head for head, entries in enumerate(full) if torch.equal(entries.to(found.dtype), found)), None)
+
+
+FLOORS = 4
+"""More noise floors than this are a difference (METHOD: Audit)."""
+_KEYS = 0
+
+
+class Judge:
+    """Says of one row's entries, as they were at the first forward pass, whether they are the full cache's."""
+
+    def __init__(self, reading: Reading, row: int, floors: EntryFloors) -> None:
+        self.reading, self.row, self.floors = reading, row, floors
+        self.found, self.attended = reading.first[row], reading.attended[row]
+        self.padding = reading.situation.padding[row]
+
+    def entries(self) -> Entries:
+        """Everything that METHOD's points 1 and 2 ask for."""
+        layers = range(len(self.found))
+        return Entries(
+            kept=tuple(tuple(self._sets(layer, self._kept)) for layer in layers),
+            padded=self._numbers(lambda layer: self._sets(layer, self._of_padding)),
+            strangers=self._numbers(lambda layer: self._sets(layer, _strangers)),
+            duplicates=self._numbers(lambda layer: self._sets(layer, _duplicates)),
+            unordered=self._numbers(lambda layer: self.found[layer].ascending) == 0,
+            key_distance=self._numbers(lambda layer: self._far(layer, self.found[layer].key_distance)),
+            value_distance=self._numbers(lambda layer: self._far(layer, self.found[layer].value_distance)),
+            key_floor=self.floors.key.double().numpy(),
+            value_floor=self.floors.value.double().numpy(),
+            altered=tuple(tuple(self._altered(layer)) for layer in layers),
+            repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
+            changed=tuple(self.reading.changed[self.row]),
+        )
+
+    def _numbers(self, of: Callable[[int], Any]) -> NDArray[Any]:
+        return np.array([list(of(layer)) for layer in range(len(self.found))])
+
+    def _sets(self, layer: int, of: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+        pairs = zip(self.found[layer].positions, self.attended[layer], strict=True)
+        return [of(places, seen) for places, seen in pairs]
+
+    def _far(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
+        """The largest distance of each head's entries that are attended to."""
+        pairs = zip(distances, self.attended[layer], strict=True)
+        return [float(one[seen].amax()) if bool(seen.any()) else 0.0 for one, seen in pairs]
+
+    def _kept(self, places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
+        own = places[seen & (places >= self.padding)] - self.padding
+        return np.unique(own.cpu().numpy())
+
+    def _of_padding(self, places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+        return int(((places >= 0) & (places < self.padding) & seen).sum())
+
+    def _is_repeated(self, layer: int) -> bool:
+        """Whether a layer holds every entry once per query head, and all of a group keep the same."""
+        adapter, positions = self.reading.adapter, self.found[layer].positions
+        group = adapter.heads // adapter.kv_heads
+        if group == 1 or len(positions) != adapter.heads:
+            return False
+        return all(torch.equal(one, positions[head - head % group]) for head, one in enumerate(positions))
+
+    def _altered(self, layer: int) -> list[str]:
+        """What was done to keys and values of each head."""
+        found = self.found[layer]
+        kinds = (
+            ("keys", self._far(layer, found.key_distance), self.floors.key),
+            ("values", self._far(layer, found.value_distance), self.floors.value),
+        )
+        said = []
+        for head in range(len(found.positions)):
+            far = [kind for kind, (_, distance, floor) in enumerate(kinds) if distance[head] > FLOORS * floor[layer]]
+            if far and self._mismatched(layer, head):
+                said.append("values of other entries than their keys")
+            else:
+                said.append(", ".join(f"{kinds[k][0]} {self._words(layer, head, k) or 'changed'}" for k in far))
+        return said
+
+    def _mismatched(self, layer: int, head: int) -> bool:
+        """Whether all keys and all values are the full cache's to the bit, and do not belong together."""
+        seen = self.attended[layer][head]
+        alone = [
+            recover([(_single(theirs[self.row, head, seen]),) * 2], [(_single(self._own(full, layer, head)),) * 2])[0]
+            for theirs, full in zip(self.reading.held[layer], self.reading.full[layer], strict=True)
+        ]
+        exact = not any(bool(one.key_distance[0].any()) for one in alone)
+        return exact and not torch.equal(alone[0].positions[0], alone[1].positions[0])
+
+    def _own(self, full: Tensor, layer: int, head: int) -> Tensor:
+        """The full cache's entries (entry, d_head) of the head that a kept set is of."""
+        return full[self.row][head * full.shape[1] // len(self.found[layer].positions)]
+
+    def _words(self, layer: int, head: int, kind: int) -> str:
+        """The known alteration of a head's keys or values; empty where none is known."""
+        places = self.found[layer].positions[head]
+        theirs = self.reading.held[layer][kind][self.row, head]
+        placed = (places >= 0) & self.attended[layer][head]
+        theirs, places = theirs[placed], places[placed]
+        if not len(places):
+            return ""
+        full = self.reading.full[layer][kind][self.row]
+        own = self._own(self.reading.full[layer][kind], layer, head)
+        other = alteration_of_head(theirs, full[:, places])
+        if other is not None:
+            return f"of head {other}"
+        if kind == _KEYS and (turned := self._rotation(theirs, own[places], places)):
+            return turned
+        return quantised(theirs, own[places], own)
+
+    def _rotation(self, theirs: Tensor, own: Tensor, places: Int[Tensor, " entry"]) -> str:
+        frequencies, most = self.reading.adapter.frequencies, 2 * self.reading.situation.entries
+        return rotation(theirs, own, places - self.padding, frequencies, most)
+
+
+def _strangers(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    return int((places[seen] == NOWHERE).sum())
+
+
+def _duplicates(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    placed = places[seen & (places != NOWHERE)]
+    return len(placed) - len(set(placed.tolist()))
+
+
+def _single(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:
+    return entries[None, None]

@@ -1,40 +1,114 @@
-"""What the benchmark's processes do about workers: runs like the demo's, carried out by crews and clocked."""
+"""What the benchmark's processes do about workers: runs like the demo's, carried out by crews and clocked.
+
+What workers are given to do where not the measuring counts but all that is around it.
+
+Shards of a run of many samples, which are not measured but written, and the same samples written once.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from os import getpid
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from perturbkv.benchmark.stand_ins import Sleeping, until_ready
 from perturbkv.benchmark.subprocesses import Result, peak
-from perturbkv.configs.engine import EngineConfig
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import Resources
+from perturbkv.configs.resources import EngineConfig, Resources
+from perturbkv.configs.run import Shard
 from perturbkv.datasets.prompts import load
-from perturbkv.engines import joining
 from perturbkv.engines import ray as actors
-from perturbkv.engines.crew import Crew
-from perturbkv.engines.nodes import Seat
+from perturbkv.engines import ray as joining
 from perturbkv.engines.processes import Processes
-from perturbkv.engines.scheduler import Scheduler
-from perturbkv.engines.task import ModelSpec, Task
-from perturbkv.engines.work_items import measuring
-from perturbkv.engines.worker import Place
+from perturbkv.engines.ray import Seat
+from perturbkv.engines.scheduler import Crew, Scheduler, Work
+from perturbkv.engines.work_items import Part, measuring
+from perturbkv.engines.worker import Do, Models, ModelSpec, Place, Task
+from perturbkv.errors import PerturbkvError, WorkerError
 from perturbkv.models.loading import open_model, pick_dtype
 from perturbkv.pipeline.run.plan import Placement, Plan, Settings, plan
-from perturbkv.pipeline.run.running import Finished, Missing, run_to_file
+from perturbkv.pipeline.run.running import Finished, Missing, PromptTexts, run_to_file
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.journal_part import Journal
+from perturbkv.storage.run.joining import ShardWriter
+from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.shards import ShardRecord, beside
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
+
+_LONGEST = 300.0
+"""Seconds until all workers have to be ready."""
+_CALLED = 0.1
+"""Seconds that a worker keeps to itself what it answers: long enough for the others to be asked, too."""
+
+
+@dataclass(frozen=True)
+class Sleeping:
+    """Sleep instead of measuring, and answer with a sample that was measured before, under the item's name.
+
+    Attributes:
+        seconds: of every item.
+        sample: as large as a measured one.
+    """
+
+    seconds: float
+    sample: SampleTrace
+
+    def prepare(self, models: Models) -> Do:
+        """No model; one item is a `Part`."""
+
+        def slept(part: Part) -> SampleTrace:
+            time.sleep(self.seconds)
+            return replace(self.sample, sample_id=part.prompt.prompt().sample_id)
+
+        return slept
+
+
+@dataclass(frozen=True)
+class _RollCall:
+    """Load what a task needs, and say who did."""
+
+    task: Task
+
+    def prepare(self, models: Models) -> Callable[[int], int]:
+        self.task.prepare(models)
+
+        def here(item: int) -> int:
+            time.sleep(_CALLED)
+            return getpid()
+
+        return here
+
+
+def until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
+    """Seconds until so many workers are there, with all that a task needs loaded.
+
+    Raises WorkerError where they are not within five minutes, or end.
+    """
+    start, call, there = time.perf_counter(), _RollCall(task), set[int]()
+    while len(there) < workers:
+        there.clear()
+        scheduler.run(Work(call, [1] * workers, lambda item: item, lambda item, who: there.add(who), _given_up))
+        if time.perf_counter() - start > _LONGEST:
+            msg = f"expected {workers} workers within {_LONGEST:g} seconds, got {len(there)}; end what else runs here"
+            raise WorkerError(msg)
+    return time.perf_counter() - start
+
+
+def _given_up(item: int, why: str) -> None:
+    raise WorkerError(why)
+
 
 _CPU = torch.device("cpu")
 _PLACE = Place("cpu", threads=1)
@@ -102,7 +176,7 @@ def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
     with ExitStack() as stack:
         if engine == "ray":
             chosen = EngineConfig(engine, workers=sum(sizes), ray_address="local")
-            ray = stack.enter_context(joining.joined(chosen))
+            ray = stack.enter_context(joining.joined_ray(chosen))
             seat = Seat(_PLACE, actors.nodes(ray)[0].key, cpus=0, gpus=0, memory=0)
             made = [actors.Actors(ray, [seat] * size) for size in sizes]
         else:
@@ -167,3 +241,58 @@ def _into_file(run: Plan, engine: Clocked, path: Path) -> dict[str, float]:
         start, used = time.perf_counter(), time.process_time()
         writer.finish()
         return {"passed": time.perf_counter() - start, "cpu": time.process_time() - used}
+
+
+_MERGING = (sys.executable, "-m", "perturbkv.benchmark.merging")
+
+
+def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:
+    """Seconds of merging so many shards, and the bytes of the process that does; of writing their samples, and `once`.
+
+    `journals` is what the shards' journals take, `once` the file of a run that has one, of the same entries.
+    """
+    run, place = planned(model, samples), Path(folder) / f"merging-{samples}"
+    place.mkdir()
+    start = time.perf_counter()
+    _write_shards(run, shards, place / "merged.h5", folder)
+    found: Result = {"journals": time.perf_counter() - start}
+    if once:
+        found["once"] = _written_once(run, place)
+    return found | {"merging": _merged(place / "merged.h5")}
+
+
+def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
+    """Journals of all shards, with the text of the prompt, which all samples share."""
+    text = PromptTexts(run.prompts, run.files.tokenizer.decode)[run.prompts[0].sample_id]
+    sample, texts = kept_sample(folder), dict.fromkeys(run.prompts.ids, text)
+    for number in range(1, count + 1):
+        record = ShardRecord(Shard(number, count), run.run, tuple(run.prompts.ids), {}, text=True)
+        writer = ShardWriter(path, record, texts)
+        for name, configs in writer.missing().items():
+            writer.append(replace(sample, sample_id=name), configs)
+        writer.finish()
+
+
+def _written_once(run: Plan, place: Path) -> float:
+    """Seconds of the file of a run without shards, whose journal has the shards' own files."""
+    path = place / "once.h5"
+    journal = Journal(journal_path(path))
+    journal.begin(run.run)
+    for shard in beside(place / "merged.h5"):
+        for entry in shard.journal.folder.glob("*.npz"):
+            os.link(entry, journal.folder / entry.name)
+    writer = TraceWriter(path, run.run, run.prompts.ids, {})
+    start = time.perf_counter()
+    writer.finish()
+    return time.perf_counter() - start
+
+
+def _merged(path: Path) -> dict[str, Any]:
+    """Seconds and bytes of merging. Raises PerturbkvError where its process fails."""
+    finished = subprocess.run([*_MERGING, str(path)], capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        lines = finished.stderr.strip().splitlines() or ["no message"]
+        msg = f"merging failed: {lines[-1]}"
+        raise PerturbkvError(msg)
+    told: dict[str, Any] = json.loads(finished.stdout)
+    return told

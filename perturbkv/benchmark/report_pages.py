@@ -1,21 +1,254 @@
-"""Measuring a report: how large its page is, how soon it is there, and how fast it follows a choice."""
+"""Measuring a report: how large its page is, how soon it is there, and how fast it follows a choice.
+
+A report in headless Chromium: when it is painted, when it can be used, and how long a change of choice takes.
+
+Traces of any size that nobody measured: numbers of plausible spread, kept sets that share most of their entries.
+"""
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from perturbkv.benchmark import browsing
-from perturbkv.benchmark.made_traces import made_trace
-from perturbkv.benchmark.rows import Report, Target
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv import kept_codec
+from perturbkv.benchmark.rows import NO_BROWSER, Report, Target
 from perturbkv.benchmark.subprocesses import machine
 from perturbkv.benchmark.suite import Found, Group, check_repeats, reported
-from perturbkv.errors import ConfigError
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.reporting.report import report
+from perturbkv.schema import DIGEST, KEPT, ROWS, TEXT, VARIABLES, Variable
+from perturbkv.selection.grid import configuration
+from perturbkv.trace import Trace
+
+_ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+_LONGEST = 60.0
+"""Seconds that a page may take until it is there."""
+_PARTS = ("verdict", "map", "prompt")
+"""Parts of the page that are on the screen while its choices change, one after the other."""
+_PAINTED = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+_READY = "performance.getEntriesByName('ready')[0]?.startTime"
+_WHOLE = "document.body.dataset.ready === 'all' || undefined"
+_CHANGES = "performance.getEntriesByName('change').map((one) => one.duration)"
+_CHOOSE = """([name, place]) => {
+  const list = document.querySelector(`#choose select[name=${name}]`);
+  if (list === null || list.options.length < 2) return false;
+  list.selectedIndex = (list.selectedIndex + place) % list.options.length;
+  list.dispatchEvent(new Event("input", { bubbles: true }));
+  list.dispatchEvent(new Event("change", { bubbles: true }));
+  return true;
+}"""
+
+
+def first_times(path: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds from opening the file until the first paint and until choices can be made, each time in a new window.
+
+    Raises ConfigError where there is no browser, PerturbkvError where the page does not come.
+    """
+    found: dict[str, list[float]] = {"paint": [], "ready": []}
+    with _chromium() as browser:
+        for _ in range(repeats):
+            page = _opened(browser, path)
+            for name, asked in (("paint", _PAINTED), ("ready", _READY)):
+                found[name].append(_waited(page, asked) / 1000)
+            page.context.close()
+    return found
+
+
+def change_times(path: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds that each change of choice took, by what was changed and what was on the screen.
+
+    Raises ConfigError where there is no browser, PerturbkvError where the page does not measure its changes.
+    """
+    found: dict[str, list[float]] = {}
+    with _chromium() as browser:
+        page = _opened(browser, path)
+        _waited(page, _WHOLE)
+        for part in _PARTS:
+            page.evaluate("(id) => document.getElementById(id)?.scrollIntoView()", part)
+            for name in ("baseline", "treatment", "budget", "measure", "sample"):
+                own = [_changed(page, name) for _ in range(repeats)]
+                found[f"{name}, {part} on the screen"] = [one for one in own if one is not None]
+        page.context.close()
+    return found
+
+
+@contextmanager
+def _chromium() -> Iterator[Any]:
+    path = shutil.which("chromium")
+    if path is None or find_spec("playwright") is None:
+        raise ConfigError(NO_BROWSER)
+    from playwright.sync_api import Error, sync_playwright
+
+    try:
+        with sync_playwright() as running:
+            browser = running.chromium.launch(executable_path=path, headless=True, args=list(_ARGUMENTS))
+            yield browser
+            browser.close()
+    except Error as error:
+        msg = f"the browser failed: {str(error).splitlines()[0]}"
+        raise PerturbkvError(msg) from None
+
+
+def _opened(browser: Any, path: Path) -> Any:
+    page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+    page.goto(path.resolve().as_uri())
+    return page
+
+
+def _changed(page: Any, name: str) -> float | None:
+    """Seconds of one change; None where there is nothing to choose."""
+    before = len(page.evaluate(_CHANGES))
+    if not page.evaluate(_CHOOSE, [name, 1]):
+        return None
+    spent = _poll(page, lambda: (page.evaluate(_CHANGES)[before:] or [None])[0], f"a change of {name}")
+    return spent / 1000
+
+
+def _waited(page: Any, asked: str) -> float:
+    return _poll(page, lambda: page.evaluate(asked), asked)
+
+
+def _poll(page: Any, ask: Callable[[], Any], what: str) -> float:
+    """The first answer. The page's policy lets no text be evaluated in it, so that it cannot wait itself."""
+    end = time.perf_counter() + _LONGEST
+    while time.perf_counter() < end:
+        if (found := ask()) is not None:
+            page.wait_for_timeout(200)  # let what is drawn when nothing else is to be done come to its end
+            return float(found)
+        page.wait_for_timeout(20)
+    msg = f"expected {what} within {_LONGEST:g} seconds, got nothing"
+    raise PerturbkvError(msg)
+
+
+_SHARES = ("sigma_topk", "sigma_stage1", "retained_mass")
+_LOST = 10
+"""Lost entries that are listed of each head, as `measure` lists them."""
+_OWN_NOISE = 0.3
+"""How much configurations differ in what they keep, in standard deviations of what they share."""
+_MADE_HERE = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair)}
+
+
+def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:
+    """`sides` × `budgets` configurations: two policies with four selections each, or the first of these."""
+    names = ("attention", "two-stage", "attention-unpooled", "two-stage-uniform")
+    both = [(policy, name) for policy in ("snapkv", "adakv") for name in names][:sides]
+    return tuple(configuration(budget, policy=policy, selection=name) for budget in budgets for policy, name in both)
+
+
+def made_trace(
+    samples: int,
+    layers: int,
+    heads: int,
+    tokens: int,
+    *,
+    configs: tuple[EvictionConfig, ...] = (),
+    steps: int = 1,
+    kept: bool = True,
+    seed: int = 0,
+) -> Trace:
+    """A trace of this size, of a sweep of 24 or of `configs`, with prompts and the losses of each head.
+
+    `kept`: with the positions of kept sets, else with their digests alone.
+    """
+    draw, configs = np.random.default_rng(seed), configs or sweep()
+    sizes = {"sample": samples, "config": len(configs), "step": steps, "layer": layers, "head": heads}
+    sizes["lost_entry"] = _LOST
+    arrays: dict[str, NDArray[Any]] = {
+        name: _numbers(name, variable, tuple(sizes[axis] for axis in variable.axes), draw)
+        for name, variable in VARIABLES.items()
+        if _is_drawn(name, variable, sizes)
+    }
+    arrays |= {"prompt_tokens": np.full(samples, tokens), "steps_measured": np.full(samples, steps)}
+    arrays["question_tokens"] = np.zeros(samples, dtype=np.int64)
+    arrays["evicted"] = np.ones((samples, len(configs)), dtype=np.uint8)
+    shape = (samples, len(configs), layers, heads)
+    arrays |= _kept(shape, configs, tokens, draw) if kept else _digests(shape, configs, tokens, draw)
+    arrays |= _texts(samples, tokens)
+    run = RunConfig(model="made", dataset="made", configs=configs, samples=samples, steps=steps)
+    return Trace(run, tuple(f"p{place}" for place in range(samples)), arrays)
+
+
+def _is_drawn(name: str, variable: Variable, sizes: Mapping[str, int]) -> bool:
+    others = name in _MADE_HERE or variable.in_rows or variable.dtype == "str"
+    return not others and set(variable.dims) <= sizes.keys()
+
+
+def _numbers(name: str, variable: Variable, shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
+    if np.dtype(variable.dtype).kind != "f":
+        return draw.integers(0, 2, shape).astype(variable.dtype)
+    if name in _SHARES:
+        return draw.beta(4, 1.5, size=shape)
+    unit = 1e-6 if "noise_floor" in name else 1.0
+    return (unit * draw.lognormal(sigma=1.3, size=shape)).astype(variable.dtype)
+
+
+def _kept(
+    shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
+) -> dict[str, NDArray[Any]]:
+    """What every head keeps: the entries that it likes best, by a liking that configurations nearly share.
+
+    In the first layer the first two configurations share it: heads of equal sets are tied.
+    """
+    counts, rows, lengths = [_count(one, tokens) for one in configs], [], []
+    for _ in range(shape[0]):
+        liked = draw.normal(size=(shape[2] * shape[3], tokens)).astype(np.float32)
+        for place, count in enumerate(counts):
+            own = liked + np.float32(_OWN_NOISE) * draw.normal(size=liked.shape).astype(np.float32)
+            own[: shape[3]] = liked[: shape[3]] if place < 2 else own[: shape[3]]
+            least = np.partition(own, tokens - count, axis=1)[:, tokens - count, np.newaxis]
+            masks = np.packbits(own >= least, axis=1)
+            code, length = kept_codec.of_masks(masks, np.bitwise_count(masks).sum(axis=1).astype(np.int64))
+            rows.append(code)
+            lengths.append(length)
+    each = np.concatenate(lengths)
+    return {
+        "kept_code": np.concatenate(rows),
+        "kept_length": each.reshape(shape),
+        "kept_offset": (np.cumsum(each) - each).reshape(shape),
+        "kept_count": np.broadcast_to(np.array(counts)[:, np.newaxis, np.newaxis], shape).copy(),
+    }
+
+
+def _digests(
+    shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
+) -> dict[str, NDArray[Any]]:
+    """Sets that are told apart and nothing else."""
+    counts = np.array([_count(one, tokens) for one in configs])[:, np.newaxis, np.newaxis]
+    return {DIGEST: draw.integers(1, 2**62, shape), "kept_count": np.broadcast_to(counts, shape).copy()}
+
+
+def _count(config: EvictionConfig, tokens: int) -> int:
+    """Entries that a budget keeps."""
+    return max(1, int(config.budget.value * tokens))
+
+
+def _texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:
+    """Prompts of words of four characters each."""
+    text = "".join(f" {place % 9000 + 1000}" for place in range(tokens))
+    return {
+        "prompt_count": np.full(samples, tokens),
+        "prompt_offset": np.arange(samples) * tokens,
+        "prompt_token": np.tile(np.arange(tokens, dtype=np.int32), samples),
+        "prompt_start": np.tile(np.arange(tokens, dtype=np.int32) * 5, samples),
+        "prompt_text": np.array([text] * samples, dtype=object),
+    }
+
 
 _SMALL = {"samples": 8, "layers": 30, "heads": 9}
 _LARGE = {"samples": 32, "layers": 32, "heads": 32}
@@ -74,12 +307,12 @@ class _Rows:
 
     def first_times(self) -> Found:
         """Medians of seconds."""
-        found = browsing.first_times(self._page("small", _SMALL), self._settings.repeats)
+        found = first_times(self._page("small", _SMALL), self._settings.repeats)
         return {f"report-{name}": (statistics.median(times), {"seconds": times}) for name, times in found.items()}
 
     def changes(self) -> Found:
         """The median and the longest of all changes, in seconds."""
-        found = browsing.changes(self._page("small", _SMALL), self._settings.repeats)
+        found = change_times(self._page("small", _SMALL), self._settings.repeats)
         times = [one for own in found.values() for one in own]
         if not times:
             msg = "expected a page with something to choose, got none"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from perturbkv.benchmark.memory import forget_peak, process_bytes
+from perturbkv.benchmark.merging import forget_peak, process_bytes
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 

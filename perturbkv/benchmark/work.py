@@ -1,4 +1,9 @@
-"""What the benchmark's processes do: `python -m perturbkv.benchmark.work WORK JSON` prints what it measured as JSON."""
+"""What the benchmark's processes do: `python -m perturbkv.benchmark.work WORK JSON` prints what it measured as JSON.
+
+Time and memory of the value norms, beside a loop over heads and a matrix product of the same device.
+
+The same 24 configurations by kvpress' presses, a prefill each, and by us, all from one: in turns in one process.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.benchmark.many_workers import coordinating, one_sample, speed_up
-from perturbkv.benchmark.norms import norms, norms_peak
-from perturbkv.benchmark.presses import side_by_side
-from perturbkv.benchmark.sharded import merging
+from perturbkv.benchmark.many_workers import coordinating, merging, one_sample, speed_up
 from perturbkv.benchmark.subprocesses import Result, peak, seconds, wait
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
@@ -27,16 +29,98 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
-from perturbkv.models.loading import ModelFiles, load_model
-from perturbkv.pipeline.answers.evicting import read_evicting
-from perturbkv.pipeline.answers.generation import generate
+from perturbkv.models.loading import ModelFiles, load_model, pick_device
+from perturbkv.pipeline.answers.generation import generate, read_evicting
+from perturbkv.pipeline.progress import timed
 from perturbkv.pipeline.run.plan import Placement, Settings, plan
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.timing import timed
+from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
+
+
+def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
+    """ν head by head: every head's projections are written, then summed."""
+    kv_heads, _, d_head = value.shape
+    group = w_o.shape[1] // (kv_heads * d_head)
+    return torch.stack(
+        [
+            (value[head // group] @ w_o[:, head * d_head : (head + 1) * d_head].T).abs().sum(dim=-1)
+            for head in range(kv_heads * group)
+        ]
+    )
+
+
+_NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value_norms, "loop": loop_norms}
+
+
+def _layer(entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
+    place, d_head = pick_device(device), d_model // heads
+    generator = torch.Generator(place).manual_seed(0)
+    made: dict[str, Any] = {"generator": generator, "device": place, "dtype": getattr(torch, dtype)}
+    return torch.randn(kv_heads, entries, d_head, **made), torch.randn(d_model, d_model, **made) / d_model**0.5
+
+
+@torch.inference_mode()
+def norms(repeats: int, **shapes: Any) -> Result:
+    """Seconds of ν and of the loop, in turns; the rate of the same device's matrix product, and of ν's."""
+    value, w_o = _layer(**shapes)
+    found: dict[str, list[float]] = {name: [] for name in _NORMS}
+    for turn in range(repeats + 1):
+        for name, compute in _NORMS.items():
+            spent = seconds(lambda compute=compute: compute(value, w_o), value.device)  # type: ignore[misc]
+            found[name] += [spent] if turn else []
+    square = torch.randn_like(w_o)
+    product = min(seconds(lambda: w_o @ square, value.device) for _ in range(repeats + 1))
+    operations = 2 * value.shape[1] * w_o.numel()
+    return {
+        "seconds": found,
+        "matmul_rate": 2 * len(w_o) ** 3 / product,
+        "rate": [operations / spent for spent in found["ours"]],
+    }
+
+
+@torch.inference_mode()
+def norms_peak(which: str, **shapes: Any) -> Result:
+    """Bytes that ν (`ours`) or the loop takes beside inputs and result."""
+    value, w_o = _layer(**shapes)
+    before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
+    return {"extra": most - before}
+
+
+BUDGETS = (128, 256, 512, 1024)
+
+
+def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], object]]:
+    """A prefill under each press: SnapKV's, PyramidKV's and AdaKV's, each also as CriticalKV's, at four budgets."""
+    import kvpress
+
+    def kinds(ratio: float) -> list[Any]:
+        snapkv, pyramid = kvpress.SnapKVPress(ratio), kvpress.PyramidKVPress(ratio)
+        critical = [kvpress.CriticalKVPress(snapkv), kvpress.CriticalKVPress(pyramid)]
+        return [snapkv, pyramid, *critical, kvpress.AdaKVPress(snapkv), kvpress.CriticalAdaKVPress(snapkv)]
+
+    ids = torch.tensor([token_ids], device=adapter.device)
+
+    def prefill(press: Any) -> None:
+        with torch.inference_mode(), press(adapter.model):
+            adapter.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+
+    presses = [press for budget in BUDGETS for press in kinds(1 - budget / len(token_ids))]
+    return [lambda press=press: prefill(press) for press in presses]  # type: ignore[misc]
+
+
+def side_by_side(adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int) -> dict[str, Any]:
+    """Seconds of all presses and of ours, `repeats` times in turns."""
+    found: dict[str, list[float]] = {"presses": [], "ours": []}
+    runs = press_runs(adapter, token_ids)
+    for _ in range(repeats):
+        found["presses"].append(sum(seconds(run, adapter.device) for run in runs))
+        found["ours"].append(seconds(ours, adapter.device))
+    return found
+
 
 _GENERATED = 32
 _SELECTIONS = ("attention", "two-stage")

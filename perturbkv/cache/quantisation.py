@@ -9,6 +9,8 @@ floats before they are used, so that what attention sees is what would be stored
 The quantisers of transformers' QuantizedCache, optimum-quanto and HQQ, take one whole tensor whose groups cut through
 its flattened dimensions; kept sets of different lengths per head are none, so that this arithmetic is our own.
 `tests/quantised` holds it against optimum-quanto's where both apply.
+
+How many bits a configuration stores of one layer: the entries that it keeps, and what stands in for the others.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.cache.entries import KeptEntries
-from perturbkv.cache.gather import Kept
+from perturbkv.cache.entries import Kept, KeptEntries
+from perturbkv.configs import selections
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import correction_bits, stored_bits
 from perturbkv.devices import on_device
 
 
@@ -81,3 +84,23 @@ def stored(kept: Kept, configs: Sequence[EvictionConfig]) -> Kept:
     """The same entries, those of configurations that ask for it in few bits."""
     few = {place: quantised(kept.entries[place], configs[place]) for place in kept.order if configs[place].quantised}
     return replace(kept, entries=kept.entries | few)
+
+
+def held_bits(
+    config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, kv_heads: int, d_head: int
+) -> int:
+    """Of kept sets of `kept` entries each, which all of a layer's query heads share evenly.
+
+    Of one that reads pages every entry, and what these are chosen by; of one with a prefill of its own every entry.
+    """
+    if config.lined:
+        return stored_bits(config.precision, prompt_tokens, config.window, d_head) * kv_heads
+    if config.reads:
+        chooses = config.kept_entries(prompt_tokens) < prompt_tokens
+        return selections.held_bits(config.blocks(prompt_tokens), prompt_tokens, kv_heads, d_head, chooses)
+    sharing = heads // len(kept)
+    return sum(
+        stored_bits(config.precision, count, config.window, d_head)
+        + correction_bits(config.correction, prompt_tokens - count, sharing, d_head)
+        for count in kept
+    )

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perturbkv.cache.blocks import Block, Kernel, Packed, Segment, packed, padded, places_of
+from perturbkv.cache.blocks import Block, Kernel, Packed, PassingBlock, ReadBlock, Segment, packed, padded, places_of
 from perturbkv.cache.entries import KeptEntries, Reader, pool_entries
-from perturbkv.cache.pages import ReadBlock
-from perturbkv.cache.passing import PassingBlock
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.devices import on_device, working_bytes
 

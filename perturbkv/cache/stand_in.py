@@ -17,8 +17,8 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.correction import LINEAR, ORACLE
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import LINEAR, ORACLE
 
 
 @dataclass(frozen=True, eq=False)

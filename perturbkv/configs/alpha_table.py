@@ -13,8 +13,8 @@ from typing import Any, Self
 from perturbkv.configs import layer_types
 from perturbkv.configs.option import Option
 from perturbkv.errors import ConfigError
+from perturbkv.escaping import line
 from perturbkv.user_files import MIB, FileKind
-from perturbkv.visible import line
 
 GLOBAL, LAYER, HEAD = "global", "layer", "head"
 BY = (GLOBAL, LAYER, HEAD)

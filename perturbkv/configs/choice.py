@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from perturbkv.errors import ConfigError
-from perturbkv.visible import line
+from perturbkv.escaping import line
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs.numbers import LARGEST
+from perturbkv.configs.option import LARGEST
 from perturbkv.errors import BudgetError
 
 

@@ -1,4 +1,7 @@
-"""One way to evict: METHOD's "a configuration = accumulate, pool, allocate, select", validated where it is made."""
+"""One way to evict: METHOD's "a configuration = accumulate, pool, allocate, select", validated where it is made.
+
+Choices inside choices as JSON holds them, and back; what stands in a file is held against its kind.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,70 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs import lines, pages
+from perturbkv.configs import selections
 from perturbkv.configs.alpha_table import AlphaTable
-from perturbkv.configs.blocks import Blocks, most_always
-from perturbkv.configs.choice import Choice, as_choice
-from perturbkv.configs.correction import CORRECTION_OPTIONS, NONE
-from perturbkv.configs.documents import check_fields, check_options, holding, nested, unnested
+from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.entry_counts import Budget, entries, parse_entries
-from perturbkv.configs.numbers import LARGEST
-from perturbkv.configs.numbers import check as check_number
-from perturbkv.configs.option import completed
-from perturbkv.configs.precision import FULL, PRECISION_OPTIONS, bits_of, entries_within
-from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, L2, SELECTION_OPTIONS
+from perturbkv.configs.option import LARGEST, Option, check_number, completed
+from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, bits_of, entries_within
+from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, L2, SELECTION_OPTIONS, Blocks, most_always
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
+
+
+def nested(value: Any) -> Any:
+    """An option as JSON holds it: a choice inside another as it is written, with all of its own options.
+
+    A table of α is its name beside what its file holds.
+    """
+    if isinstance(value, AlphaTable):
+        return {"table": value.name, **value.to_document()}
+    if not isinstance(value, Choice):
+        return value
+    return {"choice": str(value), "options": {name: nested(held) for name, held in value.options.items()}}
+
+
+def unnested(value: Any, depth: int = DEEPEST) -> Any:
+    """What `nested` made this of. Raises ConfigError for more than `depth` choices inside each other."""
+    if not isinstance(value, dict):
+        return value
+    if "table" in value:
+        named = dict(value)
+        return AlphaTable.from_document(named, str(named.pop("table")))
+    if not depth:
+        msg = f"expected at most {DEEPEST} choices inside each other in a configuration, got more"
+        raise ConfigError(msg)
+    told = as_choice(value["choice"])
+    return holding(told, {name: unnested(held, depth - 1) for name, held in value["options"].items()})
+
+
+def holding(told: Choice, options: Mapping[str, Any]) -> Choice:
+    """A choice with all of its options, those that it shows in the order in which it does: JSON sorts its keys."""
+    ordered = {name: options[name] for name in (*told.options, *options)}
+    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
+
+
+def check_fields(document: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a configuration's window is whole and its budget and what it protects are numbers."""
+    kinds: Mapping[str, Any] = {
+        "window": int,
+        **dict.fromkeys(("budget", "protect_first", "protect_recent"), int | float),
+    }
+    for name, kind in kinds.items():
+        value = document.get(name, "")
+        if name in document and (isinstance(value, bool) or not isinstance(value, kind)):
+            msg = f"{name} of a configuration cannot be '{value}'"
+            raise ConfigError(msg)
+
+
+def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Option]) -> None:
+    """Raise ConfigError unless options are plain values or choices, and the `known` ones within their range."""
+    for name, value in options.items():
+        if name in known:
+            known[name].checked(value, name, owner)
+        elif not isinstance(value, bool | int | float | str | Choice | AlphaTable | None):
+            msg = f"{name} of {owner} cannot be '{value}'"
+            raise ConfigError(msg)
+
 
 CHOICES = ("policy", "selection", "granularity", "precision", "correction")
 """What is written `name(option=value)`."""
@@ -100,7 +154,7 @@ class EvictionConfig:
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
         if self.reads:
-            pages.page_of(self.policy)
+            selections.page_of(self.policy)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
 
@@ -155,12 +209,12 @@ class EvictionConfig:
     @property
     def reads(self) -> bool:
         """Whether it evicts nothing and reads some pages at every step: then b counts what is read."""
-        return pages.reads(self.policy)
+        return selections.reads_pages(self.policy)
 
     @property
     def lined(self) -> bool:
         """Whether its prompt has a prefill of its own along some lines: then b counts what a query looks at at most."""
-        return lines.lined(self.policy)
+        return selections.lined(self.policy)
 
     @property
     def evicts(self) -> bool:
@@ -180,7 +234,7 @@ class EvictionConfig:
     def block(self) -> int:
         """Entries of a block, or of a page; 1 where single entries stay and go."""
         if self.reads:
-            return pages.page_of(self.policy)
+            return selections.page_of(self.policy)
         return int(self.granularity.options.get("block", 1))
 
     def blocks(self, prompt_tokens: int) -> Blocks:

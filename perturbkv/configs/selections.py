@@ -1,11 +1,44 @@
-"""How the kept entries are taken from scores, for which heads together, and each way's options (METHOD: Select)."""
+"""How the kept entries are taken from scores, for which heads together, and each way's options (METHOD: Select).
+
+Whole blocks, as engines keep them: a block table has no half blocks (https://arxiv.org/abs/2309.06180, section 4.1).
+
+Blocks begin at the positions 0, `size`, 2 · `size`, … of the prompt. A block that holds an entry of the window, or one
+that is protected, is held whole, and all of its entries count: they take its memory, and decoding attends to them. Of
+the last block only the entries that are there count, as the tokens decoded next fill it up. The blocks that hold the
+window's entries are the *tail*; the budget pays for it first, and what is left of b buys whole blocks:
+
+    held = tail + size · ⌊(b − tail) / size⌋ ≤ b
+
+so that at most size − 1 entries of b are not used, and never more than b are held. The protected ends take their blocks
+out of these; budgets by layer, stages and α share out blocks where otherwise they share out entries. With blocks of one
+entry the tail is the window and all is as without blocks.
+
+Policies that evict nothing: at every step each head looks at the pages of the prompt that it chooses then.
+
+Pages lie as blocks do (`configs.blocks`), and a budget buys as many: b are the entries that a head *reads* at a step,
+those of the tail included. The cache holds all of them, and of every page what it is chosen by.
+
+Policies whose prompt is read in a prefill of its own, in which every query looks along some lines alone.
+
+Nothing is evicted: what such a prefill leaves is whole, and each decoding query looks at all of it. A budget b is the
+most entries that one query of the prompt looks at: the local band, which is the window, the first entries, and as many
+lines as are left (METHOD: Lines that a prefill looks along).
+
+The presets of METHOD's table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
+from perturbkv.configs import layer_types
 from perturbkv.configs.alpha_table import AlphaOption
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.option import Option
+from perturbkv.configs.precision import FULL_BITS
+from perturbkv.errors import ConfigError
 
 GIVEN = "given"
 """What stands in a selection's place where the kept sets come from outside."""
@@ -81,3 +114,123 @@ GRANULARITY_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "kv": {**_GROUP, **_BLOCKS},
     "layer": {**_GROUP, **_BLOCKS},
 }
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How n entries fall into blocks.
+
+    Attributes:
+        size: entries of a block.
+        before: blocks before the tail, all of them full.
+        tail: entries of the blocks that hold the window's, which always stay.
+    """
+
+    size: int
+    before: int
+    tail: int
+
+    @classmethod
+    def of(cls, tokens: int, window: int, size: int) -> Self:
+        """Of a prompt of `tokens` entries."""
+        before = max(0, tokens - window) // size
+        return cls(size, before, tokens - before * size)
+
+    @property
+    def tail_blocks(self) -> int:
+        """Blocks of the tail, the last one full or not."""
+        return -(-self.tail // self.size)
+
+    def first(self, entries: int) -> int:
+        """Blocks that hold the first `entries`."""
+        return -(-entries // self.size)
+
+    def recent(self, entries: int) -> int:
+        """Blocks before the tail that hold some of the most recent `entries`."""
+        return max(0, -((self.tail - entries) // self.size))
+
+    def bought(self, entries: int) -> int:
+        """Blocks beside the tail that a budget of `entries` pays for."""
+        return (entries - self.tail) // self.size
+
+    def held(self, blocks: int) -> int:
+        """Entries of so many blocks and the tail."""
+        return blocks * self.size + self.tail
+
+
+def most_always(first: int, recent: int, size: int) -> int:
+    """Entries, at the most, of the blocks that hold the `first` entries and the `recent` ones of a prompt."""
+    return -(-first // size) * size + recent + size - 1
+
+
+PAGE_READERS = ("quest",)
+"""Their names."""
+PAGE = 16
+"""Entries of a page (Quest, https://arxiv.org/abs/2406.10774, section 4.1)."""
+
+
+def reads_pages(policy: Choice) -> bool:
+    """Whether a policy is one of these."""
+    return policy.name in PAGE_READERS
+
+
+def page_of(policy: Choice) -> int:
+    """Entries of one of its pages. Raises ConfigError for anything but a whole number from 1."""
+    size = policy.options.get("page", PAGE)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        msg = f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}"
+        raise ConfigError(msg)
+    return size
+
+
+def held_bits(blocks: Blocks, prompt_tokens: int, kv_heads: int, d_head: int, chooses: bool) -> int:
+    """Bits of one layer: keys and values of every entry, and smallest and largest key of each page that is chosen."""
+    bounds = blocks.before if chooses else 0
+    return 2 * FULL_BITS * d_head * kv_heads * (prompt_tokens + bounds)
+
+
+LINED = ("vertical-slash",)
+"""Their names."""
+EVICT_NOTHING = (*PAGE_READERS, *LINED)
+"""Policies whose cache holds the whole prompt."""
+PROMPT_QUERIES = 32
+"""Queries of the prompt at which isolated quantities are measured, at most."""
+
+
+def lined(policy: Choice) -> bool:
+    """Whether a policy is one of these."""
+    return policy.name in LINED
+
+
+def check_lines(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
+    """Raise ConfigError where a run asks such a policy for what it does not have; `generate` tokens of answers."""
+    own = next((policy.name for policy in policies if lined(policy)), None)
+    if own is None:
+        return
+    for met, what, instead in (
+        (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
+        (generate > 0, f"answers of {generate} tokens", "it is measured and does not answer: generate nothing"),
+        (layer_types.is_mixed(model_config), f"model '{model}', some of whose layers slide", "choose another model"),
+    ):
+        if met:
+            msg = f"policy '{own}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
+            raise ConfigError(msg)
+
+
+_RELEASED = {
+    "alpha": 0.5,
+    "split": "total",
+    "score": "pooled",
+    "epsilon": 1e-4,
+    "pool": "average",
+    "kernel": 5,
+    "granularity": "kv",
+    "safeguard": "guaranteed",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "paper-v2": {"alpha": 0.5, "score": "pooled", "epsilon": 1e-4, "granularity": "kv"},
+    "released-v2": _RELEASED,
+    "kvpress": {**_RELEASED, "window": 64, "line": "total"},
+}
+"""METHOD's table of presets, as differences from the defaults, which are `paper`; each goes to whatever has it."""

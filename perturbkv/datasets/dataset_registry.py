@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from perturbkv.configs import numbers
+from perturbkv.configs import option as numbers
 from perturbkv.configs.task_kinds import LONGBENCH, RULER_PREFIX, kind_of
 from perturbkv.datasets import metrics
 from perturbkv.datasets.encode import Tokenizer
@@ -57,10 +57,10 @@ class DatasetOptions:
         if self.samples < 1:
             msg = f"a run needs at least 1 sample, got {self.samples}"
             raise ConfigError(msg)
-        numbers.check("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
-        numbers.check("seed (--seed)", self.seed)
+        numbers.check_number("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
+        numbers.check_number("seed (--seed)", self.seed)
         for length in self.lengths:
-            numbers.check("length (--length) of a prompt", length, numbers.LONGEST)
+            numbers.check_number("length (--length) of a prompt", length, numbers.LONGEST_NUMBER)
         if not self.lengths or min(self.lengths) < SHORTEST:
             msg = f"prompts that are made need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
             raise ConfigError(msg)

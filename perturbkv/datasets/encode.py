@@ -1,19 +1,75 @@
-"""A sample's text -> token ids: chat template, answer prefix, and LongBench's cut in the middle of the context."""
+"""A sample's text -> token ids: chat template, answer prefix, and LongBench's cut in the middle of the context.
+
+A prompt's token ids in four bytes each, for whoever reads them a tuple of Python's numbers, which take 36.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
-from perturbkv.datasets import metrics, templates
-from perturbkv.datasets.sample import Sample, check_id
-from perturbkv.datasets.templates import LaidOut
-from perturbkv.datasets.token_ids import TokenIds
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.datasets import metrics
+from perturbkv.datasets import sample as templates
+from perturbkv.datasets.sample import LaidOut, Sample, check_id
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError, ModelError
-from perturbkv.visible import line
+from perturbkv.escaping import line
+
+
+class TokenIds(Sequence[int]):
+    """Equal to a tuple of the same numbers, with its hash and its words; a part of it is a tuple.
+
+    Raises TypeError for what are no whole numbers, OverflowError for those beyond 64 bits.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        held = np.array(ids if isinstance(ids, TokenIds) else array("q", ids))
+        narrow = held.astype(np.int32)
+        self._held: NDArray[Any] = narrow if np.array_equal(narrow, held) else held
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> int | tuple[int, ...]:
+        found = self._held[place].tolist()
+        return tuple(found) if isinstance(place, slice) else int(found)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held.tolist())
+
+    def __add__(self, behind: Iterable[int]) -> tuple[int, ...]:
+        return (*self, *behind)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return np.array_equal(self._held, other._held)
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self._held, dtype=dtype)
+
+    def __reduce__(self) -> tuple[type[TokenIds], tuple[array[int]]]:
+        return TokenIds, (array("i" if self._held.dtype == np.int32 else "q", self._held.tobytes()),)
 
 
 class Tokenizer(Protocol):
@@ -191,7 +247,7 @@ def _laid_out(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> Laid
     if not tokenizer.chat_template:
         msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
         raise ConfigError(msg)
-    text = templates.turn(sample.prompt, tokenizer) + sample.answer_prefix
+    text = templates.chat_turn(sample.prompt, tokenizer) + sample.answer_prefix
     around, start = templates.around_turn(tokenizer)
     return LaidOut(text, _border(sample, text, start), around)
 

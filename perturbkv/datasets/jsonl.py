@@ -1,19 +1,210 @@
-"""Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or LongBench's fields."""
+"""Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or LongBench's fields.
+
+The lines of a jsonl file as checked objects: a field is what it should be, or an error that names file and line.
+
+A row with `messages`, as chat services write them, as a sample: the last user's turn is the question.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from perturbkv.datasets import metrics, wording
-from perturbkv.datasets.chats import chat_sample
 from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.rows import FILE, Row, check_identities, read_rows
-from perturbkv.datasets.sample import Sample
+from perturbkv.datasets.sample import Chat, Message, Sample, check_text
 from perturbkv.datasets.wording import Wording
 from perturbkv.errors import DatasetError, UnknownNameError
+from perturbkv.user_files import FileKind, parse_json
+
+FILE = FileKind("a jsonl file (UTF-8)", DatasetError, 2 * 2**30)
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line's object; every method raises DatasetError for a field that is of another kind.
+
+    Attributes:
+        fields: as parsed.
+        place: of the row among the file's rows, from 0.
+        where: file and line, for errors.
+    """
+
+    fields: Mapping[str, Any]
+    place: int
+    where: str
+
+    def text(self, name: str) -> str:
+        """A field that is text; empty where the row lacks it."""
+        value = self.fields.get(name, "")
+        if not isinstance(value, str):
+            msg = f"expected `{name}` to be text, got {kind(value)}"
+            raise self.refusal(msg)
+        return self.encodable(f"`{name}`", value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A field that is a list of texts; empty where the row lacks it."""
+        values = self.fields.get(name, [])
+        if not isinstance(values, list):
+            msg = f"expected `{name}` to be a list of texts, got {kind(values)}"
+            raise self.refusal(msg)
+        for value in values:
+            if not isinstance(value, str):
+                msg = f"expected `{name}` to be a list of texts, got {kind(value)} in it"
+                raise self.refusal(msg)
+        return tuple(self.encodable(f"`{name}`", value) for value in values)
+
+    def identity(self, name: str) -> str:
+        """A field that is text or a whole number, as text; the row's place where it lacks it or it is empty."""
+        value = self.fields.get(name, "")
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            msg = f"expected `{name}` to be text or a whole number, got {kind(value)}"
+            raise self.refusal(msg)
+        return self.encodable(f"`{name}`", str(value)) or str(self.place)
+
+    def placed_identity(self, name: str) -> str:
+        """The row's place and behind it the field, for data whose own ids come twice; the place alone without one."""
+        named = self.fields.get(name) is not None and self.identity(name)
+        return f"{self.place}-{named}" if named and self.fields[name] else str(self.place)
+
+    def own_identity(self) -> str:
+        """The field `id`; of a row without it what its place and LongBench's `_id` make."""
+        return self.placed_identity("_id") if self.fields.get("id") is None else self.identity("id")
+
+    def sample(self, **fields: Any) -> Sample:
+        """The sample of these fields."""
+        try:
+            return Sample(**fields)
+        except DatasetError as error:
+            raise self.refusal(error) from None
+
+    def encodable(self, name: str, value: str) -> str:
+        """The value, of a field called `name`. Raises DatasetError where no file can hold it."""
+        try:
+            check_text(f"expected {name}", value)
+        except DatasetError as error:
+            raise self.refusal(error) from None
+        return value
+
+    def refusal(self, problem: object) -> DatasetError:
+        """The error that names file and line."""
+        return DatasetError(f"{self.where}: {problem}")
+
+
+def kind(value: object) -> str:
+    """What a JSON value is, in words."""
+    return _KINDS.get(type(value), "an object")
+
+
+def read_rows(text: str, where: str, most: int) -> list[Row]:
+    """At most `most` rows of a jsonl text. Raises DatasetError for a line that is no JSON object, and for no line."""
+    rows: list[Row] = []
+    for line, content in _lines(text):
+        if len(rows) == most:
+            break
+        rows.append(_parse(content, len(rows), f"{where}, line {line}"))
+    if not rows:
+        msg = f"expected at least one sample in {where}, got none"
+        raise DatasetError(msg)
+    return rows
+
+
+def check_identities(samples: tuple[Sample, ...], rows: list[Row]) -> None:
+    """Raise DatasetError, which names the line, where a sample has the id of an earlier one."""
+    seen: set[str] = set()
+    for sample, row in zip(samples, rows, strict=True):
+        if sample.id in seen:
+            msg = f"expected every id once, got '{sample.id}' again"
+            raise row.refusal(msg)
+        seen.add(sample.id)
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, content in enumerate(text.split("\n"), start=1):
+        if content.strip():
+            yield number, content
+
+
+def _parse(content: str, place: int, where: str) -> Row:
+    try:
+        found = parse_json(content, finite=False)  # of the numbers in a row none but ids is read
+    except ValueError as error:
+        msg = f"{where}: expected a JSON object, got text that is no JSON ({error})"
+        raise DatasetError(msg) from None
+    if not isinstance(found, dict):
+        msg = f"{where}: expected a JSON object, got {kind(found)}"
+        raise DatasetError(msg)
+    return Row(found, place, where)
+
+
+ROLES = ("system", "user", "assistant")
+_CALLS = ("tool_calls", "function_call")
+"""Fields of a message that say something that no text says."""
+
+
+def chat_sample(row: Row) -> Sample:
+    """The sample of a row's messages. Raises DatasetError, which names file and line, for what is no chat."""
+    if "prompt" in row.fields:
+        msg = "expected `prompt` or `messages`, got both; leave one out"
+        raise row.refusal(msg)
+    messages = tuple(_message(row, place, one) for place, one in enumerate(_listed(row)))
+    *earlier, last = messages
+    _check_last(row, last)
+    return row.sample(
+        id=row.identity("id"),
+        context="".join(f"{one.text}\n\n" for one in earlier),
+        question=last.text,
+        answers=row.texts("answers"),
+        answer_prefix=row.text("answer_prefix"),
+        chat=Chat(messages, row.where),
+    )
+
+
+def _listed(row: Row) -> list[Any]:
+    found = row.fields["messages"]
+    if not isinstance(found, list) or not found:
+        got = "an empty list" if found == [] else kind(found)
+        msg = f"expected `messages` to be a list of messages, got {got}"
+        raise row.refusal(msg)
+    return found
+
+
+def _message(row: Row, place: int, found: Any) -> Message:
+    """One message, of one of the known roles and with text; `place` counts from 0."""
+    if not isinstance(found, dict):
+        msg = f"expected message {place + 1} to be an object with `role` and `content`, got {kind(found)}"
+        raise row.refusal(msg)
+    role, text = found.get("role"), found.get("content")
+    if role not in ROLES:
+        got = repr(role)[:40] if isinstance(role, str) else kind(role)
+        msg = f"expected message {place + 1} to have one of the roles {', '.join(ROLES)}, got {got}"
+        raise row.refusal(msg)
+    if calls := next((name for name in _CALLS if found.get(name)), None):
+        msg = f"expected message {place + 1} to be text alone, got `{calls}` beside it; leave such chats out"
+        raise row.refusal(msg)
+    if not isinstance(text, str):
+        msg = f"expected the `content` of message {place + 1} to be text, got {kind(text)}"
+        raise row.refusal(msg)
+    return Message(role, row.encodable(f"the content of message {place + 1}", text))
+
+
+def _check_last(row: Row, last: Message) -> None:
+    """Raise DatasetError unless the last message is a user's and says something."""
+    if last.role == "assistant":
+        msg = (
+            "expected the last message to be a user's, got an assistant's; leave it out, or move its text to "
+            "`answers`, where it is an accepted answer, or to `answer_prefix`, where the model goes on with it"
+        )
+        raise row.refusal(msg)
+    if last.role != "user" or not last.text.strip():
+        got = "an empty one" if last.role == "user" else f"a {last.role}'s"
+        msg = f"expected the last message to be a user's, who asks something; got {got}"
+        raise row.refusal(msg)
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:

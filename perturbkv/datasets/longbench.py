@@ -14,8 +14,7 @@ from perturbkv.datasets import wording
 from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.hub_data import hub_file
-from perturbkv.datasets.jsonl import longbench_sample
-from perturbkv.datasets.rows import FILE, read_rows
+from perturbkv.datasets.jsonl import FILE, longbench_sample, read_rows
 
 HUB_ID = "zai-org/LongBench"
 ARCHIVE = "data.zip"

@@ -1,19 +1,61 @@
 """A needle in a haystack: a fact at a given depth of a long text, asked for at the end (paper, appendix E).
 
 The haystack is prose that ships with Python, or repeated filler. Lengths count the tokens of the user's turn.
+
+Running English prose that every Python carries: CPython's language reference in `pydoc_data.topics`.
+
+Needle prompts with a second fact of the same words about another city: which one was asked for has to be read.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.prose import sentences
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError
+
+_MARKUP = re.compile(r"\*\*|``|`|\"\"|\[\d+\]_?|\|")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_ODD = re.compile(r"::|[=<>{}\\^~_@#]|\.\.\.|\(\)|--")
+
+
+@functools.cache
+def sentences() -> tuple[str, ...]:
+    """Plain sentences of the manual, in its own order: no code, tables, headings or grammar."""
+    from pydoc_data.topics import topics
+
+    found = [sentence for name in sorted(topics) for block in _paragraphs(topics[name]) for sentence in _split(block)]
+    return tuple(dict.fromkeys(found))
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Blocks of unindented lines that read as prose."""
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith((" ", "*", "-", "+", "["))]
+    return [" ".join(block.split()) for block in blocks if not re.search(r"^[=\-*~^\"]{4,}$", block, re.MULTILINE)]
+
+
+def _split(paragraph: str) -> list[str]:
+    cleaned = re.sub(r"\*(\w+)\*", r"\1", _MARKUP.sub("", paragraph))
+    return [sentence for sentence in _SENTENCE_END.split(cleaned) if _is_plain(sentence)]
+
+
+def _is_plain(sentence: str) -> bool:
+    words = sentence.split()
+    return (
+        6 <= len(words) <= 60
+        and sentence[0].isupper()
+        and sentence[-1] in ".!?"
+        and not _ODD.search(sentence)
+        and not any(character.isdigit() for character in sentence)
+    )
+
 
 CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Dublin", "Prague", "Havana", "Quito", "Riga", "Tunis", "Perth")
 INSTRUCTION = "A magic number is hidden in the following text. Remember it. I will ask you about it afterwards.\n\n"
@@ -102,3 +144,19 @@ def _insert(hay: Sequence[str], needle: str, depth: float, tokenizer: Tokenizer)
 
 def _count(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def distracted(sample: Sample, seed: int) -> tuple[Sample, str]:
+    """A needle sample with the other city's fact right behind its own, and its own fact's sentence.
+
+    Raises DatasetError where the sample is not needle's.
+    """
+    answer = sample.answers[0] if sample.answers else ""
+    found = [fact for city in CITIES if (fact := NEEDLE.format(city=city, number=answer)) in sample.context]
+    if not found:
+        msg = f"expected sample '{sample.id}' to hold needle's fact, got a context without it; use --dataset needle"
+        raise DatasetError(msg)
+    draw = random.Random(f"distraction/{seed}/{sample.id}")
+    others = [city for city in CITIES if f" {city} " not in found[0]]
+    wrong = NEEDLE.format(city=draw.choice(others), number=draw.randrange(1_000_000, 10_000_000))
+    return replace(sample, context=sample.context.replace(found[0], f"{found[0]} {wrong}", 1)), found[0]

@@ -1,16 +1,114 @@
-"""Hands the items of a run to workers one by one, and survives what ends a worker."""
+"""Hands the items of a run to workers one by one, and survives what ends a worker.
+
+What a scheduler asks of workers, whatever carries orders to them and answers back.
+
+Which items of a run wait for a worker: each gets two attempts and no more.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from perturbkv.engines.attempts import Waiting
-from perturbkv.engines.crew import Crew, Gone, Work
-from perturbkv.engines.task import Task
-from perturbkv.engines.worker import Reply, Said
+from perturbkv.engines.worker import Place, Reply, Said, Task
 from perturbkv.errors import WorkerError
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A worker that ended; `how` in words, such as `signal 9`."""
+
+    how: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """The items of one run.
+
+    Attributes:
+        task: what is done with each.
+        sizes: of every item, in any unit.
+        item: makes what is sent, when it is sent.
+        done: gets an item's result.
+        failed: gets an item that was given up, and why.
+    """
+
+    task: Task
+    sizes: Sequence[int]
+    item: Callable[[int], Any]
+    done: Callable[[int, Any], None]
+    failed: Callable[[int, str], None]
+
+
+class Crew(Protocol):
+    """Workers at numbered places, none of them there until it is hired.
+
+    Every order is answered by one `Reply`, the first by `hire`'s own; a worker that ends answers with `Gone`.
+    """
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Where the workers compute."""
+
+    def hire(self, place: int) -> None:
+        """Start the worker of a place, where none is."""
+
+    def begin(self, place: int, task: Task) -> None:
+        """Have a worker prepare a task."""
+
+    def do(self, place: int, item: Any) -> None:
+        """Have a worker do an item of its task."""
+
+    def heard(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+        """Wait at most so long for the next answers; each worker that ended is told of once."""
+
+    def dismiss(self, place: int) -> None:
+        """End the worker of a place, at once, whatever it does; nothing of it is heard any more."""
+
+    def close(self) -> None:
+        """End all workers, within seconds."""
+
+
+MOST = 2
+
+
+class Waiting:
+    """The items that wait, those of the largest size first; one whose worker ended comes once more, last.
+
+    Args:
+        sizes: of the items, by their places; what takes longest begins first, so that nobody waits for it last.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._waiting = deque(sorted(range(len(sizes)), key=lambda place: -sizes[place]))
+        self._ends: dict[int, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self) -> int:
+        """The next item's place."""
+        return self._waiting.popleft()
+
+    def ended(self, item: int, how: str) -> str | None:
+        """An attempt ended its worker: None where another one follows, else why the item is given up."""
+        ends = self._ends.setdefault(item, [])
+        ends.append(how)
+        if len(ends) < MOST:
+            self._waiting.append(item)
+            return None
+        told = how if len(set(ends)) == 1 else ", then ".join(ends)
+        del self._ends[item]
+        return f"its worker ended twice ({told})"
+
+    def done(self, item: int) -> None:
+        """The item needs no attempt any more."""
+        self._ends.pop(item, None)
+
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT = 1.0

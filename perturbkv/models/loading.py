@@ -1,32 +1,170 @@
 """Bringing a model in: alias, hub id, local folder, GGUF file, or random weights of an alias' shapes.
 
 Safetensors and GGUF only; remote code is never trusted.
+
+A model of the hub on this machine: configuration and tokenizer when it is opened, weights when they are loaded.
+
+Other libraries' bars and warnings, off while we load a model.
+
+Which model it is: a digest of every file that its numbers depend on. A trace is gone on with by no other.
+
+A tokenizer that needs no files: one token per UTF-8 byte, for models with random weights.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as theirs
 
 from perturbkv import memory
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.models import from_hub, gguf, gguf_cache, quantisers, sanity, stored_weights, user_cache
-from perturbkv.models import revision as fingerprint
+from perturbkv.models import gguf, hub, quantisers, sanity, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, Opened, check_projections
-from perturbkv.models.aliases import ALIASES
+from perturbkv.models.aliases import ALIASES, EMBEDDED
 from perturbkv.models.families import FAMILIES, check_family, check_layers
-from perturbkv.models.quiet import quiet
-from perturbkv.models.sources import Source, explained, resolve
+from perturbkv.models.hub_part import HubError
+from perturbkv.models.sanity import check_shapes, whole_model
+from perturbkv.models.sources import READ, Source, explained, resolve
 from perturbkv.models.stored_weights import Stored
-from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.models.wholeness import check_shapes, whole_model
+
+_WEIGHTS = "model.safetensors"
+
+
+def opened_from_hub(source: Source) -> Source:
+    """The source with its files here: of a hub's model all but weights, of a GGUF file there the whole.
+
+    Raises ModelError where the hub does not give them.
+    """
+    if not source.hub_id:
+        return source
+    with _explained(source):
+        repository = hub.find(source.hub_id, source.revision)
+        repository.bring({source.gguf_file} if source.gguf_file else filter(_is_setting, repository.names()))
+    return replace(source, location=str(repository.folder), repository=repository)
+
+
+def bring_weights(source: Source) -> None:
+    """Have the safetensors of a hub's model here. Raises ModelError where the hub does not give them."""
+    if source.repository is not None and source.gguf_file is None:
+        with _explained(source):
+            source.repository.bring({_WEIGHTS} & source.repository.names() or _parts(source))
+
+
+def _parts(source: Source) -> set[str]:
+    """The names in the index of a model's safetensors. Raises HubError without one, ModelError for a bad one."""
+    index = source.path / f"{_WEIGHTS}.index.json"
+    if not index.is_file():
+        msg = f"it holds neither {_WEIGHTS} nor {index.name}"
+        raise HubError(msg)
+    return stored_weights.parts(index)
+
+
+def _is_setting(name: str) -> bool:
+    """Whether transformers may read a file for configuration or tokenizer."""
+    return "/" not in name and PurePosixPath(name).suffix in READ - {".safetensors", ".bin", ".gguf"}
+
+
+@contextmanager
+def _explained(source: Source) -> Iterator[None]:
+    """Turn what the hub does not give into a ModelError: its reason, and what to do where that does not say it."""
+    try:
+        yield
+    except HubError as error:
+        instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
+        other = "; bring it with --model PATH (a folder of safetensors or a .gguf file), or with a filled HF_HOME"
+        msg = (
+            f"model '{source.name}' needs {source.hub_id} and the hub did not give it: "
+            f"{error}{'' if ';' in str(error) else other}{instead}"
+        )
+        raise ModelError(msg) from error
+
+
+_lock = threading.Lock()
+_inside: list[tuple[int, bool, bool, int]] = []
+"""What was before, once for each block that is open: the last one to leave restores the first one's."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing of transformers, tqdm or the hub is shown inside the block; behind it all is as it was."""
+    of_hub = logging.getLogger("huggingface_hub")
+    with _lock:
+        now = (theirs.get_verbosity(), theirs.is_progress_bar_enabled(), are_progress_bars_disabled(), of_hub.level)
+        _inside.append(_inside[0] if _inside else now)
+        theirs.set_verbosity_error()
+        theirs.disable_progress_bar()
+        disable_progress_bars()
+        of_hub.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        with _lock:
+            verbosity, shown, hub, level = _inside.pop()
+            if not _inside:
+                _restore(verbosity, shown, hub, level)
+
+
+def _restore(verbosity: int, shown: bool, hub: bool, level: int) -> None:
+    theirs.set_verbosity(verbosity)
+    logging.getLogger("huggingface_hub").setLevel(level)
+    if shown:
+        theirs.enable_progress_bar()
+    if not hub:
+        enable_progress_bars()
+
+
+_SETTINGS = (
+    "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
+    "vocab.txt", "merges.txt",
+)  # fmt: skip
+"""What transformers reads of a folder beside its weights: how they compute, where answers end, how text is encoded."""
+
+
+def folder_digest(folder: Path, weights: Sequence[Path]) -> str:
+    """Of a folder's model, whose weights are these files. Raises OSError for one that cannot be read."""
+    settings = [folder / name for name in _SETTINGS if (folder / name).is_file()]
+    return joint_digest(file.name.encode() + file_digest(file) for file in (*weights, *settings))
+
+
+def joint_digest(digests: Iterable[bytes]) -> str:
+    """Of several files, in this order."""
+    return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
+
+
+def file_digest(file: Path) -> bytes:
+    """Of one file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
+
+
+class ByteTokenizer:
+    """Bytes as token ids 0 … 255; no chat template, no special tokens."""
+
+    chat_template: str | None = None
+    eos_token_id: int | None = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """Token ids of `text` under `input_ids`."""
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of byte ids; ids above 255, which only a model makes, show as replacement characters."""
+        return b"".join(bytes([token]) if token < 256 else b"\xff" for token in token_ids).decode(errors="replace")
+
 
 DEVICE_MAPS = {"none": "the whole model on one device", "auto": "its layers over all GPUs (accelerate)"}
 _DEVICES: Mapping[str, Callable[[], int]] = {
@@ -131,7 +269,7 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
             raise ModelError(msg)
         drawn, again = f"random weights, seed {seed}", Opened(name, seed, "")
         return ModelFiles(name, None, _random_config(name), ByteTokenizer(), drawn, Stored("random"), True, again)
-    source = from_hub.opened(resolve(name, revision))
+    source = opened_from_hub(resolve(name, revision))
     again = Opened(name, seed, revision if source.repository is None else source.repository.commit)
     if source.gguf_file is not None:
         return replace(_open_gguf(source), opened=again)
@@ -143,18 +281,16 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
 def _open_gguf(source: Source) -> ModelFiles:
     """A GGUF file, read from the user's cache, where it is converted now if it is not there yet."""
     tensors = gguf.read_header(source.path)
-    digest = fingerprint.digest(source.path)
+    digest = file_digest(source.path)
     place, tokenizer = source, None
-    if source.path.stat().st_size <= gguf_cache.LARGEST:
+    if source.path.stat().st_size <= gguf.LARGEST:
         try:
-            folder = gguf_cache.converted(source, tensors, digest)
-            place, tokenizer = Source(source.name, str(folder)), gguf_cache.read_tokenizer(folder)
+            folder = gguf.converted(source, tensors, digest)
+            place, tokenizer = Source(source.name, str(folder)), gguf.read_tokenizer(folder)
         except user_cache.NotKeptError as error:
             _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
     config, tokenizer = _read(place, tokenizer)
-    return ModelFiles(
-        source.name, place, config, tokenizer, fingerprint.of_digests([digest]), stored_weights.of_gguf(tensors)
-    )
+    return ModelFiles(source.name, place, config, tokenizer, joint_digest([digest]), stored_weights.of_gguf(tensors))
 
 
 def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
@@ -185,7 +321,7 @@ def load_weights(
     if files.source is None:
         model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
-        from_hub.bring_weights(files.source)
+        bring_weights(files.source)
         if not files.stored.quantised:
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
         model = _read_weights(files.source, files.config, dtype, _placed(files, device, spread))
@@ -223,7 +359,7 @@ def _read_weights(source: Source, config: Any, dtype: torch.dtype, placed: Mappi
         **placed,
     )
     if source.gguf_file is not None:
-        gguf_cache.check_used(gguf.read_header(source.path), model, source.name)
+        gguf.check_used(gguf.read_header(source.path), model, source.name)
     return model
 
 
@@ -244,7 +380,7 @@ def _aligned(model: Any) -> Any:
     """
     for parameter in model.parameters():
         plain = type(parameter) is torch.nn.Parameter  # others hold their numbers in tensors inside
-        if plain and parameter.device.type == "cpu" and parameter.data_ptr() % gguf_cache.ALIGNMENT:
+        if plain and parameter.device.type == "cpu" and parameter.data_ptr() % gguf.ALIGNMENT:
             parameter.data = parameter.data.clone()
     return model
 
@@ -294,4 +430,4 @@ def _revision(source: Source) -> str:
     if source.repository is not None:
         return source.repository.commit
     with explained(source, "what tells it from others"):
-        return fingerprint.of_folder(source.path, stored_weights.files(source.path))
+        return folder_digest(source.path, stored_weights.files(source.path))

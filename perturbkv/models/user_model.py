@@ -15,8 +15,8 @@ from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
 from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.families import check_family
+from perturbkv.models.sanity import parts
 from perturbkv.models.stored_weights import Stored
-from perturbkv.models.tensors import parts
 
 GIVEN = "given"
 """The revision of a model that came loaded, until its weights are told apart."""

@@ -1,15 +1,73 @@
-"""How far each of some kept sets of one head is from the best that is known, and from the best there can be."""
+"""How far each of some kept sets of one head is from the best that is known, and from the best there can be.
+
+A kept set that no single swap improves: what stays is exchanged for what went as long as that lowers L.
+
+What searches for best kept sets found, of a whole run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from scipy.spatial.distance import cdist
 
-from perturbkv.optimum.entries import HeadEntries, Kept
-from perturbkv.optimum.exact import Proof, best_set
-from perturbkv.optimum.swaps import Improved, improve
+from perturbkv.configs.run import RunConfig
+from perturbkv.optimum.exact import Floats, HeadEntries, Kept, Proof, best_set
+
+LEAST_GAIN = 1e-12
+"""Share of L that a swap has to win, so that rounding swaps nothing for ever."""
+
+
+@dataclass(frozen=True)
+class Improved:
+    """Where swapping ended.
+
+    Attributes:
+        kept: (entry,) the set.
+        perturbation: its L.
+        settled: whether no swap helps any more; False where time ran out.
+    """
+
+    kept: Kept
+    perturbation: float
+    settled: bool
+
+
+def improve(entries: HeadEntries, start: Kept, seconds: float) -> Improved:
+    """Swap until no swap helps, or for so many seconds; the set never becomes worse.
+
+    Every kept free entry in turn goes for the one whose coming lowers L most.
+    """
+    end, kept, best = time.monotonic() + seconds, start.copy(), entries.perturbation(start)
+    places, unchanged, turn = entries.free[start[entries.free]].tolist(), 0, 0
+    while unchanged < len(places):
+        if time.monotonic() > end:
+            return Improved(kept, best, settled=False)
+        slot = turn % len(places)
+        found = _with(entries, kept, places[slot])
+        coming = int(np.argmin(found))
+        turn, unchanged = turn + 1, unchanged + 1
+        if found[coming] < best * (1 - LEAST_GAIN):
+            kept[places[slot]], kept[coming] = False, True
+            places[slot], unchanged, best = coming, 0, entries.perturbation(kept)
+    return Improved(kept, best, settled=True)
+
+
+def _with(entries: HeadEntries, kept: Kept, going: int) -> Floats:
+    """(entry,) L where each entry comes for the one that goes; infinite for those that are there."""
+    others = kept.copy()
+    others[going] = False
+    distance = cdist(-entries.moved(others)[None], entries.brings, "cityblock")[0]
+    found: Floats = distance / (entries.mass(others) + entries.attention)
+    found[kept] = np.inf
+    return found
+
 
 _STARTS = 20
 """Random sets that a small head's search begins from, beside the given ones."""
@@ -86,3 +144,30 @@ def _told(
         closed=proof is not None and proof.closed,
         positions=tuple(np.flatnonzero(kept).tolist()),
     )
+
+
+PROMPT, PREFIX = "prompt", "prefix"
+"""What a search is of: a whole prompt, or a few tokens of it."""
+
+
+@dataclass(frozen=True)
+class FoundSets:
+    """The lines of a run, an object per prompt.
+
+    Attributes:
+        run: what was run; every budget holds the same methods in the same order, the hindsight ones among them.
+        rows: per prompt its name under `sample`, and under `heads` an object per head, budget and part: `part`,
+            `budget`, `layer`, `head`, and the fields of `HeadSearch`, whose `perturbation` is in the methods' order.
+        asked: how heads were searched.
+        made_with: provenance.
+    """
+
+    run: RunConfig
+    rows: Sequence[Mapping[str, Any]]
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of the rows, short."""
+        return hashlib.sha256(json.dumps(list(self.rows)).encode()).hexdigest()[:12]

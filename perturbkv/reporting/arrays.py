@@ -1,21 +1,121 @@
-"""The arrays of one trace's part of a page, held as blocks: means, pairs, drift, single samples, decode steps."""
+"""The arrays of one trace's part of a page, held as blocks: means, pairs, drift, single samples, decode steps.
+
+Each configuration by itself: its sums, its drift, KL and the next token, what its cache holds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.measurements import Floats, measured_steps, values
-from perturbkv.reporting import configurations
-from perturbkv.reporting.comparing import Compared, Same, compare, drift_ratios, same_sets
-from perturbkv.reporting.head_measures import ANALYSIS, FIRST, STEPPED, Measure, by_step, mean_of
-from perturbkv.reporting.page_blocks import Blocks
-from perturbkv.reporting.quantising import four_a_byte, log_scale
-from perturbkv.reporting.sides import Sides, Start
+from perturbkv.analyses.heads.head_comparison import sum_ratio
+from perturbkv.analyses.layers import drift
+from perturbkv.analyses.measurements import Floats, byte_shares, held_shares, measured_steps, values
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.intervals import POSITIVE, over_prompts, share_of
+from perturbkv.errors import TraceError
+from perturbkv.escaping import line
+from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, by_step, mean_of
+from perturbkv.reporting.page_blocks import Blocks, four_a_byte, log_scale
+from perturbkv.reporting.sides import (
+    Compared,
+    Same,
+    Sides,
+    Start,
+    compare,
+    drift_ratios,
+    same_sets,
+    with_band,
+    with_ends,
+)
 from perturbkv.trace import Trace
+
+
+def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
+    """Label, side, budget, and what the cache holds over the full one, in entries and in bytes; NaN where unknown."""
+    held, size = held_shares(trace, ANALYSIS), _bytes(trace)
+    return [
+        {"label": line(config.label()), "side": side, "budget": budget, "held": float(entries), "bytes": float(share)}
+        for config, side, budget, entries, share in zip(
+            trace.run.configs, sides.side, sides.budget, held, size, strict=True
+        )
+    ]
+
+
+def configuration_totals(trace: Trace, measure: Measure, each: Floats) -> Floats:
+    """(config, 3) Σ over heads and samples over Σ of the outputs' norms, else the mean over heads; with intervals."""
+    if measure.norm is None:
+        kind = share_of(0) if measure.kind == SHARE else POSITIVE
+        found = [over_prompts(_mean_of_heads(each[:, place]), kind) for place in range(each.shape[1])]
+        return np.array([with_ends(one.value, one.interval) for one in found])
+    if measure.norm not in trace.arrays:
+        return np.full((each.shape[1], 3), np.nan)
+    norm = values(trace, measure.norm, ANALYSIS, 0)
+    with np.errstate(invalid="ignore"):  # of bounds without an end
+        return np.array([with_ends(*sum_ratio(norm, each[:, place])) for place in range(each.shape[1])])
+
+
+def kl(trace: Trace) -> Floats:
+    """(config, 3) median over samples of KL(full ‖ evicted), nat, with its interval."""
+    found = values(trace, "logit_kl", ANALYSIS, 0)
+    return with_band(np.median(found, axis=0), intervals.of_medians(found))
+
+
+def kl_floor(trace: Trace) -> float:
+    """Median over samples of KL with everything kept, nat."""
+    return float(np.median(values(trace, "logit_kl_noise_floor", ANALYSIS, 0)))
+
+
+def top1(trace: Trace) -> Floats:
+    """(config, 3) the share of samples with the same next token, with its exact interval."""
+    found = values(trace, "top1_agreement", ANALYSIS, 0) > 0
+    return np.array([with_ends(float(one.mean()), intervals.of_samples(one)) for one in found.T])
+
+
+def drifts(trace: Trace) -> Floats:
+    """(distance, sample, config, layer) drift after each layer."""
+    return np.stack([drift.distances(trace, distance, ANALYSIS, 0) for distance in DISTANCES])
+
+
+def drift_means(each: Floats) -> Floats:
+    """(distance, config, layer, 3) mean drift with intervals, of `drifts`."""
+    return np.stack([
+        np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in each
+    ])  # fmt: skip
+
+
+def drift_floors(trace: Trace) -> Floats:
+    """(distance, layer) mean noise floor of drift; NaN where the trace has none of the distance."""
+    found = [drift.floors(trace, distance, ANALYSIS, 0) for distance in DISTANCES]
+    nothing = np.full(np.shape(trace.arrays["hidden_norm"])[-1], np.nan)
+    return np.stack([nothing if one is None else one.mean(axis=0) for one in found])
+
+
+def evicted_nothing(trace: Trace) -> Sequence[str]:
+    """Labels of configurations whose budget covered every sample's prompt."""
+    moved = values(trace, "evicted", ANALYSIS).max(axis=0) > 0
+    return [config.label() for config, any_went in zip(trace.run.configs, moved.tolist(), strict=True) if not any_went]
+
+
+def _bytes(trace: Trace) -> Floats:
+    """(config,) bytes held over those of the full cache in 16 bits; NaN where the trace does not tell."""
+    try:
+        return byte_shares(trace, ANALYSIS)
+    except TraceError:
+        return np.full(len(trace.run.configs), np.nan)
+
+
+def _mean_of_heads(each: Floats) -> Floats:
+    """(sample,) mean of (sample, layer, head) over the heads that are defined; NaN where none is."""
+    held = ~np.isnan(each)
+    counts = held.sum(axis=(1, 2))
+    return np.asarray(np.where(held, each, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))
+
 
 _MOST_STEPS, _MOST_SAMPLES = 0.5, 0.75
 """Of the room that is left, what steps and single samples may take: the rest is for what heads keep."""
@@ -55,7 +155,7 @@ def put_arrays(made: Measured, blocks: Blocks) -> dict[str, Compared]:
     same = same_sets(made.quick, made.sides.pairs) if made.quick and made.sides.pairs else None
     for one, each in zip(made.measures, made.each, strict=True):
         means.append(mean_of(each))
-        totals.append(configurations.totals(made.trace, one, each))
+        totals.append(configuration_totals(made.trace, one, each))
         if same is not None and made.quick is not None:
             compared[one.key] = compare(made.quick, one, each, made.sides.pairs, same)
         if one.source:
@@ -66,8 +166,8 @@ def put_arrays(made: Measured, blocks: Blocks) -> dict[str, Compared]:
     blocks.floats("norm", values(made.trace, "output_norm", ANALYSIS, 0).mean(axis=0))
     _pairs(blocks, compared)
     _drift(made, blocks, same)
-    blocks.floats("kl", configurations.kl(made.trace))
-    blocks.floats("top1", configurations.top1(made.trace))
+    blocks.floats("kl", kl(made.trace))
+    blocks.floats("top1", top1(made.trace))
     return compared
 
 
@@ -81,10 +181,10 @@ def _pairs(blocks: Blocks, compared: dict[str, Compared]) -> None:
 
 
 def _drift(made: Measured, blocks: Blocks, same: Same | None) -> None:
-    each = configurations.drifts(made.trace)
-    blocks.floats("drift", configurations.drift_means(each))
+    each = drifts(made.trace)
+    blocks.floats("drift", drift_means(each))
     blocks.codes("drift_sample", list(each), [log_scale(one) for one in each])
-    blocks.floats("drift_floor", configurations.drift_floors(made.trace))
+    blocks.floats("drift_floor", drift_floors(made.trace))
     if same is not None and made.quick is not None:
         blocks.floats("drift_ratio", drift_ratios(made.quick, made.sides.pairs, same))
 

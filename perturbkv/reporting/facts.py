@@ -1,22 +1,34 @@
-"""What stands at the head of a page: which run this is, and what to keep in mind while reading it."""
+"""What stands at the head of a page: which run this is, and what to keep in mind while reading it.
+
+What the full and the evicted caches answered, and how good that was.
+
+What a page cannot show, as its trace does not hold it, and which command records it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.heads.head_kind import floor_over_norm
+from perturbkv.analyses.heads.head_comparison import floor_over_norm
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.measurements import EVIDENCE, held_shares, values
-from perturbkv.analyses.naming import counted
-from perturbkv.analyses.stats.intervals import LEAST
-from perturbkv.reporting.configurations import evicted_nothing, kl_floor
+from perturbkv.analyses.measurements import EVIDENCE, Floats, held_shares, scores, values
+from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.quality.graded_tasks import terms
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.intervals import LEAST, over_prompts, share_of
+from perturbkv.errors import TraceError
+from perturbkv.escaping import line, plain
+from perturbkv.reporting.arrays import evicted_nothing, kl_floor
 from perturbkv.reporting.head_measures import ANALYSIS
-from perturbkv.reporting.sides import Sides, Start
+from perturbkv.reporting.prompt_texts import why_without_text
+from perturbkv.reporting.sides import Sides, Start, with_ends
 from perturbkv.trace import Trace
-from perturbkv.visible import line
+from perturbkv.user_files import parse_json
 
 _NAMED = 4
 """Configurations that a warning names."""
@@ -134,3 +146,136 @@ def _nothing_evicted(trace: Trace) -> str:
         return ""
     more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
     return f"Nothing was evicted, as the budget covers every prompt: {'; '.join(labels[:_NAMED])}{more}."
+
+
+_UNITS = {"digits": "digits found", "score": "score"}
+"""Variable -> what it is called: where a number is asked for, its leading digits tell more than right and wrong."""
+_TEXTS = ("answer_full", "answer", "expected_answers")
+
+
+def answers(trace: Trace) -> dict[str, Any] | None:
+    """The page's `answers`; None where the trace holds neither scores nor texts."""
+    name = next((one for one in _UNITS if one in trace.arrays), None)
+    texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
+    if name is None and not texts:
+        return None
+    full, evicted = (None, None) if name is None else (_scores(trace, f"{name}_full"), _scores(trace, name))
+    of_full, of_configs = texts.get("answer_full"), texts.get("answer")
+    told = terms(trace.run)
+    return {
+        "unit": _UNITS.get(name or "", ""),
+        "metric": line(", ".join(sorted(told.metrics or told.own_metrics))),
+        "expected": None if "expected_answers" not in texts else [_expected(one) for one in texts["expected_answers"]],
+        "full": {"texts": _texts(of_full), "scores": _listed(full)},
+        "full_mean": _mean(full),
+        "configs": [
+            {
+                "texts": None if of_configs is None else _texts(of_configs[:, place]),
+                "scores": None if evicted is None else _listed(evicted[:, place]),
+                "mean": _mean(None if evicted is None else evicted[:, place]),
+            }
+            for place in range(len(trace.run.configs))
+        ],
+    }
+
+
+def has_texts(trace: Trace) -> bool:
+    """Whether the trace holds what was answered, not only how good it was."""
+    return {"answer_full", "answer"} <= set(trace.arrays)
+
+
+def _scores(trace: Trace, name: str) -> Floats:
+    return np.asarray(trace.arrays[name][trace.ok], dtype=np.float64)
+
+
+def _listed(scores: Floats | None) -> list[float] | None:
+    return None if scores is None else scores.tolist()
+
+
+def _texts(texts: NDArray[np.generic] | None) -> list[str] | None:
+    return None if texts is None else [plain(str(one)) for one in texts.tolist()]
+
+
+def _expected(document: Any) -> list[str]:
+    """A sample's accepted answers, of the JSON list that the trace holds; of another text that text."""
+    try:
+        found = parse_json(str(document) or "[]")
+    except ValueError:
+        found = str(document)
+    return [plain(str(one)) for one in found] if isinstance(found, list) else [plain(str(found))]
+
+
+def _mean(scores: Floats | None) -> list[Any] | None:
+    """The mean over graded samples, its ends and whether they are an interval or a range; of right and wrong exact."""
+    if scores is None:
+        return None
+    graded = scores[~np.isnan(scores)]
+    found = over_prompts(scores, share_of(0))
+    exact = graded.size and np.isin(graded, (0.0, 1.0)).all()
+    ends = intervals.of_samples(graded > 0) if exact else found.interval
+    return [*with_ends(found.value, ends), ends.kind if ends else "none"]
+
+
+_NEEDED = {
+    "losses": "lost_position",
+    "attention": "attention_full",
+    "distances": "perturbation_propagated_cosine",
+}
+"""Part of the page -> the variable without which there is none."""
+
+
+def lacking(trace: Trace, pairs: int) -> dict[str, str]:
+    """Part of the page -> the sentence that says what to run; only of parts that the trace has nothing for.
+
+    `pairs`: how many pairs of configurations it has.
+    """
+    found = {part: _why(trace, variable) for part, variable in _NEEDED.items()}
+    found |= {"kept": trace.why_without_kept(), "prompt": why_without_text(trace), "answers": _ungraded(trace)}
+    found |= {"answers_text": _without_texts(trace), "steps": _single_step(trace)}
+    found |= {"pairs": "" if pairs else _one_side(trace)}
+    return {part: line(why) for part, why in found.items() if why}
+
+
+def _one_side(trace: Trace) -> str:
+    """What to run for something to compare with."""
+    return (
+        f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
+        f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "
+        "--selection attention --selection two-stage -o trace.h5, with its other options"
+    )
+
+
+def _why(trace: Trace, variable: str) -> str:
+    if variable in trace.arrays:  # some are large: they are not read for this
+        return ""
+    try:
+        trace.get(variable, ANALYSIS)
+    except TraceError as error:
+        return str(error)
+    return ""
+
+
+def _ungraded(trace: Trace) -> str:
+    try:
+        scores(trace, ANALYSIS)
+    except TraceError as error:
+        return str(error)
+    return ""
+
+
+def _without_texts(trace: Trace) -> str:
+    if has_texts(trace) or "score_full" not in trace.arrays:
+        return ""
+    return (
+        f"expected the answers' text in {trace.source or 'this trace'}, got their scores alone; make it again: "
+        f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}, with its other options"
+    )
+
+
+def _single_step(trace: Trace) -> str:
+    if trace.run.steps > 1:
+        return ""
+    return (
+        f"expected several decode steps in {trace.source or 'this trace'}, got one; measure more: perturbkv trace "
+        f"--model {trace.run.model} --dataset {trace.run.dataset} --steps 8 -o trace.h5, with its other options"
+    )

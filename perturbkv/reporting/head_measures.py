@@ -10,7 +10,7 @@ import numpy as np
 from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.measurements import Floats, measured_steps, values
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.reporting.quantising import Scale, linear_scale, log_scale
+from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale
 from perturbkv.trace import Trace
 
 ANALYSIS = "report"
@@ -110,7 +110,7 @@ def held_measures(trace: Trace) -> tuple[Measure, ...]:
 
 
 def each_of(trace: Trace, measure: Measure) -> Floats:
-    """(sample, config, layer, head) at the first decode step. Raises TraceError as `reading.values`."""
+    """(sample, config, layer, head) at the first decode step. Raises TraceError as `measurements.values`."""
     found = values(trace, measure.variable, ANALYSIS, 0)
     return _gone(trace, found) if measure.kind == DISTANCE else found
 

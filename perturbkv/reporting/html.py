@@ -1,10 +1,22 @@
-"""A payload as one HTML page: nothing is loaded from elsewhere, and text from outside is never markup."""
+"""A payload as one HTML page: nothing is loaded from elsewhere, and text from outside is never markup.
+
+Our ES modules as one inline module, as a page from disk cannot import its neighbours.
+
+Each module becomes a function that is called once and gives its exports; imports become destructurings of those. What
+is supported is what we write: `import { a, b as c } from "./x.js";` and `export` before a function, class or const,
+each at the beginning of a line.
+
+The page's content security policy: no network at all, and no script or style but those written here.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -12,10 +24,212 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from perturbkv.reporting.document import Payload
-from perturbkv.reporting.modules import check_inline, joined
-from perturbkv.reporting.policy import policy
-from perturbkv.visible import in_json
+from perturbkv.escaping import in_json
+from perturbkv.reporting.page_blocks import Payload
+
+_COMMENT = re.compile(r"/\*.*?\*/|^[ \t]*//[^\n]*", re.DOTALL | re.MULTILINE)
+_IMPORT = re.compile(r'^import\s*\{([\w$\s,]*)\}\s*from\s*"\./([\w-]+\.js)";', re.MULTILINE)
+_EXPORT = re.compile(r"^export\s+((?:async\s+)?function|const|class)\s+([\w$]+)(?=[\s(={])", re.MULTILINE)
+_OTHER = re.compile(r"^[ \t]*(?:import|export)\b[^\n]*|\bimport\s*[(.][^\n]*", re.MULTILINE)
+_NAMED = re.compile(r"([\w$]+)(?:\s+as\s+([\w$]+))?")
+_ENDS_A_SCRIPT = re.compile(r"</script|<!--|<script", re.IGNORECASE)
+Read = Callable[[str], str]
+"""Gives the source of a module by its file name; raises FileNotFoundError for one that is not there."""
+
+
+class ModuleError(ValueError):
+    """A module that cannot be joined with the others: the message says which, and what it has."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One source: what it imports from where, as (name there, name here), what it exports, and the rest."""
+
+    imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    exports: tuple[str, ...]
+    body: str
+
+
+def joined(read: Read, entry: str = "main.js") -> str:
+    """One module that does what the entry does.
+
+    Args:
+        read: the modules' sources.
+        entry: file name of the first one.
+
+    Raises:
+        ModuleError: for a form that is not supported, a module or name that is not there, modules that import each
+            other, and text that would end the inline script.
+    """
+    found: dict[str, _Module] = {}
+    _collect(read, entry, (), found)
+    return "".join(_wrapped(name, module) for name, module in found.items())
+
+
+def check_inline(name: str, source: str) -> str:
+    """The source. Raises ModuleError for text that an HTML page reads as the end of a script, or changes."""
+    if ends := _ENDS_A_SCRIPT.search(source):
+        msg = f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces"
+        raise ModuleError(msg)
+    if "\r" in source or "\0" in source:
+        msg = f"{name} holds a carriage return or NUL, which a browser changes before it compares the script's hash"
+        raise ModuleError(msg)
+    return source
+
+
+def _collect(read: Read, name: str, way: tuple[str, ...], found: dict[str, _Module]) -> None:
+    """Put a module behind everything that it imports."""
+    if name in way:
+        msg = f"modules import each other: {' → '.join((*way[way.index(name) :], name))}"
+        raise ModuleError(msg)
+    if name in found:
+        return
+    module = _parsed(name, _source(read, name, way))
+    for other, names in module.imports:
+        _collect(read, other, (*way, name), found)
+        for there, _ in names:
+            if there not in found[other].exports:
+                msg = f"{name} imports {there} of {other}, which exports {', '.join(found[other].exports) or 'nothing'}"
+                raise ModuleError(msg)
+    found[name] = module
+
+
+def _source(read: Read, name: str, way: tuple[str, ...]) -> str:
+    try:
+        return check_inline(name, read(name))
+    except FileNotFoundError:
+        msg = f"{way[-1] if way else 'the page'} imports {name}, which is not there"
+        raise ModuleError(msg) from None
+
+
+def _parsed(name: str, source: str) -> _Module:
+    code = _COMMENT.sub("", source)  # types are imported in comments
+    imports = tuple((found[2], _names(name, found[1])) for found in _IMPORT.finditer(code))
+    exports = tuple(found[2] for found in _EXPORT.finditer(code))
+    if other := _OTHER.search(_EXPORT.sub("", _IMPORT.sub("", code))):
+        msg = f"{name} has '{other[0].strip()}'; only import {{ … }} from \"./x.js\"; and export function, const, class"
+        raise ModuleError(msg)
+    return _Module(imports, exports, _EXPORT.sub(r"\1 \2", _IMPORT.sub("", source)).strip())
+
+
+def _names(name: str, listed: str) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for one in filter(None, (part.strip() for part in listed.split(","))):
+        if not (found := _NAMED.fullmatch(one)):
+            msg = f"{name} imports '{one}', which is no name"
+            raise ModuleError(msg)
+        pairs.append((found[1], found[2] or found[1]))
+    return tuple(pairs)
+
+
+def _wrapped(name: str, module: _Module) -> str:
+    """The module as a function that is called at once and whose result later ones take apart."""
+    taken = "".join(
+        f"const {{ {', '.join(f'{there}: {here}' for there, here in names)} }} = {_variable(other)};\n"
+        for other, names in module.imports
+    )
+    given = f"return {{ {', '.join(module.exports)} }};"
+    return f"// {name}\nconst {_variable(name)} = (() => {{\n{taken}{module.body}\n{given}\n}})();\n"
+
+
+def _variable(name: str) -> str:
+    return f"$module_{name.removesuffix('.js').replace('-', '_')}"
+
+
+PLOT_CLASS = "plot-d6a7b5"
+"""The class of Plot's figures where none is asked for. Another one is another text, which the policy refuses."""
+_FIGURE = """\
+:where(.{name}) {{
+  --plot-background: white;
+  display: block;
+  height: auto;
+  height: intrinsic;
+  max-width: 100%;
+}}
+:where(.{name} text),
+:where(.{name} tspan) {{
+  white-space: pre;
+}}"""
+_RAMP = """\
+:where(.{name}-ramp) {{
+  display: block;
+  height: auto;
+  height: intrinsic;
+  max-width: 100%;
+  overflow: visible;
+}}
+:where(.{name}-ramp text) {{
+  white-space: pre;
+}}"""
+_SWATCHES = """\
+:where(.{name}-swatches) {{
+  font-family: system-ui, sans-serif;
+  font-size: 10px;
+  margin-bottom: 0.5em;
+}}
+:where(.{name}-swatch > svg) {{
+  margin-right: 0.5em;
+  overflow: visible;
+}}
+"""
+_WRAPPED = """\
+:where(.{name}-swatches-wrap) {{
+  display: flex;
+  align-items: center;
+  min-height: 33px;
+  flex-wrap: wrap;
+}}
+:where(.{name}-swatches-wrap .{name}-swatch) {{
+  display: inline-flex;
+  align-items: center;
+  margin-right: 1em;
+}}"""
+_IN_COLUMNS = """\
+:where(.{name}-swatches-columns .{name}-swatch) {{
+  display: flex;
+  align-items: center;
+  break-inside: avoid;
+  padding-bottom: 1px;
+}}
+:where(.{name}-swatches-columns .{name}-swatch::before) {{
+  flex-shrink: 0;
+}}
+:where(.{name}-swatches-columns .{name}-swatch-label) {{
+  white-space: nowrap;
+  overflow: hidden;
+  text-overflow: ellipsis;
+}}"""
+PLOT_STYLES = tuple(
+    text.format(name=PLOT_CLASS) for text in (_FIGURE, _RAMP, _SWATCHES + _WRAPPED, _SWATCHES + _IN_COLUMNS)
+)
+"""What Plot writes into the `<style>` of its figures, its colour ramps and its swatches, in lines or in columns."""
+
+
+def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+    """The policy that lets exactly these inline scripts and styles, and Plot's own styles, be used.
+
+    Args:
+        scripts: text between the tags of each inline script.
+        styles: text between the tags of each inline style.
+
+    Returns:
+        The content of the `<meta http-equiv="Content-Security-Policy">`.
+    """
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(map(_policy_source, scripts)),
+        "style-src": " ".join(map(_policy_source, (*styles, *PLOT_STYLES))),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {allowed}" for name, allowed in rules.items())
+
+
+def _policy_source(text: str) -> str:
+    """`'sha256-…'` of an inline script or style; browsers hash its UTF-8."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
 
 _PAGE, _VENDOR = files("perturbkv.reporting") / "page", files("perturbkv.reporting") / "vendor"
 _MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}

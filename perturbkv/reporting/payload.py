@@ -1,22 +1,200 @@
-"""Traces -> everything that a page shows: a JSON document, blocks of bytes beside it, and what stands at its head."""
+"""Traces -> everything that a page shows: a JSON document, blocks of bytes beside it, and what stands at its head.
+
+One trace's part of a page: its JSON object, and its arrays.
+
+A trace as a page may tell of it: pages are mailed, and name no folder of the machine that they were made on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.measurements import at_step
+from perturbkv.analyses.distances import DISTANCES
+from perturbkv.analyses.measurements import at_step, measured_steps, values
 from perturbkv.analyses.stats.arithmetic import plain
+from perturbkv.analyses.stats.intervals import LEAST, median_level
 from perturbkv.errors import TraceError
-from perturbkv.reporting.document import Head, Payload
-from perturbkv.reporting.head_measures import ANALYSIS
-from perturbkv.reporting.page_blocks import Blocks, limit
-from perturbkv.reporting.portable import name_of, portable
-from perturbkv.reporting.sides import numbered
-from perturbkv.reporting.trace_part import trace_part
+from perturbkv.escaping import line
+from perturbkv.reporting import arrays
+from perturbkv.reporting.arrays import Measured, put_arrays, put_samples, put_steps
+from perturbkv.reporting.facts import answers, facts, lacking, title_of, warnings
+from perturbkv.reporting.head_measures import ANALYSIS, each_of, held_measures
+from perturbkv.reporting.page_blocks import Blocks, Head, Payload, limit
+from perturbkv.reporting.prompt_texts import listed, put_texts, tokens_part
+from perturbkv.reporting.sides import (
+    Compared,
+    Places,
+    ablation,
+    conclusions,
+    numbered,
+    sides_of,
+    start_of,
+    with_digests,
+)
 from perturbkv.trace import Trace
+
+
+def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str, Any]:
+    """The JSON object of a trace, not yet plain; its arrays go into `blocks`.
+
+    Raises TraceError as `measurements.values`.
+    """
+    sides = sides_of(trace.run)
+    lacks = lacking(trace, len(sides.pairs))
+    quick = _told(lacks, "pairs", lambda: with_digests(trace))
+    measures = held_measures(trace)
+    each = tuple(each_of(trace, one) for one in measures)
+    made = Measured(trace, quick, measures, each, sides, start_of(trace.run, sides))
+    compared = put_arrays(made, blocks)
+    answered = answers(trace)
+    blocks.room -= _bytes(answered)
+    start, head = made.start, _most_changed(made)
+    tied = _tied(made, compared.get("propagated"))
+    shown = [pair for pair in sides.pairs if {sides.side[place] for place in pair} == {start.baseline, start.treatment}]
+    steps = put_steps(made, blocks, lacks)
+    texts = put_texts(trace, blocks)
+    put_samples(made, blocks, lacks, full)
+    told = {
+        "name": name,
+        "title": title_of(trace),
+        **_about(trace),
+        "facts": facts(trace, sides),
+        "warnings": warnings(trace, sides, start, tied),
+        "sides": sides.names,
+        "budgets": [str(budget) for budget in sides.budgets],
+        "configs": arrays.configs_of(trace, sides),
+        "start": {**vars(start), "head": head},
+        "measures": _measures(made),
+        "distances": list(DISTANCES),
+        "kl_floor": arrays.kl_floor(trace),
+        "pairs": sides.pairs if quick else [],
+        "pairs_left_out": sides.left_out,
+        "conclusions": conclusions(quick, sides, start.baseline) if quick else {},
+        "ablation": _told(lacks, "ablation", lambda: ablation(quick, sides)) if quick else None,
+        "answers": answered,
+        "losses": listed(trace),
+        "step_samples": _step_samples(trace),
+        **steps,
+        **tokens_part(trace, blocks, texts, shown, head),
+    }
+    return {**told, "lacks": lacks, "arrays": blocks.arrays}
+
+
+def _told(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
+    """What is found; where it cannot be, None, and the page says why."""
+    try:
+        return found()
+    except TraceError as error:
+        lacks[part] = line(str(error))
+        return None
+
+
+def _about(trace: Trace) -> dict[str, Any]:
+    """Which run, samples and layers."""
+    tokens, steps = values(trace, "prompt_tokens", ANALYSIS).astype(int), measured_steps(trace)
+    names = _names([name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole])
+    layers, heads = trace.arrays["kept_count"].shape[2:]
+    return {
+        "model": line(trace.run.model),
+        "dataset": line(trace.run.dataset),
+        "random_weights": trace.run.random_weights,
+        "digest": trace.digest,
+        "samples": [
+            {"id": name, "tokens": int(count), "steps": int(most)}
+            for name, count, most in zip(names, tokens, steps, strict=True)
+        ],
+        "failed": [{"id": line(name), "reason": line(why)} for name, why in trace.failures.items()],
+        "interval": "none" if len(names) < 2 else "range" if len(names) < LEAST else "interval",
+        "median_level": median_level(len(names)) if len(names) >= LEAST else None,
+        "steps": int(steps.max()),
+        "layers": [trace.layer_name(place) for place in range(layers)],
+        "heads": heads,
+    }
+
+
+def _bytes(part: object) -> int:
+    """What a part of the page's JSON takes."""
+    return len(json.dumps(plain(part), ensure_ascii=False).encode(errors="replace"))
+
+
+def _names(ids: Sequence[str]) -> tuple[str, ...]:
+    """Samples by names that tell them apart as they are shown; none is empty, which stands for all."""
+    return numbered([line(name) if name.strip() else "(no id)" for name in ids])
+
+
+def _measures(made: Measured) -> list[dict[str, Any]]:
+    ties = made.verdicts
+    return [one.to_dict(ties.index(one.key) if one.key in ties and made.quick else None) for one in made.measures]
+
+
+def _step_samples(trace: Trace) -> list[int]:
+    """How many samples have each step."""
+    steps = measured_steps(trace)
+    return [int((steps > step).sum()) for step in range(int(steps.max()))]
+
+
+def _most_changed(made: Measured) -> Places:
+    """Layer and head whose mean propagated perturbation differs most between the two sides that are shown first."""
+    places = [made.sides.config(side, made.start.budget) for side in (made.start.baseline, made.start.treatment)]
+    found = values(made.trace, "perturbation_propagated", ANALYSIS, 0).mean(axis=0)
+    first, second = (found[place or 0] for place in places)
+    layer, head = np.unravel_index(int(np.argmax(np.abs(second - first))), first.shape)
+    return int(layer), int(head)
+
+
+def _tied(made: Measured, compared: Compared | None) -> float | None:
+    """The share of heads that are tied by their means in the pair that is shown first; None where there is none."""
+    sides, start = made.sides, made.start
+    places = tuple(sides.config(side, start.budget) for side in (start.baseline, start.treatment))
+    pair = next((pair for pair in sides.pairs if set(pair) == set(places)), None)
+    if compared is None or compared.verdict is None or pair is None:
+        return None
+    return float((compared.verdict[sides.pairs.index(pair), 0] == 0).mean())
+
+
+_USUAL = "trace.h5"
+"""What every analysis calls its trace: the folder around it says which one it is."""
+_BEGINS = r"(?:~|[A-Za-z]:|\.{1,2})?"
+_FOLDERS = re.compile(
+    rf"(?<=['\"]){_BEGINS}[\\/][^'\"<>]*[\\/](?=[^'\"<>])"  # between quotes folders may have blanks in their names
+    rf"|(?:(?<=file://)|(?<![\w/\\:.<~-])){_BEGINS}(?:[\\/][\w.@+~-]+)+[\\/](?=[\w.@+~-])"
+)
+"""Of a path within a sentence everything before its last part."""
+
+
+def name_of(trace: Trace) -> str:
+    """The file's name, of one that has the usual name the folder around it too."""
+    if not trace.source:
+        return "in memory"
+    path = Path(os.path.abspath(trace.source))  # noqa: PTH100 # links keep the names that they were given by
+    return line(f"{path.parent.name}/{path.name}" if path.name == _USUAL and path.parent.name else path.name)
+
+
+def portable(trace: Trace) -> Trace:
+    """The same trace, of which neither its file nor its model, its data or its failures name folders."""
+    return replace(
+        trace,
+        source=name_of(trace) if trace.source else "",
+        run=replace(trace.run, model=_last(trace.run.model), dataset=_last(trace.run.dataset)),
+        failures={name: _FOLDERS.sub("", reason) for name, reason in trace.failures.items()},
+    )
+
+
+def _last(name: str) -> str:
+    """The last part of what is a path by how it begins; ids of hubs and names of data sets stay."""
+    if not (name.startswith(("/", "~", "./", "../", ".\\", "..\\")) or PureWindowsPath(name).is_absolute()):
+        return name
+    windows = "\\" in name and "/" not in name or PureWindowsPath(name).drive != ""
+    return (PureWindowsPath(name) if windows else PurePosixPath(name)).name or name
+
 
 FORMAT = 1
 

@@ -1,20 +1,28 @@
-"""The prompts of a page: their text, which share of the heads keeps each token, how much attention it gets."""
+"""The prompts of a page: their text, which share of the heads keeps each token, how much attention it gets.
+
+Which tokens one head keeps, what it loses with the others, and where it looks: a bundle per sample and head.
+
+Everything of a page that shows prompts, as far as there is room for it.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.tokens.prompt_text import PromptText, prompt_of
+from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.tokens.fates import PromptText, changes, prompt_of
 from perturbkv.errors import TraceError
-from perturbkv.reporting.page_blocks import deflated
-from perturbkv.reporting.quantising import logarithm_below_one
+from perturbkv.escaping import plain
+from perturbkv.reporting.page_blocks import Blocks, deflated, logarithm_below_one, size_of
+from perturbkv.reporting.sides import Places
 from perturbkv.trace import Trace
-from perturbkv.visible import plain
 
 LONGEST, SHOWN = 500, 400
 """Characters of a token's piece: of a longer one so many are shown."""
@@ -95,3 +103,192 @@ def _told(prompt: PromptText) -> dict[str, object]:
         "cut_tokens": prompt.cut_tokens,
         "cut_pieces": any(len(plain(one)) > LONGEST for one in prompt.pieces),
     }
+
+
+LOSS_STEP, LOSS_CODES = 0.0005, 65535
+_LEVEL = 7
+"""Of deflate: for bit masks 9 takes five times as long and gives 1.4 % less."""
+_LOST = ("lost_position", "lost_output", "weighted_norm")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a sample's heads lose most.
+
+    Attributes:
+        positions: (config, layer, head, entry) evicted entries, that which adds most first; −1 past the last.
+        shares: (config, layer, head, entry) codes of A ν / C: 0, or exp((code − 65535) · 0.0005).
+    """
+
+    positions: NDArray[np.int32]
+    shares: NDArray[np.uint16]
+
+
+def losses_of(trace: Trace, sample: int) -> Losses | None:
+    """The evicted entries that add most to each head's output; None where the trace does not hold them."""
+    if not set(_LOST) <= set(trace.arrays):
+        return None
+    positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
+    shares = np.asarray(ratio(output, np.nan_to_num(total)[:, :, None]))
+    codes = logarithm_below_one(np.where(positions >= 0, shares, 0), LOSS_STEP, LOSS_CODES)
+    return Losses(positions.astype("<i4"), codes.astype("<u2"))
+
+
+def listed(trace: Trace) -> int:
+    """How many lost entries a head has; 0 where the trace does not hold them."""
+    return int(trace.arrays["lost_position"].shape[-1]) if set(_LOST) <= set(trace.arrays) else 0
+
+
+@dataclass(frozen=True)
+class OfSample:
+    """Everything that the bundles of one sample are made of; `attention` is (layer, head, token)."""
+
+    kept: Kept
+    losses: Losses | None
+    attention: Floats | None
+
+
+def kept_heads_of_sample(trace: Trace, sample: int) -> OfSample | None:
+    """What a sample's heads keep, lose and look at; None where the trace does not tell what they keep."""
+    kept = kept_of(trace, sample)
+    return None if kept is None else OfSample(kept, losses_of(trace, sample), attention_of(trace, sample))
+
+
+def kept_bundle(of: OfSample, layer: int, head: int) -> bytes:
+    """One head, deflated: each configuration's mask XORed with that before it, losses, attention."""
+    own, losses, attention = of.kept.masks[:, layer, head], of.losses, of.attention
+    masks = own.copy()
+    masks[1:] ^= own[:-1]
+    parts = [masks.tobytes()]
+    if losses is not None:
+        parts += [losses.positions[:, layer, head].tobytes(), losses.shares[:, layer, head].tobytes()]
+    if attention is not None:
+        parts.append(attention_codes(attention[layer, head]).tobytes())
+    return deflated(b"".join(parts), _LEVEL)
+
+
+def heads_by_change(trace: Trace, sample: int, pairs: Sequence[Places], first: Places) -> list[Places]:
+    """(layer, head) of a sample, all but the `first`, that which a pair changes most before the others.
+
+    What changes is the isolated perturbation over ‖o_h‖₁; of several pairs the largest change counts.
+    """
+    both = [changes(trace, sample, pair) for pair in pairs]
+    shape = trace.arrays["output_norm"].shape[-2:]
+    moved = np.max([np.abs(second - one) for one, second in both], axis=0) if both else np.zeros(shape)
+    order = np.stack(np.unravel_index(np.argsort(-moved, axis=None, kind="stable"), shape), axis=1).tolist()
+    found = [(int(layer), int(head)) for layer, head in order]
+    return [one for one in found if one != first]
+
+
+_TOLD = 14
+"""Bytes that the page's JSON says of each bundle."""
+
+
+@dataclass
+class Sample:
+    """One sample's blocks, ids or None, and its bundles so far; `kept`: whether the trace tells what it keeps."""
+
+    place: int
+    text: str | None = None
+    share: str | None = None
+    attention: str | None = None
+    kept: bool = False
+    bundles: list[tuple[Places, bytes]] = field(default_factory=list)
+
+    def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
+        """As the page's JSON holds it; the bundles are put behind one another into a block."""
+        own = [one for _, one in self.bundles]
+        together = None
+        if own:
+            together = f"{blocks.prefix}-heads{number}"
+            blocks.blocks[together] = b"".join(own)
+        return {
+            "text": self.text,
+            "share": self.share,
+            "attention": self.attention,
+            "heads": together,
+            "held": [layer * heads + head for (layer, head), _ in self.bundles],
+            "ends": np.cumsum([len(one) for one in own], dtype=np.int64).tolist(),
+        }
+
+
+def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
+    """The ids of the blocks of each complete sample's text, which every page holds; None of one without."""
+    found = [text_of(trace, int(place)) for place in np.flatnonzero(trace.ok)]
+    return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(found)]
+
+
+def tokens_part(
+    trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[Places], first: Places
+) -> dict[str, Any]:
+    """`prompts` and `held_heads` of the page's JSON.
+
+    Args:
+        trace: of which the complete samples are shown.
+        blocks: where blocks are held while there is room.
+        texts: what `put_texts` gave.
+        pairs: configurations whose changes say which heads come first.
+        first: layer and head that come first of all.
+    """
+    samples = [Sample(int(place), text) for place, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
+    _begin(trace, blocks, samples, first)
+    _attention(trace, blocks, samples)
+    _bundles(trace, blocks, samples, pairs, first)
+    layers, heads = trace.arrays["kept_count"].shape[2:]
+    told = {str(number): one.to_dict(blocks, number, heads) for number, one in enumerate(samples)}
+    return {"prompts": told, "held_heads": _count(samples, layers * heads)}
+
+
+def _begin(trace: Trace, blocks: Blocks, samples: Sequence[Sample], first: Places) -> None:
+    """Of every sample the bundle of the head that a page shows first, and which share of all heads keeps each token."""
+    for number, one in enumerate(samples):
+        of = kept_heads_of_sample(trace, one.place)
+        one.kept = of is not None
+        if of is not None:
+            _take(blocks, one, first, kept_bundle(of, *first))
+            one.share = blocks.offer(f"share{number}", deflated(of.kept.share.tobytes()))
+
+
+def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
+    for number, one in enumerate(samples):
+        attention = attention_of(trace, one.place)
+        if attention is not None:
+            codes: NDArray[np.uint8] = attention_codes(attention.mean(axis=(0, 1)))
+            one.attention = blocks.offer(f"attention{number}", deflated(codes.tobytes()))
+
+
+def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[Places], first: Places) -> None:
+    """Give every sample its bundles, each an equal part of the room: one sample's masks are held at a time."""
+    orders = [heads_by_change(trace, one.place, pairs, first) for one in samples]
+    for number, (one, order) in enumerate(zip(samples, orders, strict=True)):
+        _fill(trace, blocks, one, order, blocks.room / (len(samples) - number))
+
+
+def _fill(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[Places], room: float) -> None:
+    """The further bundles of one sample, the first heads first, until its share of the room is taken."""
+    of = kept_heads_of_sample(trace, sample.place) if sample.kept and room > 0 else None
+    if of is None:
+        return
+    for place in order:
+        found = kept_bundle(of, *place)
+        room -= _taken(found)
+        if room < 0:
+            return
+        _take(blocks, sample, place, found)
+
+
+def _take(blocks: Blocks, sample: Sample, place: Places, found: bytes) -> None:
+    blocks.room -= _taken(found) + (0 if sample.bundles else size_of(b""))
+    sample.bundles.append((place, found))
+
+
+def _taken(found: bytes) -> int:
+    """Bytes that a bundle takes of a page, within its sample's block."""
+    return size_of(found) - size_of(b"") + _TOLD
+
+
+def _count(samples: Sequence[Sample], each: int) -> dict[str, Any]:
+    """How many bundles the page holds, and why not all."""
+    every, held = each * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
+    why = f"{every - held:,} of {every:,} heads' tokens left out to keep the page small; --full keeps all"
+    return {"of": every, "held": held, "why": why if held < every else ""}

@@ -11,7 +11,7 @@ from typing import Any
 from perturbkv.errors import ConfigError, OutputError, TraceError
 from perturbkv.reporting.html import page
 from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.places import check_place, real
+from perturbkv.storage.output import check_place, real
 from perturbkv.trace import Trace
 
 _HEIGHT = 900

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, cast
 
-from perturbkv.configs.catalogue import Catalogue
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.option import completed
+from perturbkv.configs.plugins import Catalogue
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError
 

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.blocks import Blocks
 from perturbkv.configs.entry_counts import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import Blocks
 from perturbkv.devices import on_device
 from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.layer_statistics import Ends, at_ends

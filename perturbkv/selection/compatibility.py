@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.lines import EVICT_NOTHING
-from perturbkv.configs.selections import SELECTIONS
+from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies.registry import build, info, known, names
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from perturbkv.configs.correction import CORRECTION_OPTIONS
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import PRECISION_OPTIONS
+from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
 from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS, STAGED
 
 if TYPE_CHECKING:

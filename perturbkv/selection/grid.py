@@ -2,6 +2,11 @@
 
 `ORDER` is the order of a trace's `config` dimension wherever configurations come from a grid: on the command line, in
 a sweep file, in a script.
+
+Options that are given beside a configuration's choices (policy, selection, granularity, …), and go to their owner.
+
+`alpha=(0.25, 0.5)` beside three policies and two selections goes into each selection, `floor=0.1` into AdaKV alone: a
+sweep names an option once. Presets are such options too.
 """
 
 from __future__ import annotations
@@ -9,19 +14,133 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from perturbkv.configs.choice import Choice, as_choice, halves, parse
-from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
-from perturbkv.configs.numbers import check_configurations
-from perturbkv.configs.precision import FULL
-from perturbkv.configs.presets import PRESETS
-from perturbkv.configs.selections import GIVEN, SELECTIONS
+from perturbkv.configs.option import Option, check_configurations
+from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS
+from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, PRESETS, SELECTION_OPTIONS, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.selection import compatibility, effects, spread
+from perturbkv.selection import compatibility, effects
 from perturbkv.selection.policies import registry
-from perturbkv.selection.spread import Asked
+
+_OPTIONS = {
+    "selection": SELECTION_OPTIONS,
+    "granularity": GRANULARITY_OPTIONS,
+    "precision": PRECISION_OPTIONS,
+    "correction": CORRECTION_OPTIONS,
+}
+
+
+def known_options() -> dict[str, Option]:
+    """Every name that can be spread, with the first option of this name."""
+    found: dict[str, Option] = {}
+    for options in _owners().values():
+        found = {**options, **found}
+    return found
+
+
+def option_owners(name: str) -> list[str]:
+    """'policy adakv', …: who has an option of this name."""
+    return [" ".join(owned) for owned in _having(name)]
+
+
+def written_option(name: str) -> str:
+    """'adakv(floor=…)': how an option of this name is written behind its owner, the first of several."""
+    return f"{_having(name)[0][1]}({name}=…)"
+
+
+def _having(name: str) -> list[tuple[str, str]]:
+    """Kind and name of each owner of an option of this name."""
+    return [owned for owned, options in _owners().items() if name in options]
+
+
+def check_options(name: str, value: Any) -> None:
+    """Raise ConfigError or UnknownNameError for a value that no owner takes."""
+    known_options()[name].checked(value, name)
+
+
+def _owners() -> dict[tuple[str, str], Mapping[str, Option]]:
+    """Kind of owner and name -> its options."""
+    return {
+        **{("policy", one.name): one.options() for one in registry.known()},
+        **{(owner, name): options for owner, named in _OPTIONS.items() for name, options in named.items()},
+    }
+
+
+def takes_option(choice: Choice, owner: str, name: str) -> bool:
+    """Whether a policy, selection or another owner has an option of this name."""
+    return name in _options(choice.name, owner)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A configuration, and for every option that stood in its choices what it needs to make a difference; else ''.
+
+    `told` is by owner, the choice's name and the option.
+    """
+
+    config: EvictionConfig
+    told: Mapping[tuple[str, str, str], str]
+
+
+def configured(
+    chosen: Mapping[str, Choice], preset: Mapping[str, Any], beside: Mapping[str, Any], **fields: Any
+) -> Asked:
+    """The configuration of what is `chosen`, by owner, with a preset's options and those given `beside`.
+
+    An option goes wherever it belongs and makes a difference; what a choice says itself comes first, then what is
+    given beside it, then the preset.
+
+    Raises ConfigError or UnknownNameError for a value that the option's owner refuses, BudgetError for the budget.
+    """
+    held = {
+        owner: {**_taken(choice, owner, preset), **_taken(choice, owner, beside)} for owner, choice in chosen.items()
+    }
+    whole = _made(chosen, held, fields)
+    idle = effects.idle(whole, registry.build(whole.policy))
+    for owner, option in idle:
+        held[owner].pop(option, None)
+    told = {
+        (owner, choice.name, option): idle.get((owner, option), "")
+        for owner, choice in chosen.items()
+        for option in choice.options
+        if option in _options(choice.name, owner)
+        and getattr(whole, owner).options[option] != _options(choice.name, owner)[option].default
+    }
+    kept = {owner: choice.without(option for of, option in idle if of == owner) for owner, choice in chosen.items()}
+    return Asked(registry.resolved(_made(kept, held, fields)), told)
+
+
+def _made(
+    chosen: Mapping[str, Choice], held: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]
+) -> EvictionConfig:
+    choices: dict[str, Any] = {
+        owner: Choice(choice.name, {**held[owner], **choice.options}) for owner, choice in chosen.items()
+    }
+    return EvictionConfig(**choices, **fields)
+
+
+def _taken(choice: Choice, owner: str, beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what is given beside the choices what this one takes and does not say itself."""
+    return {
+        name: value
+        for name, value in beside.items()
+        if takes_option(choice, owner, name) and name not in choice.options
+    }
+
+
+def _options(name: str, owner: str) -> Mapping[str, Option]:
+    """The options of an owner. Raises UnknownNameError."""
+    if owner == "policy":
+        return registry.info(name).options()
+    known = _OPTIONS[owner]
+    if name not in known:
+        raise UnknownNameError(name, owner, ASKED if owner == "selection" else known)
+    return known[name]
+
 
 FIELDS = (
     "preset", "budget", "window", "granularity", "precision", "correction", "protect_first", "protect_recent", "policy",
@@ -52,7 +171,7 @@ def grid(
 
     Args:
         budget: tokens (128), a fraction (0.05), either as text, or a `Budget`.
-        preset: names of `perturbkv.configs.presets.PRESETS`.
+        preset: names of `perturbkv.configs.selections.PRESETS`.
         policy: names of policies, each with its own options if they are not to be the defaults: `adakv(floor=0.1)`.
         selection: names of `SELECTIONS`, likewise: `two-stage(alpha=0.5)`, or `policy:selection`. A policy's name alone
             stands for its first selection; `random` alone is the selection.
@@ -89,8 +208,8 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The product of the choices, the last of `ORDER` fastest. Raises UnknownNameError, ConfigError."""
     listed = {name: _listed(value) for name, value in choices.items()}
     for name, values in listed.items():
-        if name not in FIELDS and name not in spread.known():
-            raise UnknownNameError(name, "choice", [*FIELDS, *spread.known()])
+        if name not in FIELDS and name not in known_options():
+            raise UnknownNameError(name, "choice", [*FIELDS, *known_options()])
         if not values:
             msg = f"expected a value for {name} or a list of them, got an empty list"
             raise ConfigError(msg)
@@ -150,7 +269,7 @@ def asked(
     preset_options = {
         name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *own.own_defaults)
     }
-    return spread.configured(owners, preset_options, beside, budget=budget, **fields)
+    return configured(owners, preset_options, beside, budget=budget, **fields)
 
 
 def _given(named: Choice, selected: Choice, alone: bool) -> Choice:
@@ -164,7 +283,7 @@ def _given(named: Choice, selected: Choice, alone: bool) -> Choice:
 def _check_once(owners: Mapping[str, Choice], beside: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that a choice says itself and that is given beside it too."""
     for (owner, choice), name in itertools.product(owners.items(), beside):
-        if name in choice.options and spread.takes(choice, owner, name):
+        if name in choice.options and takes_option(choice, owner, name):
             msg = f"'{name}' is given beside {choice} and in it; give it once"
             raise ConfigError(msg)
 
@@ -174,11 +293,11 @@ def idle(name: str, configs: Iterable[EvictionConfig]) -> str:
     reasons: dict[str, None] = {}
     for config in configs:
         without = effects.idle(config, registry.build(config.policy))
-        for owned in ((owner, name) for owner in CHOICES if spread.takes(getattr(config, owner), owner, name)):
+        for owned in ((owner, name) for owner in CHOICES if takes_option(getattr(config, owner), owner, name)):
             if owned not in without:
                 return ""
             reasons[without[owned]] = None
-    return " or ".join(reasons or spread.owners(name))
+    return " or ".join(reasons or option_owners(name))
 
 
 def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:

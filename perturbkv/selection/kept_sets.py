@@ -3,11 +3,17 @@
 What a configuration keeps is written as cutoffs: the entries whose rank lies below them. Configurations that rank
 alike (a `RankingGroup`) share their orders, so that one more budget, alpha or policy costs comparisons and no sort.
 Nothing here waits for the device.
+
+Kept sets that come from outside, a press or another cache's, among those of ours: measured and evicted alike.
+
+Nobody says in which order such a set was filled, so it has no stages: all of it is its stage 1, `σ` is its retained
+mass, and `θ̂` and its relaxation equal `θ`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +22,7 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.devices import working_bytes
-from perturbkv.selection import blocks as whole_blocks
+from perturbkv.selection import ranking as whole_blocks
 from perturbkv.selection.budgets import Budgets, Rows, blocks_at_ends, budgets_of
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import Ranking, Scores
@@ -71,7 +77,7 @@ class RankingGroup:
             place = torch.arange(ranks.shape[-1], device=ranks.device).expand_as(ranks)
             stage1 |= self.budgets.stays(place, self.begin, rows)
         kept = stage1 | (self.second.ranks < self.cut[rows].unsqueeze(-1))
-        return KeptSets(*(whole_blocks.entries(each, self.budgets.blocks) for each in (kept, stage1)))
+        return KeptSets(*(whole_blocks.block_entries(each, self.budgets.blocks) for each in (kept, stage1)))
 
 
 def ranking_groups(
@@ -152,3 +158,67 @@ def _cut(
     free = (~taken).cumsum(dim=-1, dtype=torch.int32)
     passed = torch.searchsorted(free, wanted.unsqueeze(-1).to(torch.int32)).squeeze(-1) + 1
     return torch.where(wanted > 0, passed, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenBudgets:
+    """Entries of each configuration and kept set."""
+
+    kept_entries: Int[Tensor, "config kv_head"]
+
+    @property
+    def stage1_entries(self) -> Int[Tensor, "config kv_head"]:
+        """All of them."""
+        return self.kept_entries
+
+
+@dataclass(frozen=True, eq=False)
+class GivenGroup:
+    """Configurations whose kept sets are given.
+
+    Attributes:
+        places: which of the run's configurations they are.
+        kept: what each keeps in this layer; a window is part of it like any other entry.
+    """
+
+    places: tuple[int, ...]
+    kept: Bool[Tensor, "config kv_head key"]
+
+    @property
+    def kept_heads(self) -> int:
+        """Kept sets of each configuration."""
+        return self.kept.shape[1]
+
+    @property
+    def budgets(self) -> GivenBudgets:
+        """How many entries are kept."""
+        return GivenBudgets(self.kept.sum(dim=-1))
+
+    def kept_sets(self, rows: Int[Tensor, " row"] | slice = slice(None)) -> KeptSets:
+        """Masks of some of the group's configurations, by their place in it."""
+        return KeptSets(self.kept[rows], self.kept[rows])
+
+
+Group = RankingGroup | GivenGroup
+"""What some configurations keep in one layer."""
+
+
+def kept_groups(
+    configs: Sequence[EvictionConfig],
+    scores: Callable[[EvictionConfig], Scores],
+    prompt_tokens: int,
+    given: Mapping[EvictionConfig, Bool[Tensor, "kv_head key"]],
+) -> list[Group]:
+    """`ranking_groups` of the configurations that rank, and what the others were given, in one order in all layers.
+
+    Those that evict nothing are left out.
+    """
+    ours = [place for place, config in enumerate(configs) if config not in given and config.evicts]
+    ranked = ranking_groups([configs[place] for place in ours], scores, prompt_tokens)
+    found: list[Group] = [
+        dataclasses.replace(group, places=tuple(ours[place] for place in group.places)) for group in ranked
+    ]
+    theirs = tuple(place for place, config in enumerate(configs) if config in given)
+    if theirs:
+        found.append(GivenGroup(theirs, torch.stack([given[configs[place]] for place in theirs])))
+    return found

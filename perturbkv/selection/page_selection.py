@@ -2,21 +2,27 @@
 
 Pages are the blocks before the tail (`configs.blocks`). The softmax of a query's bounds over the pages makes those of
 several heads comparable, and leaves each head's own order.
+
+Which pages configurations read that evict nothing: at every step others, as its query chooses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection import blocks
+from perturbkv.selection import ranking
+from perturbkv.selection.budgets import Budgets, Rows
+from perturbkv.selection.kept_sets import Group, KeptSets, RankingGroup, ranking_groups
 from perturbkv.selection.layer_statistics import LayerStatistics, Score
 from perturbkv.selection.ranking import Ranking, Scores, rank
+from perturbkv.selection.sparse_lines import LinedGroup
 from perturbkv.theory import WORK
 
 
@@ -130,10 +136,10 @@ class PageScores(Scores):
 
     def _largest(self, config: EvictionConfig) -> Float[Tensor, "head page"]:
         norms = self.statistics.norms_of(config)
-        return self.once(("largest", config.euclidean), lambda: blocks.scores(norms, self.layer.size, "max"))
+        return self.once(("largest", config.euclidean), lambda: ranking.block_scores(norms, self.layer.size, "max"))
 
     def _summed(self, score: Float[Tensor, "rows prefix"]) -> Float[Tensor, "rows page"]:
-        return blocks.scores(score, self.layer.size, "sum")
+        return ranking.block_scores(score, self.layer.size, "sum")
 
 
 _FIRST: dict[str, Callable[[PageScores, EvictionConfig], Score]] = {
@@ -145,3 +151,90 @@ _FIRST: dict[str, Callable[[PageScores, EvictionConfig], Score]] = {
     "hindsight-attention": PageScores.attended,
 }
 """Selection -> the score of all pages that are read, or of stage 1."""
+
+
+Layers = Callable[[EvictionConfig], PagedLayer]
+"""One layer in the pages of a configuration; those with the same pages get the same object."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadGroup:
+    """Configurations that choose pages alike; `steps` are what they read at each decode step.
+
+    What is stored as their kept sets is what they read at the first.
+    """
+
+    steps: tuple[RankingGroup, ...]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Which of the run's configurations they are."""
+        return self.steps[0].places
+
+    @property
+    def kept_heads(self) -> int:
+        """Sets of each configuration."""
+        return self.steps[0].kept_heads
+
+    @property
+    def budgets(self) -> Budgets:
+        """How many pages are read: as many at every step."""
+        return self.steps[0].budgets
+
+    def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
+        """Masks of some of the group's configurations at the first step, by their place in it."""
+        return self.steps[0].kept_sets(rows)
+
+    def each_step(self, rows: Rows) -> list[KeptSets]:
+        """The same at every step."""
+        return [step.kept_sets(rows) for step in self.steps]
+
+
+AnyGroup = Group | ReadGroup | LinedGroup
+"""What some configurations keep, read, or look along, in one layer."""
+
+
+def read_groups(
+    configs: Sequence[EvictionConfig],
+    layer: Layers,
+    queries: Sequence[Float[Tensor, "head d_head"]],
+    prompt_tokens: int,
+) -> list[ReadGroup]:
+    """What the configurations that read pages read in one layer at each step, whose query is given."""
+    places = [place for place, config in enumerate(configs) if config.reads]
+    reading = [configs[place] for place in places]
+    steps = [_chosen(reading, layer, query, prompt_tokens) for query in queries] if places else []
+    return [
+        ReadGroup(tuple(replace(step, places=tuple(places[own] for own in step.places)) for step in group))
+        for group in zip(*steps, strict=True)
+    ]
+
+
+def _chosen(configs: Sequence[EvictionConfig], layer: Layers, query: Tensor, tokens: int) -> list[RankingGroup]:
+    made: dict[PagedLayer, PageScores] = {}
+
+    def scores(config: EvictionConfig) -> PageScores:
+        paged = layer(config)
+        if paged not in made:
+            made[paged] = PageScores(paged, query)
+        return made[paged]
+
+    return ranking_groups(configs, scores, tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """What one configuration reads of one layer of `prompt_tokens` entries, whatever query asks."""
+
+    config: EvictionConfig
+    layer: PagedLayer
+    prompt_tokens: int
+
+    def __call__(self, query: Float[Tensor, "head query d_head"]) -> Bool[Tensor, "head query key"]:
+        """True where a query of a head looks at an entry of the prompt; each chooses for itself."""
+        sets = [self._of(one) for one in query.unbind(dim=1)]
+        return torch.stack(sets, dim=1).repeat_interleave(len(query) // len(sets[0]), dim=0)
+
+    def _of(self, query: Float[Tensor, "head d_head"]) -> Bool[Tensor, "kept_head key"]:
+        (only,) = _chosen([self.config], lambda _: self.layer, query, self.prompt_tokens)
+        return only.kept_sets().kept[0]

@@ -2,6 +2,8 @@
 
 Configurations that ask for the same score get the same tensor, so that whoever ranks them sees which ones go together.
 Equal scores go to the earlier position on every device: orders come from a stable descending sort.
+
+Scores of whole blocks, and the entries of the blocks that stay. `configs.blocks` says how entries lie in blocks.
 """
 
 from __future__ import annotations
@@ -11,17 +13,44 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import Blocks
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
-from perturbkv.selection import blocks
-from perturbkv.selection.competition import in_order
+from perturbkv.selection.layer_budget import in_order
 from perturbkv.selection.layer_statistics import Ends, LayerStatistics, Score, at_ends
 from perturbkv.selection.policies import registry
 from perturbkv.theory import WORK
+
+
+def block_scoring(config: EvictionConfig) -> tuple[int, str]:
+    """Entries of a block, and how their scores become one.
+
+    By position a block is as good as its best place: the one that holds a sink comes first.
+    """
+    how = "max" if config.selection.name == "position" else config.granularity.options.get("block_score", "sum")
+    return config.block, "sum" if config.block == 1 else how
+
+
+def block_scores(score: Float[Tensor, "kept_head prefix"], size: int, how: str) -> Float[Tensor, "kept_head block"]:
+    """Sum or maximum of each full block's entries before the window; those behind the last full one always stay."""
+    if size == 1:
+        return score
+    heads, prefix = score.shape
+    count = prefix // size
+    blocks = score[:, : count * size].reshape(heads, count, size)
+    return blocks.sum(dim=-1) if how == "sum" else blocks.amax(dim=-1)
+
+
+def block_entries(kept: Bool[Tensor, "config kept_head block"], blocks: Blocks) -> Bool[Tensor, "config kept_head key"]:
+    """Every entry of the blocks that stay, and the tail."""
+    each = kept if blocks.size == 1 else kept.repeat_interleave(blocks.size, dim=-1)
+    tail = each.new_ones(*each.shape[:-1], blocks.tail)
+    return torch.cat([each, tail], dim=-1)
+
 
 _Made = TypeVar("_Made")
 
@@ -85,8 +114,8 @@ class Scores:
 
     def ranking(self, score: Score, config: EvictionConfig) -> Ranking:
         """The order of a score of ours, of its entries or blocks; places without an entry come last."""
-        size, how = blocks.scoring(config)
-        return self.once(("ranking", id(score), size, how), lambda: rank(blocks.scores(self._valid(score), size, how)))
+        size, how = block_scoring(config)
+        return self.once(("ranking", id(score), size, how), lambda: rank(block_scores(self._valid(score), size, how)))
 
     def heads_in_order(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " entry"]:
         """The kept set of every entry or block of the layer, by descending competing score; ties by place, then set.
@@ -99,8 +128,8 @@ class Scores:
 
     def competing(self, config: EvictionConfig, ends: Ends) -> Score:
         """What entries or blocks compete by: the pooled score, and the layer's largest for those of an own stage 1."""
-        pooled, (size, how) = self.attention(config), blocks.scoring(config)
-        score = self.once(("blocks", id(pooled), size, how), lambda: blocks.scores(self._valid(pooled), size, how))
+        pooled, (size, how) = self.attention(config), block_scoring(config)
+        score = self.once(("blocks", id(pooled), size, how), lambda: block_scores(self._valid(pooled), size, how))
         if registry.build(config.policy).first_stage is None or not score.numel():
             return score
 

@@ -2,10 +2,15 @@
 
 Lines are chosen from the attention of the prompt's last queries, or from that × ν (METHOD: Lines that a prefill looks
 along). The first entries are verticals and the local band slashes in every choice.
+
+Which of a prompt's queries a prefill along lines is looked at by: the last ones, and those that are measured.
+
+What configurations look at in one layer that evict nothing and read the prompt along lines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,8 +21,11 @@ from torch import Tensor
 
 from perturbkv.configs.entry_counts import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import PROMPT_QUERIES
 from perturbkv.devices import on_device
 from perturbkv.scoring.window_attention import reduce_group, seeded
+from perturbkv.selection.budgets import Rows
+from perturbkv.selection.kept_sets import KeptSets
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.vertical_slash import VerticalSlash
 from perturbkv.selection.ranking import rank
@@ -169,3 +177,114 @@ def _of_kind(
     stage1 = rank(first.masked_fill(outside, -torch.inf)).ranks < early
     rest = (first if second is None else second).masked_fill(outside | stage1, -torch.inf)
     return within | stage1 | (rank(rest).ranks < count - early), within | stage1
+
+
+Positions = tuple[int, ...]
+"""Places of a prompt, ascending."""
+_NO_LAYER = -1
+"""In a seed's place of the layer: all layers are asked at the same positions."""
+
+
+def last(config: EvictionConfig, prompt_tokens: int) -> Positions:
+    """The queries whose attention says which lines."""
+    return tuple(range(max(0, prompt_tokens - _policy(config).last), prompt_tokens))
+
+
+def measured(config: EvictionConfig, prompt_tokens: int, sample: str) -> Positions:
+    """The queries at which isolated quantities are measured: one of each of 32 equal parts of the prompt, seeded.
+
+    None stands within the first entries and the band behind them, where a query looks at everything whatever is chosen;
+    the budget has no say, so that all budgets are asked at the same ones. Fewer where there are fewer.
+    """
+    policy = _policy(config)
+    begin = min(config.window + policy.first, prompt_tokens - 1)
+    parts = min(PROMPT_QUERIES, prompt_tokens - begin)
+    ends = [begin + part * (prompt_tokens - begin) // parts for part in range(parts + 1)]
+    drawn = seeded(1, parts, policy.seed, sample, _NO_LAYER)[0].tolist()
+    return tuple(low + int(share * (high - low)) for low, high, share in zip(ends, ends[1:], drawn, strict=False))
+
+
+def wanted(configs: Iterable[EvictionConfig], prompt_tokens: int, sample: str) -> set[Positions]:
+    """Everything that the full prefill has to remember queries of; nothing where no configuration has lines."""
+    lined = [config for config in configs if config.lined]
+    return {one for config in lined for one in (last(config, prompt_tokens), measured(config, prompt_tokens, sample))}
+
+
+def _policy(config: EvictionConfig) -> VerticalSlash:
+    return cast("VerticalSlash", registry.build(config.policy))
+
+
+Layer = Callable[[EvictionConfig], LastQueries]
+"""One layer's last queries for a configuration."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinedBudgets:
+    """Entries of each configuration and kept set that the prompt's last query looks at."""
+
+    kept_entries: Int[Tensor, "config kept_head"]
+    stage1_entries: Int[Tensor, "config kept_head"]
+
+
+@dataclass(frozen=True, eq=False)
+class LinedGroup:
+    """Configurations with as many kept sets that are measured at the same queries of a prompt.
+
+    What is stored as their kept sets is what the prompt's last query looks at.
+
+    Attributes:
+        places: which of the run's configurations they are.
+        kept_heads: kept sets of each.
+        chosen: the lines of each.
+        measured: positions of the queries at which isolated quantities are measured.
+        window: w, the entries of it that are there.
+    """
+
+    places: tuple[int, ...]
+    kept_heads: int
+    chosen: tuple[Chosen, ...]
+    measured: Positions
+    window: int
+
+    def seen(self, positions: Int[Tensor, " query"]) -> KeptSets:
+        """What queries look at: masks (config, kept_head, query, key)."""
+        return KeptSets(
+            torch.stack([one.lines.seen(positions) for one in self.chosen]),
+            torch.stack([one.stage1.seen(positions) for one in self.chosen]),
+        )
+
+    def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
+        """What the prompt's last query looks at, of some of the group's configurations, by their place in it."""
+        slashes = self.chosen[0].lines.slash
+        found = self.seen(torch.tensor([slashes.shape[1] - 1], device=slashes.device))
+        return KeptSets(found.kept[rows].squeeze(2), found.stage1[rows].squeeze(2))
+
+    def whole(self, heads: int) -> Bool[Tensor, "config head key"]:
+        """What decoding looks at: everything."""
+        slashes = self.chosen[0].lines.slash
+        return slashes.new_ones(len(self.places), heads, slashes.shape[1])
+
+    @property
+    def budgets(self) -> LinedBudgets:
+        """How many entries that is, and those before the window that stage 1 took or that are always in."""
+        found = self.kept_sets()
+        return LinedBudgets(found.kept.sum(dim=-1), found.stage1.sum(dim=-1) - self.window)
+
+
+def lined_groups(configs: Sequence[EvictionConfig], layer: Layer, prompt_tokens: int, sample: str) -> list[LinedGroup]:
+    """Those of the configurations that look along lines, by the order in which they come."""
+    alike: dict[tuple[int, int, Positions], dict[int, Chosen]] = {}
+    for place, config in enumerate(configs):
+        if config.lined:
+            chosen = of_budget(config, layer(config), prompt_tokens)
+            key = (len(chosen.lines.slash), config.window, measured(config, prompt_tokens, sample))
+            alike.setdefault(key, {})[place] = chosen
+    return [
+        LinedGroup(tuple(found), heads, tuple(found.values()), asked, min(window, prompt_tokens))
+        for (heads, window, asked), found in alike.items()
+    ]
+
+
+def of_budget(config: EvictionConfig, given: LastQueries, prompt_tokens: int) -> Chosen:
+    """The lines of a configuration, all where its budget covers the prompt."""
+    return choose(config, given) if config.kept_entries(prompt_tokens) < prompt_tokens else everything(config, given)

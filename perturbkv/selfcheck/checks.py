@@ -1,4 +1,9 @@
-"""What one check says: a distance from its reference, and the bound that it has to keep."""
+"""What one check says: a distance from its reference, and the bound that it has to keep.
+
+The Triton kernel's norms against those of a float64 loop, at every head size and dtype.
+
+A model whose layers lie over all GPUs against the same model on one device.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import PerturbkvError
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import load_model
+from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.trace import SampleTrace
 
 
 @dataclass(frozen=True)
@@ -48,3 +65,73 @@ def tried(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
     except (PerturbkvError, RuntimeError) as error:  # torch's own are RuntimeErrors: no memory, no such kernel
         said = " ".join(str(error).split()) or type(error).__name__
         return [Check(name, None, 0.0, rule, said[:200])]
+
+
+HEAD_SIZES = (64, 80, 96, 128, 256)
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+SHAPES = {"one entry": (2, 2, 1, 130), "grouped by 3": (6, 2, 35, 130), "multi-query, two tiles": (4, 1, 257, 130)}
+"""Query heads, key/value heads, entries, d_model: tiles are left uneven and crossed; one d_model, one compilation."""
+_RULE = "relative error of every norm; sums are in float32, and half precision's products are exact there"
+
+
+def check_kernel(device: torch.device) -> list[Check]:
+    """The worst norm of every head size and dtype. Raises ConfigError where the device does not run the kernel."""
+    return [
+        Check(
+            f"Triton norms, {str(dtype).removeprefix('torch.')}, heads of {d_head}",
+            max(_worst(*shape, d_head, dtype, device) for shape in SHAPES.values()),
+            bound,
+            _RULE,
+        )
+        for dtype, bound in BOUNDS.items()
+        for d_head in HEAD_SIZES
+    ]
+
+
+def _worst(
+    heads: int, kv_heads: int, entries: int, d_model: int, d_head: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    generator = torch.Generator().manual_seed(d_head + entries)
+    value = torch.randn(kv_heads, entries, d_head, generator=generator).to(device, dtype)
+    w_o = torch.randn(d_model, heads * d_head, generator=generator).to(device, dtype)
+    expected = loop_norms(value, w_o)
+    found = projected_value_norms(value, w_o, kernel="triton").double().cpu()
+    return float(((found - expected).abs() / expected).max())
+
+
+def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
+    """METHOD, Notation: each row of V times W_O^h, its absolute components summed, in float64 on the CPU."""
+    d_head, value, w_o = value.shape[-1], value.double().cpu(), w_o.double().cpu()
+    heads = w_o.shape[1] // d_head
+    slices = [w_o[:, head * d_head : (head + 1) * d_head].T for head in range(heads)]
+    group = heads // len(value)
+    return torch.stack([(value[head // group] @ part).abs().sum(dim=-1) for head, part in enumerate(slices)])
+
+
+_MEASURED = ("theta", "perturbation_isolated", "retained_mass", "hidden_drift_l1", "kept_count")
+_PLACEMENT_RULE = "largest difference over the largest value, in float32"
+
+
+def check_placement(model: str, device: torch.device, tokens: int) -> list[Check]:
+    """A prompt of `tokens` random tokens, with --device-map auto and without; `model` is `random:<alias>`."""
+    spread = load_model(model, "float32", device_map="auto")
+    plain = load_model(model, "float32", "cpu")  # spread weights are drawn on the CPU too
+    one = Adapter(plain.model.to(device), plain.tokenizer, plain.name, plain.revision, True)
+    found, expected = (_measured(adapter, tokens).arrays for adapter in (spread, one))
+    places = len({parameter.device for parameter in spread.model.parameters()})
+    return [
+        Check(f"--device-map auto over {places}: {name}", _far(found[name], expected[name]), 1e-4, _PLACEMENT_RULE)
+        for name in _MEASURED
+    ]
+
+
+def _measured(adapter: Adapter, tokens: int) -> SampleTrace:
+    ids = np.random.default_rng(0).integers(0, 256, tokens).tolist()
+    prompt = Prompt("selfcheck", tuple(ids), 0)
+    configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
+    return trace_sample(adapter, prompt, RunConfig(model=adapter.name, dataset="random tokens", configs=configs))
+
+
+def _far(found: np.ndarray, expected: np.ndarray) -> float:
+    first, second = found.astype(np.float64), expected.astype(np.float64)
+    return float(np.abs(first - second).max() / np.abs(second).max())

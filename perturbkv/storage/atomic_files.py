@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from perturbkv.storage.places import TEMPORARY, check_kind, make_folders, real, refusals, remove_empty
+from perturbkv.storage.output import TEMPORARY, check_kind, make_folders, real, refusals, remove_empty
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object], folders: bool = True) -> None:

@@ -2,29 +2,213 @@
 
 The lock is a file beside the output that says who holds it. It is read and written under flock(2), so that of any
 number of processes one gets it; the holder touches it while it lives. A process of this machine is asked for directly.
+
+Where a result may be written: known before any work is done, and what the system refuses told in one line.
+
+Who writes an output: a process, told apart from all others, and whether it lives.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import math
 import os
+import platform
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+import psutil
 
 from perturbkv.errors import HeldError, OutputError
-from perturbkv.storage.holder import Holder
-from perturbkv.storage.places import despite_others, make_folders, real, refusals, remove_empty
+
+TEMPORARY = ".tmp-"
+_LONGEST_BESIDE = 64
+"""Characters that the longest path beside an output, that of a journal's entry, has more than the output's own."""
+_TRIES = 20
+_Made = TypeVar("_Made")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_THE_DISK = (*_FULL, errno.EIO, errno.EROFS)
+
+
+def real(path: Path) -> Path:
+    """Where a file is written: the end of the path's links, so that two names of one place are one."""
+    return Path(os.path.realpath(path))
+
+
+def check_place(path: Path) -> None:
+    """Raise OutputError where no file can be written at `path`; nothing is left of the attempt."""
+    where = real(path)
+    try:
+        str(where).encode()
+    except UnicodeEncodeError:
+        msg = f"expected a path in UTF-8, which results can name, got {os.fsencode(where)!r}; choose another place"
+        raise OutputError(msg) from None
+    with refusals(path):
+        check_kind(path)
+        despite_others(lambda: _probe(path, where))
+
+
+def _probe(path: Path, where: Path) -> None:
+    made = make_folders(where.parent)
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):  # the kernel looks at the length first
+            os.lstat(where / ("x" * _LONGEST_BESIDE))
+        probe = where.with_name(f".{where.name}{TEMPORARY}{os.getpid():010}")
+        probe.touch()
+        probe.unlink()
+        path.parent.stat()  # through a folder that is not there and back, only `real` finds the way
+    finally:
+        remove_empty(made)
+
+
+def despite_others(work: Callable[[], _Made]) -> _Made:
+    """What `work` gives, done again where a folder was missing: processes that begin together remove theirs."""
+    for _ in range(_TRIES):
+        with suppress(FileNotFoundError):
+            return work()
+    return work()
+
+
+def check_kind(path: Path) -> None:
+    """Raise OutputError where something lies at `path` that no file can replace."""
+    where = real(path)
+    if where.is_dir():
+        msg = f"expected a file's path, got the folder {path}; name a file in it"
+        raise OutputError(msg)
+    if where.is_symlink() or (where.exists() and not where.is_file()):
+        msg = f"expected a file's path, got {path}, which is a device, a pipe or a loop of links; choose another place"
+        raise OutputError(msg)
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Make a folder with its parents; returns those that were not there, the innermost first."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        remove_empty(missing)
+        raise
+    return missing
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of the folders, the innermost first, that are empty."""
+    for folder in folders:
+        with suppress(OSError):  # another process may have put something there
+            folder.rmdir()
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """What the system refuses while `path` is written, or something beside it, is an OutputError that says what to do.
+
+    Errors about files elsewhere stay what they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not _is_about(error, real(path)):
+            raise
+        reason = error.strerror or error
+        if error.errno in _FULL:
+            msg = f"expected room for {path}, got '{reason}'; make some, or choose another place"
+        else:
+            msg = f"expected a place for {path}, got '{reason}'; choose another place"
+        raise OutputError(msg) from error
+
+
+def _is_about(error: OSError, where: Path) -> bool:
+    if error.filename is None:
+        return error.errno in _OF_THE_DISK
+    named = Path(os.path.abspath(os.fsdecode(error.filename)))
+    return where.parent in (named, *named.parents) or named in where.parents
+
+
+SILENCE_S = 300.0
+"""After so long without a heartbeat a holder on another machine counts as dead."""
+_SAME_START = 2.0
+"""How far two readings of one process's start may lie apart."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who writes an output.
+
+    Attributes:
+        host: the machine since it was started, with its namespace of process ids: machines and containers of one name
+            do not see each other's.
+        pid, started: the process and when it started, as ids come again.
+        since: when it began to write.
+        token: tells two locks of one process apart.
+    """
+
+    host: str
+    pid: int
+    started: float
+    since: str
+    token: str
+
+    @classmethod
+    def here(cls) -> Self:
+        """Of the process that asks, from now on."""
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(_host(), os.getpid(), _started(os.getpid()), since, uuid.uuid4().hex)
+
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        """What a lock says; None where a process was killed before it said anything. Raises ValueError for others."""
+        if not text.strip("\0 \n"):
+            return None
+        try:
+            said = json.loads(text)
+            return cls(str(said["host"]), int(said["pid"]), float(said["started"]), said["since"], said["token"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(text) from error
+
+    def is_gone(self, silence_s: float) -> bool:
+        """Whether the process is dead, as this machine knows of its own, or the other's silence tells."""
+        if self.host != _host():
+            return silence_s > SILENCE_S
+        try:
+            is_same = abs(_started(self.pid) - self.started) < _SAME_START
+            return not is_same or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def __str__(self) -> str:
+        elsewhere = f" (another machine: taken over after {SILENCE_S:.0f} s without a sign of it)"
+        return f"process {self.pid} on {self.host.split()[0]}, since {self.since}{elsewhere * (self.host != _host())}"
+
+
+def _started(pid: int) -> float:
+    """When a process started: on Linux in ticks since the machine did, which setting its clock does not change."""
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return float(psutil.Process(pid).create_time())
+
+
+def _host() -> str:
+    """The machine, where Linux tells it with its start and the namespace of its process ids."""
+    try:
+        return f"{platform.node() or '?'} {os.readlink('/proc/self/ns/pid')} {_BOOT.read_text().strip()}"
+    except OSError:
+        return platform.node() or "?"
+
 
 HEARTBEAT_S = 30.0
 _POLL_S = 0.5

@@ -8,7 +8,7 @@ import pytest
 
 from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ablation import ablation
-from perturbkv.analyses.ablation.method_rows import control
+from perturbkv.analyses.ablation.methods import control
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import Choice

@@ -12,7 +12,7 @@ from scipy import stats
 
 import perturbkv as pk
 from perturbkv.analyses.quality.divergence import divergence
-from perturbkv.analyses.quality.rouge import rouge_l
+from perturbkv.analyses.quality.divergence_point import rouge_l
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.errors import ConfigError
 from perturbkv.storage.answers_file import read_answers

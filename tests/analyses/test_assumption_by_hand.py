@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from perturbkv.analyses.bounds.assumption import READINGS
 from perturbkv.analyses.bounds.assumption import assumption as summarise
-from perturbkv.analyses.bounds.sigma import READINGS
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from perturbkv.analyses.stats import intervals, strata
+from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Interval, Kind, share_of
 
 SCORE, DIFFERENCE = share_of(0), Kind(3 / 8, limits=(-1, 1))
@@ -54,7 +54,7 @@ def covered(name: str, samples: list[int], of: Callable[[list[np.ndarray]], Inte
 @pytest.mark.parametrize("name", POPULATIONS)
 def test_the_average_is_covered_in_at_least_92_percent_of_draws(name: str, samples: list[int]) -> None:
     kind = POPULATIONS[name][2]
-    assert covered(name, samples, lambda drawn: strata.of_mean(drawn, kind)) >= 0.92
+    assert covered(name, samples, lambda drawn: intervals.of_stratified_mean(drawn, kind)) >= 0.92
 
 
 def test_summed_standard_errors_would_miss_answers_that_are_nearly_never_right() -> None:
@@ -68,17 +68,17 @@ def test_summed_standard_errors_would_miss_answers_that_are_nearly_never_right()
 
 def test_one_data_set_has_the_interval_of_its_mean() -> None:
     values = np.array([0.5, 0.25, 1.0, 0.0, 0.75, 0.5])
-    assert strata.of_mean([values], SCORE) == intervals.of_mean(values, SCORE)
+    assert intervals.of_stratified_mean([values], SCORE) == intervals.of_mean(values, SCORE)
 
 
 def test_more_data_sets_make_an_average_surer_and_the_largest_does_not_outweigh_the_others() -> None:
     draw = np.random.default_rng(0)
     few, many = draw.random(8), draw.random(400)
-    one, four = strata.of_mean([few], SCORE), strata.of_mean([few] * 4, SCORE)
+    one, four = intervals.of_stratified_mean([few], SCORE), intervals.of_stratified_mean([few] * 4, SCORE)
     assert one is not None
     assert four is not None
     assert four.high - four.low == pytest.approx((one.high - one.low) / 2)
-    assert strata.mean([few, many]) == pytest.approx((few.mean() + many.mean()) / 2)
-    both = strata.of_mean([few, many], SCORE)
+    assert intervals.stratified_mean([few, many]) == pytest.approx((few.mean() + many.mean()) / 2)
+    both = intervals.of_stratified_mean([few, many], SCORE)
     assert both is not None
     assert both.high - both.low > (one.high - one.low) / 2

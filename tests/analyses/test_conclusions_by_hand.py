@@ -12,8 +12,8 @@ from perturbkv.analyses.bounds.assumption import assumption
 from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 from perturbkv.analyses.horizon.horizon import horizon
 from perturbkv.analyses.needle.needle import needle
-from perturbkv.analyses.sentences import compared, decided, difference, ends, over, tally
 from perturbkv.analyses.stats.intervals import Interval
+from perturbkv.analyses.text import compared, decided, difference, extremes, over, tally_verdicts
 from perturbkv.trace import Trace
 from tests.analyses.test_ablation_by_hand import CHAIN
 from tests.analyses.test_ablation_by_hand import made as chain
@@ -278,9 +278,9 @@ def test_parts_of_sentences() -> None:
     assert [decided(Interval(*found), 1) for found in ((0.5, 0.9), (0.9, 1.1), (1.1, 2))] == [-1, 0, 1]
     assert decided(Interval(0.5, 0.9, "range"), 1) is decided(None, 1) is None
     words = {1: ("it grows", "grows"), 0: ("undecided", "undecided")}
-    assert tally([1, 0, 0], words, "case") == "undecided in 2 of 3 cases, grows in 1"
-    assert tally([1, 1], words, "case") == "it grows in both cases"
-    assert ends([("a", 2.0, "two"), ("b", 1.0, "one"), ("c", float("nan"), "–")]) == "one at b to two at a"
+    assert tally_verdicts([1, 0, 0], words, "case") == "undecided in 2 of 3 cases, grows in 1"
+    assert tally_verdicts([1, 1], words, "case") == "it grows in both cases"
+    assert extremes([("a", 2.0, "two"), ("b", 1.0, "one"), ("c", float("nan"), "–")]) == "one at b to two at a"
     assert compared("a", "b", [("", 1.0, None)]) == "a perturbs exactly as much as b"
 
 

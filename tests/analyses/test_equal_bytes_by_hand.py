@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from perturbkv.analyses.budget.byte_rows import Measured, settings
-from perturbkv.analyses.budget.equal_bytes import EqualBytes, equal_bytes
+from perturbkv.analyses.budget.equal_bytes import EqualBytes, Measured, equal_bytes, settings
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses import kept_sets
-from perturbkv.analyses.heads import head_kind
+from perturbkv.analyses import measurements
+from perturbkv.analyses.distances import verdicts
+from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
 from perturbkv.analyses.measurements import held_shares, values
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.text import about_intervals
-from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -96,7 +96,9 @@ def test_a_tie_is_a_difference_of_at_most_two_floors_whatever_the_size() -> None
 def test_a_share_of_heads_is_the_mean_of_each_samples_share() -> None:
     # head 0 is better in one sample of two, head 1 in both; by their means both are better
     first, second = np.array([[[4.0, 4.0]], [[4.0, 4.0]]]), np.array([[[9.0, 2.0]], [[-3.0, 2.0]]])
-    found = head_kind.compare(first, second, np.zeros_like(first), np.ones_like(first), np.zeros((1, 2), dtype=bool))
+    found = head_comparison.compare_kind(
+        first, second, np.zeros_like(first), np.ones_like(first), np.zeros((1, 2), dtype=bool)
+    )
     assert found.verdict.tolist() == [[1, 1]]
     assert found.better_share == 0.75
     assert found.better_share_interval == Interval(0.5, 1.0, "range")
@@ -128,15 +130,15 @@ def test_equal_kept_sets_tie_by_identity_and_their_ratio_is_exactly_1() -> None:
 
 def test_a_propagated_tie_needs_equal_sets_in_all_earlier_layers_too() -> None:
     made = keeping_another((1, 0, 0))  # treatment, layer 0, head 0
-    same = kept_sets.isolated(made, 0, 1)[0]
+    same = measurements.equal_isolated(made, 0, 1)[0]
     assert same.tolist() == [[False, True], [True, True]]
-    assert kept_sets.propagated(made, 0, 1)[0].tolist() == [[False, True], [False, False]]
-    assert kept_sets.layers(made, 0, 1)[0].tolist() == [False, False]
-    assert not kept_sets.whole(made, 0, 1).any()
+    assert measurements.equal_propagated(made, 0, 1)[0].tolist() == [[False, True], [False, False]]
+    assert measurements.equal_layers(made, 0, 1)[0].tolist() == [False, False]
+    assert not measurements.equal_whole(made, 0, 1).any()
     last = keeping_another((1, 1, 1))  # treatment, layer 1, head 1
-    assert kept_sets.propagated(last, 0, 1)[0].tolist() == [[True, True], [True, False]]
-    assert kept_sets.layers(last, 0, 1)[0].tolist() == [True, False]
-    assert kept_sets.whole(same_kept(), 0, 1).all()
+    assert measurements.equal_propagated(last, 0, 1)[0].tolist() == [[True, True], [True, False]]
+    assert measurements.equal_layers(last, 0, 1)[0].tolist() == [True, False]
+    assert measurements.equal_whole(same_kept(), 0, 1).all()
 
 
 @pytest.mark.parametrize("moved", [0, 1])
@@ -150,13 +152,13 @@ def test_equal_sets_at_other_positions_are_no_propagated_tie(moved: int) -> None
         rekept(sample.arrays, lambda where, held: [0, 1, 2])
         sample.arrays["evicted"][:] = evicted
     made = trace(*samples, configs=tuple(configs))
-    assert kept_sets.isolated(made, 0, 1).all()
-    assert kept_sets.propagated(made, 0, 1).all(axis=(1, 2)).tolist() == [False, True, False]
-    assert not kept_sets.propagated(made, 0, 1)[::2].any()
-    assert kept_sets.layers(made, 0, 1).all(axis=1).tolist() == [False, True, False]
-    assert kept_sets.whole(made, 0, 1).tolist() == [False, True, False]
+    assert measurements.equal_isolated(made, 0, 1).all()
+    assert measurements.equal_propagated(made, 0, 1).all(axis=(1, 2)).tolist() == [False, True, False]
+    assert not measurements.equal_propagated(made, 0, 1)[::2].any()
+    assert measurements.equal_layers(made, 0, 1).all(axis=1).tolist() == [False, True, False]
+    assert measurements.equal_whole(made, 0, 1).tolist() == [False, True, False]
     alike = trace(*samples, configs=(kept, dataclasses.replace(kept, policy=parse("streaming-llm(sinks=2)"))))
-    assert kept_sets.propagated(alike, 0, 1).all()
+    assert measurements.equal_propagated(alike, 0, 1).all()
 
 
 def test_fewer_than_five_samples_show_their_range_and_one_shows_nothing() -> None:

@@ -18,8 +18,7 @@ from perturbkv.analyses.quality.judge import bounded
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Kind
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.storage.judgements import Judge
-from perturbkv.storage.questions import pairwise, singly
+from perturbkv.storage.judgements import Judge, pairwise, singly
 from tests.support.answers import CONFIGS, row, written
 from tests.support.judges import planted_judge
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses import kept_sets
+from perturbkv.analyses import measurements
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
 from perturbkv.trace import Trace
@@ -33,7 +33,7 @@ def timed(configs: tuple[object, ...], own: tuple[float, float]) -> Trace:
     return dataclasses.replace(trace, arrays={**trace.arrays, **took, "held_share": np.tile([0.25, 0.5], (6, 1))})
 
 
-@pytest.mark.parametrize("kind", [kept_sets.isolated, kept_sets.propagated])
+@pytest.mark.parametrize("kind", [measurements.equal_isolated, measurements.equal_propagated])
 def test_equal_sets_of_the_last_query_tie_nothing(kind: object) -> None:
     assert not kind(made(LINED), 0, 1).any()  # type: ignore[operator]
     assert not kind(made((EVICTING[0], LINED[1])), 0, 1).any()  # type: ignore[operator]

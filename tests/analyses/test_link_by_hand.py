@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
-from perturbkv.analyses.correlation.calibration import curve
 from perturbkv.analyses.correlation.correlation import Link, link
-from perturbkv.analyses.correlation.link_prompts import NAMES
+from perturbkv.analyses.correlation.lost_answers import curve
+from perturbkv.analyses.correlation.method_identity import NAMES
 from perturbkv.errors import TraceError
 from tests.support.linked import answered, methods
 

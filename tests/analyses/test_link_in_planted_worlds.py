@@ -7,12 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.correlation.by_name import Names, area_table, of_areas, of_ranks, rank_table
 from perturbkv.analyses.correlation.correlation import Link, link
-from perturbkv.analyses.correlation.link_prompts import strengths, within
 from perturbkv.analyses.correlation.lost_answers import between
-from perturbkv.analyses.stats.estimates import Estimate
-from perturbkv.analyses.stats.shuffled import chances, dealing
+from perturbkv.analyses.correlation.method_identity import (
+    Names,
+    area_table,
+    of_areas,
+    of_ranks,
+    rank_table,
+    strengths,
+    within,
+)
+from perturbkv.analyses.stats.intervals import Estimate
+from perturbkv.analyses.stats.permutation import chances, dealing
 from tests.support.linked import answered, methods
 
 WORLDS = 400

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.questions.measures.measure_rows import KINDS
+from perturbkv.analyses.questions.measures.measure_orders import KINDS
 from perturbkv.analyses.questions.measures.measures import Measures, measures
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace

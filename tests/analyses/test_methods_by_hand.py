@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from perturbkv.analyses.ablation.method_rows import control, protection, settings
-from perturbkv.analyses.ablation.methods import methods
+from perturbkv.analyses.ablation.methods import control, methods, protection, settings
 from perturbkv.errors import TraceError
 from perturbkv.selection.policies.registry import resolved
 from tests.support.measured import config, one_head

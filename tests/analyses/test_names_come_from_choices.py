@@ -8,7 +8,7 @@ import pytest
 
 from perturbkv.analyses.identity import MOST_NAMED, identity
 from perturbkv.analyses.json_values import config_object, config_of, run_object, setting_object
-from perturbkv.analyses.naming import apart, budgets, common, folded, setting, short, sides
+from perturbkv.analyses.pairing import apart, budgets, common, folded, setting_name, short_names, side_names
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -22,40 +22,40 @@ ODD = configuration(0.05, policy="adakv(pool=none, floor=0.3)", protect_first=0.
 
 def test_a_name_says_what_differs_and_a_setting_what_is_shared() -> None:
     configs = [config("attention"), config("two-stage"), config("two-stage", alpha=0.5, score="pooled")]
-    assert short(configs) == ["attention a=0.25", "two-stage a=0.25", "two-stage a=0.5 score=pooled"]
-    assert short(configs, "selection") == ["a=0.25", "a=0.25", "a=0.5 score=pooled"]
+    assert short_names(configs) == ["attention a=0.25", "two-stage a=0.25", "two-stage a=0.5 score=pooled"]
+    assert short_names(configs, "selection") == ["a=0.25", "a=0.25", "a=0.5 score=pooled"]
     assert common(configs) == "snapkv b=64 w=32 max7 query"
     assert apart(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "score": "score=pooled"}
-    assert setting(configs[2], "budget") == "a=0.5 w=32 max7 query score=pooled"
-    assert short(configs[:1]) == [""]
-    assert (short([]), common([])) == ([], "")
+    assert setting_name(configs[2], "budget") == "a=0.5 w=32 max7 query score=pooled"
+    assert short_names(configs[:1]) == [""]
+    assert (short_names([]), common([])) == ([], "")
 
 
 def test_a_selection_and_a_policy_of_one_name_are_told_apart() -> None:
     configs = [configuration(64, policy=policy, selection="random") for policy in ("snapkv", "random")]
-    assert short(configs) == ["snapkv", "random"]
+    assert short_names(configs) == ["snapkv", "random"]
     assert common(configs).startswith("random ")
 
 
 def test_sides_are_told_by_what_they_differ_in() -> None:
     baseline, treatment, other = config("attention"), config("two-stage"), config("two-stage", policy="adakv")
-    assert sides(baseline, treatment) == ("attention", "two-stage")
-    assert sides(treatment, other) == ("snapkv", "adakv")
-    assert sides(baseline, other) == ("snapkv attention", "adakv two-stage")
+    assert side_names(baseline, treatment) == ("attention", "two-stage")
+    assert side_names(treatment, other) == ("snapkv", "adakv")
+    assert side_names(baseline, other) == ("snapkv attention", "adakv two-stage")
     inside = configuration(64, policy="streaming-llm(positions=in-cache)", selection="position")
-    assert sides(treatment, inside) == ("snapkv two-stage", "streaming-llm(positions=in-cache) position")
+    assert side_names(treatment, inside) == ("snapkv two-stage", "streaming-llm(positions=in-cache) position")
 
 
 def test_sides_say_the_options_that_tell_them_apart() -> None:
     usual, by = config("attention", policy="adakv"), config("attention", policy="adakv(caote(pool=max))")
-    assert sides(config("attention"), by) == ("snapkv", "adakv(by=caote(pool=max))")
-    assert sides(usual, by) == ("adakv", "adakv(by=caote(pool=max))")
-    assert sides(by, config("two-stage", policy="adakv(caote(pool=max))")) == ("attention", "two-stage")
+    assert side_names(config("attention"), by) == ("snapkv", "adakv(by=caote(pool=max))")
+    assert side_names(usual, by) == ("adakv", "adakv(by=caote(pool=max))")
+    assert side_names(by, config("two-stage", policy="adakv(caote(pool=max))")) == ("attention", "two-stage")
     unpooled = config("attention", policy="snapkv(pool=average, kernel=5)")
-    assert sides(config("attention"), unpooled) == ("snapkv", "snapkv(pool=average, kernel=5)")
-    assert sides(config("two-stage"), config("two-stage", alpha=0.5)) == ("two-stage", "two-stage(alpha=0.5)")
+    assert side_names(config("attention"), unpooled) == ("snapkv", "snapkv(pool=average, kernel=5)")
+    assert side_names(config("two-stage"), config("two-stage", alpha=0.5)) == ("two-stage", "two-stage(alpha=0.5)")
     plugin = EvictionConfig(64, Choice("mine.py:Peak", {"tau": 2.0}, frozenset()), "attention")
-    assert sides(plugin, config("attention", policy="random")) == ("mine.py:Peak(tau=2.0)", "random")
+    assert side_names(plugin, config("attention", policy="random")) == ("mine.py:Peak(tau=2.0)", "random")
 
 
 def test_a_long_word_is_folded_behind_its_signs_and_a_short_one_is_not() -> None:
@@ -68,13 +68,13 @@ def test_a_long_word_is_folded_behind_its_signs_and_a_short_one_is_not() -> None
 
 def test_what_one_protects_and_the_other_does_not_is_no_common_choice() -> None:
     configs = [config("two-stage"), config("two-stage", protect_first=4)]
-    assert short(configs) == ["", "protect-first=4"]
+    assert short_names(configs) == ["", "protect-first=4"]
     assert "protect" not in common(configs)
 
 
 def test_a_policys_option_is_not_shared_with_a_policy_that_lacks_it() -> None:
     configs = [config("two-stage"), config("two-stage", policy="adakv(floor=0.1)")]
-    assert short(configs) == ["snapkv", "adakv floor=0.1"]
+    assert short_names(configs) == ["snapkv", "adakv floor=0.1"]
     assert "floor" not in common(configs)
 
 
@@ -87,8 +87,8 @@ def test_budgets_of_two_policies_have_two_names() -> None:
 
 
 def test_an_unpooled_configuration_says_nothing_of_a_width() -> None:
-    assert setting(ODD) == "b=0.05 a=0.25 w=32 unpooled query floor=0.3 protect-first=0.1"
-    assert short([ODD, configuration(0.05, policy="adakv")]) == [
+    assert setting_name(ODD) == "b=0.05 a=0.25 w=32 unpooled query floor=0.3 protect-first=0.1"
+    assert short_names([ODD, configuration(0.05, policy="adakv")]) == [
         "unpooled floor=0.3 protect-first=0.1",
         "max7",
     ]

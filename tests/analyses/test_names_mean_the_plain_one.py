@@ -9,7 +9,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses.pairing import matches
-from perturbkv.analyses.questions.stability.name_meant import meant, one_meant
+from perturbkv.analyses.questions.stability.head_profiles import meant, one_meant
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from tests.support.measured import config, hand_made

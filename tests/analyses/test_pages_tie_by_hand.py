@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from perturbkv.analyses import kept_sets
+from perturbkv.analyses import measurements
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
 from perturbkv.trace import Trace
@@ -31,7 +31,7 @@ def made(configs: tuple[object, ...], evicted: int = 1) -> Trace:
     return dataclasses.replace(trace, arrays=held)
 
 
-@pytest.mark.parametrize("kind", [kept_sets.isolated, kept_sets.propagated])
+@pytest.mark.parametrize("kind", [measurements.equal_isolated, measurements.equal_propagated])
 def test_equal_sets_tie_where_entries_went_and_not_where_pages_are_read(kind: object) -> None:
     assert kind(made(EVICTING), 0, 1).all()  # type: ignore[operator]
     assert not kind(made(READING), 0, 1).any()  # type: ignore[operator]
@@ -41,7 +41,7 @@ def test_equal_sets_tie_where_entries_went_and_not_where_pages_are_read(kind: ob
 def test_what_reads_everything_ties_with_what_keeps_everything() -> None:
     for configs in (READING, (EVICTING[0], READING[1])):
         trace = made(configs, evicted=0)
-        assert kept_sets.isolated(trace, 0, 1).all() and kept_sets.whole(trace, 0, 1).all()
+        assert measurements.equal_isolated(trace, 0, 1).all() and measurements.equal_whole(trace, 0, 1).all()
 
 
 def test_verdicts_of_pages_are_told_from_what_was_measured() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from perturbkv.analyses.questions.regret.regret import RegretResult, regret_of
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.optimum.found import FoundSets
+from perturbkv.optimum.search import FoundSets
 from tests.support.measured import config
 from tests.support.traces import run_config
 

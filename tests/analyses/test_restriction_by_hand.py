@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from perturbkv.analyses.ablation.restriction import restriction
-from perturbkv.analyses.ablation.restrictions import settings
-from perturbkv.analyses.naming import common
-from perturbkv.analyses.pairing import by_selection, pairs
+from perturbkv.analyses.ablation.restriction import restriction, settings
+from perturbkv.analyses.pairing import by_selection, common, pairs
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace

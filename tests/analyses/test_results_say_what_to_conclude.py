@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses import conclusions
+from perturbkv.analyses import text
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -184,8 +184,8 @@ def test_curves_are_told_by_how_often_the_next_token_stays() -> None:
 
 
 def test_sides_of_an_interval() -> None:
-    found = [conclusions.by_ratio("", 1.0, Interval(low, high), False, 8).verdict
+    found = [text.by_ratio("", 1.0, Interval(low, high), False, 8).verdict
              for low, high in ((0.5, 0.99), (0.5, 1.0), (1.0, 2.0), (1.01, 2.0))]  # fmt: skip
     assert found == ["less", "undecided", "undecided", "more"]
-    assert conclusions.by_ratio("", 1.0, None, False, 8).verdict == "undecided"
-    assert conclusions.by_ratio("", 0.5, Interval(0.4, 0.6, "range"), False, 4).verdict == "few"
+    assert text.by_ratio("", 1.0, None, False, 8).verdict == "undecided"
+    assert text.by_ratio("", 0.5, Interval(0.4, 0.6, "range"), False, 4).verdict == "few"

@@ -12,8 +12,7 @@ from scipy import stats
 
 import perturbkv as pk
 from perturbkv.analyses.budget.budget_axis import Axis
-from perturbkv.analyses.budget.criteria import Criterion
-from perturbkv.analyses.budget.fixed_sequence import FEW, NONE, SAFE, verdict
+from perturbkv.analyses.budget.criteria import FEW, NONE, SAFE, Criterion, verdict
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.selection.grid import configuration
 from tests.support.swept import BUDGETS, TOKEN_BYTES, swept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perturbkv.analyses.scores import scores
+from perturbkv.analyses.measurements import scores
 from perturbkv.errors import TraceError
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace

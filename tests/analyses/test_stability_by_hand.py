@@ -13,8 +13,15 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
-from perturbkv.analyses.questions.stability.depths import depth, profiles
-from perturbkv.analyses.questions.stability.rank_reliability import Heads, agreement, brown, halves, reliability
+from perturbkv.analyses.questions.stability.rank_reliability import (
+    Heads,
+    agreement,
+    brown,
+    depth,
+    halves,
+    profiles,
+    reliability,
+)
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made

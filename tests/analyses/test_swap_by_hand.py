@@ -10,19 +10,18 @@ from math import factorial
 import numpy as np
 import pytest
 
-from perturbkv.analyses.questions.patching import swap_values
+from perturbkv.analyses.questions.patching import patching_values
 from perturbkv.analyses.questions.patching.patching import Swap, conclude
 from perturbkv.analyses.questions.patching.patching_values import sampling_error
+from perturbkv.analyses.stats import coalition as greedy
 from perturbkv.analyses.stats import coalition as shapley
-from perturbkv.analyses.stats import greedy, intervals
-from perturbkv.analyses.stats.greedy import Path
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.coalition import Path
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.mixture import Mixture
-from perturbkv.configs.patching import Coalition, Game, SwapConfig
+from perturbkv.configs.patching import Coalition, Game, Mixture, SwapConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
-from perturbkv.storage.patching_file import SwapStore
-from perturbkv.storage.swap_rows import PER_STEP, SwapBatch, SwapRow
+from perturbkv.storage.patching_file import PER_STEP, SwapBatch, SwapRow, SwapStore
 
 ATTENTION, TWO_STAGE = (EvictionConfig(64, selection=name) for name in ("attention", "two-stage"))
 WORTH = np.array([[3.0, 1.0], [-2.0, -4.0], [0.5, 0.5], [0.0, 2.0]])
@@ -212,7 +211,7 @@ def test_the_error_of_drawing_orders_covers_as_often_as_it_says(count: int) -> N
 def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
     rng = np.random.default_rng(0)
     baseline, moved = rng.uniform(5, 9, 8), rng.normal(0, 1, 8)
-    value, found = swap_values.change(moved[None], baseline, "drift")
+    value, found = patching_values.change(moved[None], baseline, "drift")
     assert value[0] == pytest.approx(moved.sum() / baseline.sum())
 
     def statistic(weights: np.ndarray) -> np.ndarray:
@@ -221,7 +220,7 @@ def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
     wanted = intervals.scalar(statistic, 8, intervals.RATIO)
     assert found is not None and wanted is not None
     assert (found.low[0], found.high[0]) == pytest.approx((wanted.low - 1, wanted.high - 1))
-    value, found = swap_values.change(np.full((1, 8), 0.25), rng.uniform(0, 1, 8), "score")
+    value, found = patching_values.change(np.full((1, 8), 0.25), rng.uniform(0, 1, 8), "score")
     assert value[0] == 0.25 and found is not None and found.low[0] <= 0.25 <= found.high[0]
 
 
@@ -238,7 +237,7 @@ def test_a_greedy_path_is_chosen_on_one_half_and_judged_on_the_other() -> None:
         for path in paths:
             path.choose({one: value(one)[path.choosing] for one in path.candidates(2)}, better=-1)
     assert [path.chosen for path in paths] == [[0, 1], [1, 0]]
-    chosen, judged = greedy.curves(paths, lambda coalition, places: value(coalition)[places], 4)
+    chosen, judged = greedy.greedy_curves(paths, lambda coalition, places: value(coalition)[places], 4)
     np.testing.assert_array_equal(chosen, [[10, 10, 10, 10], [6, 6, 5, 5], [8, 8, 8, 8]])
     np.testing.assert_array_equal(judged, [[10, 10, 10, 10], [12, 12, 13, 13], [8, 8, 8, 8]])
     game = game_of(SwapConfig(), 2)
@@ -257,10 +256,10 @@ def test_of_a_score_more_is_better() -> None:
 
 
 def test_halves_are_drawn_and_hold_every_sample_once() -> None:
-    first, second = greedy.halves(7, seed=1)
+    first, second = greedy.greedy_halves(7, seed=1)
     assert (len(first), len(second)) == (4, 3)
     assert sorted([*first, *second]) == list(range(7))
-    assert [list(half) for half in greedy.halves(7, seed=1)] == [list(first), list(second)]
+    assert [list(half) for half in greedy.greedy_halves(7, seed=1)] == [list(first), list(second)]
 
 
 def test_mixtures_by_name_are_held_against_the_baseline() -> None:

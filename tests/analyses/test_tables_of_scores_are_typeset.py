@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 from perturbkv.analyses.quality.quality import Quality, quality
-from perturbkv.analyses.quality.quality_latex import escaped
+from perturbkv.analyses.quality.score_tables import escaped
 from perturbkv.trace import Trace
 from tests.support.graded import graded
 from tests.support.measured import config

@@ -1,4 +1,4 @@
-"""docs/scripts/coverage.py on a small trace: every statistic has a row, and ours is the widest where a mean is skewed."""
+"""coverage.py on a small trace: every statistic has a row, and ours is the widest where a mean is skewed."""
 
 from __future__ import annotations
 

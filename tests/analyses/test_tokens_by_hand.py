@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.cells import cell_len
 
 import perturbkv as pk
-from perturbkv.analyses.tokens import folding
+from perturbkv.analyses.tokens import tokens
 from perturbkv.display import as_text
 from perturbkv.errors import ConfigError, PerturbkvError, TraceError
 from perturbkv.schema import TEXT
@@ -126,7 +126,7 @@ def test_a_long_prompt_is_folded_around_what_differs() -> None:
 
 @pytest.mark.parametrize("differing", [[], [0], [399], [5, 200, 215, 399], list(range(400))])
 def test_folding_shows_what_differs_and_loses_no_token(differing: list[int]) -> None:
-    parts = folding.shown([place in differing for place in range(400)])
+    parts = tokens.shown_parts([place in differing for place in range(400)])
     assert [first for first, _, _ in parts[1:]] == [end for _, end, _ in parts[:-1]]
     assert (parts[0][0], parts[-1][1]) == (0, 400)
     seen = [place for first, end, shown in parts if shown for place in range(first, end)]
@@ -135,8 +135,8 @@ def test_folding_shows_what_differs_and_loses_no_token(differing: list[int]) -> 
 
 
 def test_folding_is_bounded() -> None:
-    parts = folding.shown([place % 20 == 0 for place in range(30_000)])
-    assert sum(end - first for first, end, shown in parts if shown) <= folding.MOST
+    parts = tokens.shown_parts([place % 20 == 0 for place in range(30_000)])
+    assert sum(end - first for first, end, shown in parts if shown) <= tokens.MOST
     assert parts[-1][2] is False
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import typer
 
 from perturbkv.cli.main import app
-from perturbkv.configs.correction import CORRECTION_OPTIONS
-from perturbkv.configs.precision import PRECISION_OPTIONS
+from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
 from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.selection.policies import registry
 from tests.attack import sweeps

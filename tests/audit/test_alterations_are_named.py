@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbkv.auditing import alterations
+from perturbkv.auditing import kept_entries
 from tests.support.models import tiny_model
 
 FREQUENCIES = 1e4 ** (-torch.arange(0, 16, 2) / 16)
@@ -41,8 +41,8 @@ def turned(keys: Tensor, by: Tensor) -> Tensor:
 )
 def test_a_rotation_is_named_by_what_it_turns_by(by: Tensor, words: str) -> None:
     keys = entries()
-    assert alterations.rotation(turned(keys, by), keys, PLACES, FREQUENCIES, 100) == words
-    assert alterations.rotation(turned(keys, by).bfloat16(), keys.bfloat16(), PLACES, FREQUENCIES, 100) == words
+    assert kept_entries.rotation(turned(keys, by), keys, PLACES, FREQUENCIES, 100) == words
+    assert kept_entries.rotation(turned(keys, by).bfloat16(), keys.bfloat16(), PLACES, FREQUENCIES, 100) == words
 
 
 def test_the_hand_made_rotation_is_the_models() -> None:
@@ -58,9 +58,9 @@ def test_noise_is_no_rotation_and_no_quantisation() -> None:
     keys, whole = entries(), entries(1, 60)
     for size in (1e-3, 1e-2, 0.3):
         noisy = keys + size * entries(2)
-        assert alterations.quantised(noisy, keys, whole) == ""
+        assert kept_entries.quantised(noisy, keys, whole) == ""
         if size > 0.1:
-            assert alterations.rotation(noisy, keys, PLACES, FREQUENCIES, 100) == ""
+            assert kept_entries.rotation(noisy, keys, PLACES, FREQUENCIES, 100) == ""
 
 
 def symmetric(values: Tensor, bits: int, dim: int | None) -> Tensor:
@@ -85,10 +85,10 @@ def test_a_quantisation_is_named_by_bits_and_scale(bits: int) -> None:
     }
     for words, kinds in made.items():
         for kind in kinds:
-            assert alterations.quantised(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
+            assert kept_entries.quantised(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
 
 
 def test_another_heads_entries_are_found_to_the_bit() -> None:
     heads = torch.stack([entries(seed) for seed in range(3)])
-    assert alterations.of_head(heads[2].clone(), heads) == 2
-    assert alterations.of_head(heads[2] + 1e-6, heads) is None
+    assert kept_entries.alteration_of_head(heads[2].clone(), heads) == 2
+    assert kept_entries.alteration_of_head(heads[2] + 1e-6, heads) is None

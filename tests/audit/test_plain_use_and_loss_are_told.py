@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.auditing import foreign, loss
+from perturbkv.auditing import loss
+from perturbkv.auditing import loss as foreign
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
 from tests.support.models import token_ids
@@ -74,8 +75,8 @@ def test_the_loss_is_that_of_the_trace_of_these_kept_sets() -> None:
         for head in range(2):
             mask[head, planted.positions(60, head)] = True
         masks.append(mask)
-    config = foreign.configuration("mine", planted.KEPT)
-    trace = foreign.measure(model("llama"), [pk.Prompt("p", token_ids(60), 0)], [{config: masks}])
+    config = foreign.external_configuration("mine", planted.KEPT)
+    trace = foreign.measure_kept_sets(model("llama"), [pk.Prompt("p", token_ids(60), 0)], [{config: masks}])
     moved, full = trace.arrays["perturbation_isolated"][0, 0, 0], trace.arrays["output_norm"][0, 0]
     assert result.trace.losses[0].isolated == pytest.approx(float(moved.sum() / full.sum()))
     assert result.trace.losses[0].kl == pytest.approx(float(trace.arrays["logit_kl"][0, 0, 0]))

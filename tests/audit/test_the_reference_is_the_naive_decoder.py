@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from perturbkv.auditing import reference, situations
-from perturbkv.auditing.observing import visible
+from perturbkv.auditing.reference import visible
 from tests.oracle.decoder import Decoder
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 

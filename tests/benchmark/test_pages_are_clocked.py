@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from perturbkv.benchmark import browsing, made_traces, report_pages, rows
+from perturbkv.benchmark import report_pages, rows
+from perturbkv.benchmark import report_pages as browsing
+from perturbkv.benchmark import report_pages as made_traces
 from perturbkv.cli.main import app
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
 from perturbkv.storage.trace.trace_file import read_trace

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from perturbkv.benchmark import many_samples, many_workers, rows, sharded, stand_ins
+from perturbkv.benchmark import many_samples, many_workers, rows
 from perturbkv.benchmark.subprocesses import without_network
 from perturbkv.cli.main import app
 from perturbkv.engines.scheduler import Scheduler
-from perturbkv.engines.task import Do, Models
-from perturbkv.engines.worker import Reply
+from perturbkv.engines.worker import Do, Models, Reply
 from perturbkv.errors import ConfigError, PerturbkvError, WorkerError
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.crews import FakeCrew
@@ -162,7 +161,7 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
         yield [_Here(count=size) for size in sizes]
 
     monkeypatch.setattr(many_workers, "crews", made)
-    monkeypatch.setattr(stand_ins, "getpid", itertools.count().__next__)
+    monkeypatch.setattr(many_workers, "getpid", itertools.count().__next__)
 
 
 @pytest.mark.usefixtures("crews_here")
@@ -185,7 +184,7 @@ def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) 
 
 
 def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
-    found = sharded.merging(5, 2, str(folder / "model"), str(folder), once=True)
+    found = many_workers.merging(5, 2, str(folder / "model"), str(folder), once=True)
     assert min(found["journals"], found["once"], found["merging"]["seconds"]) > 0
     merged, once = (read_trace(folder / "merging-5" / name) for name in ("merged.h5", "once.h5"))
     assert merged.sample_ids == once.sample_ids == tuple(f"{number:05}" for number in range(5))
@@ -195,16 +194,16 @@ def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
 
 def test_merging_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(PerturbkvError, match="merging failed: .*nothing.h5"):
-        sharded._merged(tmp_path / "nothing.h5")
+        many_workers._merged(tmp_path / "nothing.h5")
 
 
 def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that never comes is not waited for without end."""
-    monkeypatch.setattr(stand_ins, "_LONGEST", 0.0)
-    monkeypatch.setattr(stand_ins, "getpid", lambda: 7)
+    monkeypatch.setattr(many_workers, "_LONGEST", 0.0)
+    monkeypatch.setattr(many_workers, "getpid", lambda: 7)
     crew = _Here(count=2)
     with pytest.raises(WorkerError, match="expected 2 workers within 0 seconds, got 1"):
-        stand_ins.until_ready(Scheduler(crew), stand_ins.Sleeping(0, None), 2)  # type: ignore[arg-type]
+        many_workers.until_ready(Scheduler(crew), many_workers.Sleeping(0, None), 2)  # type: ignore[arg-type]
 
 
 def test_samples_have_limits() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from perturbkv.benchmark import norms, rows, suite, work
-from perturbkv.benchmark.comparison import compare, other_settings
+from perturbkv.benchmark import rows, suite, work
+from perturbkv.benchmark import work as norms
+from perturbkv.benchmark.rows import compare, other_settings
 from perturbkv.benchmark.subprocesses import in_process
 from perturbkv.cli.console import SCHEMA
 from perturbkv.cli.main import app

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.benchmark import browsing
+from perturbkv.benchmark import report_pages
 from perturbkv.errors import PerturbkvError
 from perturbkv.reporting.html import page
 from tests.support.payloads import reported
@@ -32,13 +32,13 @@ def aside(work: Callable[[Path, int], Times], *asked: object) -> Times:
 
 
 def test_a_page_is_painted_and_then_ready(small: Path) -> None:
-    found = aside(browsing.first_times, small, 2)
+    found = aside(report_pages.first_times, small, 2)
     assert [len(times) for times in found.values()] == [2, 2]
     assert all(0 < one < 10 for times in found.values() for one in times)
 
 
 def test_every_change_is_measured(small: Path) -> None:
-    found = aside(browsing.changes, small, 2)
+    found = aside(report_pages.change_times, small, 2)
     assert len(found) == 15
     assert all(len(found[f"{name}, map on the screen"]) == 2 for name in ("baseline", "treatment", "measure", "sample"))
     assert found["budget, map on the screen"] == []  # there is one alone
@@ -46,12 +46,12 @@ def test_every_change_is_measured(small: Path) -> None:
 
 
 def test_a_page_that_measures_nothing_is_told(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(browsing, "_LONGEST", 0.5)
+    monkeypatch.setattr(report_pages, "_LONGEST", 0.5)
     small.write_text("<!doctype html><p>no report")
     with pytest.raises(PerturbkvError, match="expected performance"):
-        aside(browsing.first_times, small, 1)
+        aside(report_pages.first_times, small, 1)
 
 
 def test_a_page_that_fails_is_told(tmp_path: Path) -> None:
     with pytest.raises(PerturbkvError, match="the browser failed: "):
-        aside(browsing.first_times, tmp_path / "nothere.html", 1)
+        aside(report_pages.first_times, tmp_path / "nothere.html", 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from perturbkv.cli import main
-from perturbkv.cli.interrupting import Ending
-from perturbkv.cli.once import Asked
+from perturbkv.cli.main import Ending
+from perturbkv.cli.option_routing import Asked
 from perturbkv.errors import InterruptedRunError, ModelError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.cli.commands.widest_window import widest_window
+from perturbkv.cli.commands.budget import widest_window
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError

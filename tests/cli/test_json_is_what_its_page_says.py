@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from perturbkv.benchmark import many_samples, report_pages, suite
-from perturbkv.cli.commands import head_scores
+from perturbkv.cli.commands import trace
 from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
-from perturbkv.selfcheck import kernel
+from perturbkv.selfcheck import checks
 from perturbkv.storage.trace import trace_file
 from perturbkv.trace import Trace
 from tests.audit import planted
@@ -150,11 +150,11 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models, head scores, kernels and what the benchmark measures as small as a test can wait for."""
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
-    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
+    monkeypatch.setattr(trace, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
     monkeypatch.setattr(many_samples, "in_process", lambda work, **asked: {"merging": {"seconds": 1.0, "peak": 2}})
     monkeypatch.setattr(report_pages, "_SMALL", {"samples": 1, "layers": 1, "heads": 1})
     monkeypatch.setattr(suite, "in_process", lambda work, **asked: {"extra": 2})
-    monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
+    monkeypatch.setattr(checks, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 
 
 def stable() -> dict[str, Trace]:

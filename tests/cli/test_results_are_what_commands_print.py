@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.cells import cell_len
 
 import perturbkv as pk
-from perturbkv.analyses.needle.needle_grid import OUTCOMES
+from perturbkv.analyses.needle.retrieval import OUTCOMES
 from perturbkv.analyses.result import Result
 from perturbkv.trace import Trace
 from tests.house.test_no_label_is_parsed import asked_of

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 
 from perturbkv.cli import console
+from perturbkv.escaping import plain
 from perturbkv.storage import json_lines
-from perturbkv.visible import plain
 
 Run = Callable[..., Any]
 COMMAND = "from perturbkv.cli.main import main; main()"
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_answers_of_ours_is_left_alone(perturbkv: Run, model: 
     assert (refused.code, "a line that is no answers of ours" in refused.err) == (2, True)
 
 
-@pytest.mark.parametrize("begins", ["perturbkv.cli.main", "perturbkv.cli.once"])
+@pytest.mark.parametrize("begins", ["perturbkv.cli.main", "perturbkv.cli.option_routing"])
 def test_a_ctrl_c_before_anything_was_begun_is_one_line(begins: str, tmp_path: Path) -> None:
     script = (
         "import builtins, os, signal, sys\n"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from perturbkv.cli.commands import selfcheck
+from perturbkv.cli.commands import doctor
 from perturbkv.models import aliases
-from perturbkv.selfcheck import equality, kernel
+from perturbkv.selfcheck import checks, equality
 
 Run = Callable[..., Any]
 
@@ -22,7 +22,7 @@ def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Everything as small as it can be."""
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
-    monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
+    monkeypatch.setattr(checks, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
     return ["--model", model, "--samples", 1, "--length", 300, "--entries", 24, "--placed", "random:small"]
 
 
@@ -67,7 +67,7 @@ def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
 def test_random_weights_have_no_ties_and_no_model_is_said(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selfcheck, "_checks", lambda *asked: iter([]))
+    monkeypatch.setattr(doctor, "_checks", lambda *asked: iter([]))
     monkeypatch.setattr("perturbkv.models.sources.embedded_gguf", lambda: None)
     ran = perturbkv("selfcheck", "--device", "cpu", "--model", "random:small", "-o", "gpu.json")
     assert ran.code == 2

@@ -14,13 +14,13 @@ import pytest
 import typer
 import yaml
 
-from perturbkv.cli import sweep_keys
-from perturbkv.cli.commands import sweeping
-from perturbkv.cli.commands.sweeping import resolve
+from perturbkv.cli import sweep_file
+from perturbkv.cli.commands import trace
+from perturbkv.cli.commands.trace import resolve
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.selection import spread
+from perturbkv.selection import grid
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.trace.trace_file import read_trace
 
@@ -50,7 +50,7 @@ GRIDS = [
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "sweep.yaml"
 
 
-def resolved(tmp_path: Path, text: str) -> sweeping.Sweep:
+def resolved(tmp_path: Path, text: str) -> trace.Sweep:
     path = tmp_path / "sweep.yaml"
     path.write_text(dedent(text))
     return resolve(path, RunOptions(), BOTH, frozenset())
@@ -71,7 +71,7 @@ def asked(perturbkv: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ru
         plans.append(plan)
         raise typer.Exit(0)
 
-    monkeypatch.setattr(sweeping, "plan", note)
+    monkeypatch.setattr(trace, "plan", note)
 
     def ask(text: str, *arguments: object) -> tuple[RunOptions, tuple[EvictionConfig, ...]]:
         (tmp_path / "sweep.yaml").write_text(dedent(text))
@@ -222,8 +222,8 @@ def test_every_long_option_is_a_key_but_those_that_say_what_to_do_this_time() ->
     not_keys = {"config", "shard", "shard-by", "overwrite", "wait", "dry-run", "json", "help"}
     assert not_keys - {"help"} <= set(long)
     expected = {name: field for name, field in long.items() if name not in not_keys}
-    options = {name.replace("_", "-"): name for name in spread.known()}
-    assert {name: key.field for name, key in sweep_keys.known().items()} == expected | options
+    options = {name.replace("_", "-"): name for name in grid.known_options()}
+    assert {name: key.field for name, key in sweep_file.known_keys().items()} == expected | options
     assert {"floor", "kernel", "beta", "score", "positions"} <= set(options)
 
 

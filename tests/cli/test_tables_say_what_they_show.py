@@ -10,10 +10,11 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation import ablation
-from perturbkv.analyses.bounds import bound_tables, bound_tightness, rank_agreement
+from perturbkv.analyses.bounds import bound_tightness, rank_agreement
+from perturbkv.analyses.bounds import bound_tightness as bound_tables
 from perturbkv.analyses.heads import heads
 from perturbkv.analyses.horizon import horizon
-from perturbkv.analyses.layers import budget_curves, drift, last_layer, layers_told
+from perturbkv.analyses.layers import budget_curves, drift, layers
 from perturbkv.analyses.needle import needle
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.permutation import decide
@@ -85,9 +86,9 @@ def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
 
 def test_intervals_of_medians_say_their_own_level() -> None:
     pair = (CONFIGS[0], CONFIGS[2])
-    told = layers_told.drift_notes(drift.summarise(made(samples=8), *pair))
+    told = layers.drift_notes(drift.summarise(made(samples=8), *pair))
     assert "95 % intervals over samples (medians: 93 %)" in told
-    assert "medians:" not in layers_told.drift_notes(drift.summarise(made(samples=4), *pair))
+    assert "medians:" not in layers.drift_notes(drift.summarise(made(samples=4), *pair))
     assert "medians:" not in text.about_intervals(8)
 
 
@@ -96,7 +97,7 @@ def test_every_caption_says_its_noise_floor() -> None:
     trace.arrays["logit_kl_noise_floor"][:] = 7e-9  # type: ignore[index]
     pair = (CONFIGS[0], CONFIGS[2])
     assert "Noise floor of KL: 7.0e-09 nat (median)." in budget_curves.summarise(trace, ["attention"]).notes()
-    told = layers_told.drift_notes(drift.summarise(trace, *pair))
+    told = layers.drift_notes(drift.summarise(trace, *pair))
     assert "Noise floor: 3.0e-04 after the last layer (mean)." in told
     assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in told_by(ablation.ablation(trace))
     steps = horizon.horizon(growing(7), ["attention"])
@@ -107,8 +108,8 @@ def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are()
     trace = made(samples=5)
     trace.arrays["held_share"] = np.tile([0.2, 0.2, 0.25, 0.4, 0.4, 0.4], (5, 1))  # type: ignore[index]
     pair = (CONFIGS[0], CONFIGS[2])
-    assert "0.20 → 0.25" in as_text(layers_told.sample_tables([last_layer.summarise(trace, *pair)]))
-    told = layers_told.drift_notes(drift.summarise(trace, *pair))
+    assert "0.20 → 0.25" in as_text(layers.sample_tables([drift.summarise_last_layer(trace, *pair)]))
+    told = layers.drift_notes(drift.summarise(trace, *pair))
     assert "Layers + / = / −: that drift less, tied, more than the baseline; the means over samples" in told
     assert "without a test" in told
 

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from perturbkv.engines.attempts import Waiting
-from perturbkv.engines.crew import Gone
-from perturbkv.engines.scheduler import Scheduler
-from perturbkv.engines.task import Models
-from perturbkv.engines.worker import Heard, Reply, Worker
+from perturbkv.engines.scheduler import Gone, Scheduler, Waiting
+from perturbkv.engines.worker import Heard, Models, Reply, Worker
 from perturbkv.errors import ActivationError, NoMemoryError, WorkerError
 from tests.support.crews import HANGING, FakeCrew, Nothing, Told
 

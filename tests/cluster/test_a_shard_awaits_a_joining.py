@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from perturbkv.configs.shard import Shard
+from perturbkv.configs.run import Shard
 from perturbkv.errors import HeldError
 from perturbkv.pipeline.run import sharding
 from perturbkv.storage.output import Lock, lock_path
-from perturbkv.storage.run.shard_writer import ShardWriter
+from perturbkv.storage.run.joining import ShardWriter
 from perturbkv.storage.run.shards import ShardJournal, ShardRecord
 from tests.support.growing import CONFIGS, measured
 from tests.support.traces import run_config

@@ -15,13 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 import perturbkv as pk
-from perturbkv.api.planning import planned
+from perturbkv.api.inputs import planned
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
-from perturbkv.configs.engine import EngineConfig
-from perturbkv.configs.resources import Resources
-from perturbkv.engines import choosing, devices, joining, nodes, registered
-from perturbkv.engines.nodes import Node
+from perturbkv.configs.resources import EngineConfig, Resources
+from perturbkv.engines import choosing, processes, work_items
+from perturbkv.engines import ray as joining
+from perturbkv.engines import ray as nodes
+from perturbkv.engines.ray import Node
 from perturbkv.errors import ConfigError, ModelError, NoMemoryError, PerturbkvError, UnknownNameError
 from perturbkv.pipeline.run.plan import Plan, Settings
 
@@ -133,39 +134,39 @@ def test_a_model_that_was_given_loaded_is_refused(folder: Path, data: Path) -> N
 def test_one_gpu_by_its_number_is_no_place_for_workers(plan: Plan) -> None:
     placed = dataclasses.replace(plan.placement, device=torch.device("cuda:1"))
     with pytest.raises(ConfigError, match="cuda:1 is one GPU, and workers take one each; say --device cuda"):
-        devices.check_device(EngineConfig("workers"), dataclasses.replace(plan, placement=placed))
+        processes.check_device(EngineConfig("workers"), dataclasses.replace(plan, placement=placed))
 
 
 def test_more_workers_than_gpus_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     placed = dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, device=torch.device("cuda")))
-    assert [place.device for place in devices.places(EngineConfig("workers"), placed)] == ["cuda:0", "cuda:1"]
+    assert [place.device for place in processes.worker_places(EngineConfig("workers"), placed)] == ["cuda:0", "cuda:1"]
     with pytest.raises(ConfigError, match="each of this machine's 2 GPUs, got --workers 3"):
-        devices.places(EngineConfig("workers", workers=3), placed)
+        processes.worker_places(EngineConfig("workers", workers=3), placed)
 
 
 def test_workers_that_do_not_fit_the_memory_together_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.memory.free", lambda device: devices.needed_bytes(plan) * 3 // 2)
-    monkeypatch.setattr(devices, "cores", lambda: 8)
-    assert len(devices.places(EngineConfig("workers", workers=1), plan)) == 1
+    monkeypatch.setattr("perturbkv.memory.free", lambda device: processes.needed_bytes(plan) * 3 // 2)
+    monkeypatch.setattr(processes, "cores", lambda: 8)
+    assert len(processes.worker_places(EngineConfig("workers", workers=1), plan)) == 1
     with pytest.raises(NoMemoryError, match="2 workers, each with model .* fewer --workers take less"):
-        devices.places(EngineConfig("workers", workers=2), plan)
+        processes.worker_places(EngineConfig("workers", workers=2), plan)
 
 
 def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "cores", lambda: 16)
+    monkeypatch.setattr(processes, "cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert devices.threads(EngineConfig("workers"), 4) == 4
-    assert devices.threads(EngineConfig("workers", cpus_per_worker=3), 4) == 3
+    assert processes.threads(EngineConfig("workers"), 4) == 4
+    assert processes.threads(EngineConfig("workers", cpus_per_worker=3), 4) == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert devices.threads(EngineConfig("workers"), 4) == 2
+    assert processes.threads(EngineConfig("workers"), 4) == 2
 
 
 def test_workers_that_want_more_cores_than_there_are_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "cores", lambda: 8)
-    assert len(devices.places(EngineConfig("workers", workers=2, cpus_per_worker=4), plan)) == 2
+    monkeypatch.setattr(processes, "cores", lambda: 8)
+    assert len(processes.worker_places(EngineConfig("workers", workers=2, cpus_per_worker=4), plan)) == 2
     with pytest.raises(ConfigError, match="this machine's 8 cores, got 2 with --cpus-per-worker 5"):
-        devices.places(EngineConfig("workers", workers=2, cpus_per_worker=5), plan)
+        processes.worker_places(EngineConfig("workers", workers=2, cpus_per_worker=5), plan)
 
 
 BIG, SMALL = Node("big", "10.0.0.1", 8, 2, 64 * GIB, 80 * GIB), Node("small", "10.0.0.2", 8, 4, 64 * GIB, 16 * GIB)
@@ -195,15 +196,15 @@ def test_actors_on_cpus_share_cores_and_memory() -> None:
 
 def test_a_score_of_the_program_itself_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     run = dataclasses.replace(plan.run, plugins={"snapkv": "0"})
-    assert registered.modules(run) == ("perturbkv.scoring.scores.snapkv",)
-    monkeypatch.setattr(registered._class("snapkv"), "__module__", "__main__")
+    assert work_items.registered_modules(run) == ("perturbkv.scoring.scores.snapkv",)
+    monkeypatch.setattr(work_items._class("snapkv"), "__module__", "__main__")
     with pytest.raises(ConfigError, match="'snapkv' is defined in the program itself"):
-        registered.modules(run)
+        work_items.registered_modules(run)
 
 
 def test_another_version_of_a_score_is_refused_where_it_is_loaded(plan: Plan) -> None:
     with pytest.raises(PerturbkvError, match="expected 'snapkv' as the run was planned with it, got another version"):
-        registered.bring((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
+        work_items.bring_registered((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
 
 
 def test_the_device_of_a_cluster_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 import perturbkv as pk
-from perturbkv.api.planning import planned
+from perturbkv.api.inputs import planned
 from perturbkv.cli.main import app
-from perturbkv.configs.engine import EngineConfig
-from perturbkv.configs.resources import Resources
-from perturbkv.engines.here import Here
+from perturbkv.configs.resources import EngineConfig, Resources
+from perturbkv.engines.choosing import Here, Spread
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.scheduler import Scheduler
-from perturbkv.engines.spread import Spread
 from perturbkv.engines.worker import Place
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.run.plan import Plan, Settings

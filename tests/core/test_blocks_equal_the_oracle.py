@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perturbkv.configs.blocks import Blocks
-from perturbkv.configs.presets import PRESETS
+from perturbkv.configs.selections import PRESETS, Blocks
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.selection import blocks
+from perturbkv.selection import ranking
 from perturbkv.selection.grid import configuration, grid
 from perturbkv.selection.kept_sets import select
 from tests.core.test_selection_equals_the_oracle import POLICIES, PREFIX_SELECTIONS, check, config, statistics
@@ -128,9 +127,9 @@ def test_blocks_are_counted_as_a_list_of_them_is(size: int, n: int, window: int,
 
 def test_a_blocks_score_is_the_sum_or_the_maximum_of_its_entries() -> None:
     score = torch.tensor([[1.0, 5.0, 2.0, 2.0, 3.0, 9.0, 8.0]])
-    assert blocks.scores(score, 3, "sum").tolist() == [[8.0, 14.0]]
-    assert blocks.scores(score, 3, "max").tolist() == [[5.0, 9.0]]
-    assert blocks.scores(score, 8, "sum").shape == (1, 0)
+    assert ranking.block_scores(score, 3, "sum").tolist() == [[8.0, 14.0]]
+    assert ranking.block_scores(score, 3, "max").tolist() == [[5.0, 9.0]]
+    assert ranking.block_scores(score, 8, "sum").shape == (1, 0)
 
 
 def test_a_layers_set_is_that_of_each_of_its_heads() -> None:

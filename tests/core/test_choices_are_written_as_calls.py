@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from perturbkv.configs.choice import FIRST, Choice, parse, split
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.presets import PRESETS
+from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import grid
 from perturbkv.selection.policies import registry

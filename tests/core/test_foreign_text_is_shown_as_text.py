@@ -10,7 +10,7 @@ from rich.console import Console
 from perturbkv.configs.choice import Choice, parse
 from perturbkv.display import Table, as_html, as_text, show
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.visible import line, plain
+from perturbkv.escaping import line, plain
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 
 from perturbkv.datasets import needle
 from perturbkv.datasets.dataset_registry import DatasetOptions
-from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.needle import distracted
 from perturbkv.errors import ConfigError, DatasetError
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.answers import answer_heads
 from perturbkv.pipeline.answers.answer_heads import Evidence
 from perturbkv.scoring import head_scores as files

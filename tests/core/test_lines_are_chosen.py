@@ -11,8 +11,7 @@ import torch
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.prompt_queries import last, measured, wanted
-from perturbkv.selection.sparse_lines import LastQueries, Lines, choose, diagonals
+from perturbkv.selection.sparse_lines import LastQueries, Lines, choose, diagonals, last, measured, wanted
 
 WINDOW, N = 3, 23
 PINNED = (52, 71, 101, 137, 165, 209)

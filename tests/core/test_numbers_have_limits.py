@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.configs import numbers
+from perturbkv.configs import option as numbers
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
@@ -25,7 +25,7 @@ NO_NUMBERS = [math.nan, math.inf, -math.inf, 1e300, 10**20, -(10**20)]
 def test_what_cannot_be_counted_is_refused_wherever_it_is_given(value: Any) -> None:
     one = (EvictionConfig(128),)
     makers: list[Any] = [
-        lambda: numbers.check("n", value),
+        lambda: numbers.check_number("n", value),
         lambda: Budget(value),
         lambda: Budget.parse(str(value)),
         lambda: EvictionConfig(128, window=value),
@@ -82,7 +82,7 @@ def test_a_sweep_of_more_than_ten_thousand_configurations_is_refused_with_their_
 
 
 def test_as_many_samples_as_nobody_measures_are_refused() -> None:
-    DatasetOptions(numbers.MOST_SAMPLES, lengths=(numbers.LONGEST,))
-    for options in ({"samples": numbers.MOST_SAMPLES + 1}, {"samples": 1, "lengths": (numbers.LONGEST + 1,)}):
+    DatasetOptions(numbers.MOST_SAMPLES, lengths=(numbers.LONGEST_NUMBER,))
+    for options in ({"samples": numbers.MOST_SAMPLES + 1}, {"samples": 1, "lengths": (numbers.LONGEST_NUMBER + 1,)}):
         with pytest.raises(ConfigError, match="at most"):
             DatasetOptions(**options)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 from perturbkv.analyses import pairing
 from perturbkv.analyses.heads.heads import compare_heads
-from perturbkv.auditing import foreign
+from perturbkv.auditing import loss
 from perturbkv.configs.choice import Choice, halves, parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -136,7 +136,7 @@ def test_a_trace_that_holds_a_press_is_not_measured_without_kvpress(monkeypatch:
 
 
 def test_given_kept_sets_have_a_name_and_nothing_else() -> None:
-    config = foreign.configuration("mine", 128)
+    config = loss.external_configuration("mine", 128)
     assert registry.resolved(config).label() == "given:mine:given b=128 kv"
     with pytest.raises(ConfigError, match="it takes no options"):
         registry.resolved(EvictionConfig(128, "given:mine(x=1)", "given", 0, "kv"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import perturbkv as pk
-from perturbkv.configs import catalogue
+from perturbkv.configs import plugins
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.configs.run import RunConfig
@@ -120,7 +120,7 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
         "[perturbkv.scores]\nsharp-peak = brings_peak:Peak\nno-peak = brings_peak:Other\ngone = brings_peak:Gone\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    catalogue.installed.cache_clear()
+    plugins.installed.cache_clear()
     try:
         assert "sharp-peak" in registry.names()
         (config,) = pk.grid(24, policy="sharp-peak(tau=2)", window=5)
@@ -132,7 +132,7 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
             pk.grid(24, policy="gone")
     finally:
         monkeypatch.undo()
-        catalogue.installed.cache_clear()
+        plugins.installed.cache_clear()
 
 
 @pytest.mark.parametrize("line", ["import beside", "from beside.deeper import what"])

@@ -14,10 +14,10 @@ from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError
 from perturbkv.scoring import score_registry
 from perturbkv.scoring.compute import layer_scores
-from perturbkv.scoring.layer_view import LayerView
-from perturbkv.scoring.rotation import Rotation
+from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.ranking import LayerStatistics, Scores
+from perturbkv.selection.layer_statistics import LayerStatistics
+from perturbkv.selection.ranking import Scores
 from tests.oracle import scores as naive
 from tests.support.layers import SCALE, layer_view
 from tests.support.models import HEADS

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.presets import PRESETS
-from perturbkv.configs.selections import SELECTIONS
+from perturbkv.configs.selections import PRESETS, SELECTIONS
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.grid import configuration

@@ -15,7 +15,7 @@ from perturbkv.datasets.dataset_registry import DatasetOptions
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer
 from tests.support.models import tiny_adapter
 
 

@@ -17,7 +17,7 @@ from perturbkv.datasets import dataset_registry, metrics, wording
 from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, load
 from perturbkv.datasets.encode import encode
 from perturbkv.errors import ConfigError, DatasetError
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer
 
 EMPTY_INPUT = ("gov_report", "multi_news", "vcsum", "passage_count", "lcc")
 LENGTHS = {

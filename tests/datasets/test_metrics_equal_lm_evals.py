@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from perturbkv.datasets import metrics
-from perturbkv.datasets.prose import sentences
+from perturbkv.datasets.needle import sentences
 
 ANSWERS = 200
 ZH = ("北京是中国的首都，人口超过两千万。", "会议讨论了今年的预算，并决定推迟项目。", "他在一九九八年毕业于清华大学。",

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from perturbkv.datasets.pieces import pieces
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.datasets.prompts import pieces
+from perturbkv.models.loading import ByteTokenizer
 
 TEXT = "naïve 日本 😀\n\n[bold]x[/] <|end|>\tend"
 

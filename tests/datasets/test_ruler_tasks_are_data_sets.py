@@ -22,7 +22,7 @@ from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, l
 from perturbkv.datasets.encode import encode
 from perturbkv.datasets.ruler import ruler_rows, tasks
 from perturbkv.errors import ConfigError, DatasetError
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer
 from tests.support import lm_eval_ruler, ruler_data
 
 LENGTHS = {
@@ -193,7 +193,7 @@ def test_what_the_hub_holds_is_what_files_hold(tmp_path: Path, monkeypatch: pyte
         asked.append(repo)
         return str(tmp_path / ("essays.parquet" if file.endswith("parquet") else "hotpotqa.json"))
 
-    monkeypatch.setattr("perturbkv.datasets.ruler.data.hub_file", given)
+    monkeypatch.setattr("perturbkv.datasets.ruler.ruler_rows.hub_file", given)
     monkeypatch.setattr(ruler_rows, "sentences", lambda text: re.split(r"(?<=\.) ", text))
     for task in ("niah_multivalue", "qa_hotpot"):
         fetched, local = made(task, data_dir=tmp_path / "none"), made(task, data_dir=tmp_path)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perturbkv.datasets import dataset_registry, scoring
+from perturbkv.datasets import dataset_registry, metrics
 from perturbkv.datasets.dataset_registry import DatasetInfo, DatasetOptions, load
 from perturbkv.datasets.encode import Prompt, check_length, cut_middle, encode
-from perturbkv.datasets.prose import sentences
+from perturbkv.datasets.needle import sentences
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
 
@@ -263,8 +263,8 @@ def test_a_prompt_longer_than_the_model_is_refused() -> None:
 def test_answers_that_are_numbers_are_scored_by_their_first_number_and_others_not_at_all(
     text: str, answers: tuple[str, ...], exact: float, digits: float
 ) -> None:
-    assert scoring.exact_number(text, answers) == pytest.approx(exact, nan_ok=True)
-    assert scoring.leading_digits(text, answers) == pytest.approx(digits, nan_ok=True)
+    assert metrics.exact_number(text, answers) == pytest.approx(exact, nan_ok=True)
+    assert metrics.leading_digits(text, answers) == pytest.approx(digits, nan_ok=True)
 
 
 def test_a_question_is_told_apart_from_its_context_on_the_prompts_own_tokens() -> None:

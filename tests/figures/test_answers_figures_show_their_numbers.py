@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.quality.divergence import divergence
-from perturbkv.analyses.quality.judge import judged
-from perturbkv.analyses.quality.preferred import preferred
+from perturbkv.analyses.quality.judge import judged, preferred
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.answers_file import WrittenAnswers

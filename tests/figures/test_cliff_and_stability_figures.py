@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.questions.stability.depths import GRID
+from perturbkv.analyses.questions.stability.rank_reliability import GRID
 from perturbkv.analyses.questions.stability.stability import Stability
 from tests.analyses.test_cliffs_by_hand import made as swept
 from tests.analyses.test_stability_by_hand import made

@@ -13,20 +13,20 @@ from matplotlib.figure import Figure
 from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ablation import Ablation, ablation
 from perturbkv.analyses.bounds import assumption, bound_tightness
+from perturbkv.analyses.bounds.assumption import READINGS
 from perturbkv.analyses.bounds.ratios import LEVELS, MASS_EDGES, RATIOS
-from perturbkv.analyses.bounds.sigma import READINGS
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.layers import budget_curves, last_layer
+from perturbkv.analyses.layers import budget_curves
+from perturbkv.analyses.layers import drift as last_layer
 from perturbkv.analyses.layers import drift as layers
-from perturbkv.analyses.layers.layers import DriftSeries
-from perturbkv.analyses.layers.sample_drifts import SampleSeries
+from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
 from perturbkv.analyses.pairing import series
 from perturbkv.figures import ablation as ablation_figure
-from perturbkv.figures import assumption as assumption_figure
+from perturbkv.figures import bounds as assumption_figure
 from perturbkv.figures import bounds as bounds_figure
-from perturbkv.figures import budgets as budgets_figure
-from perturbkv.figures import last_layer as samples_figure
+from perturbkv.figures import layers as budgets_figure
 from perturbkv.figures import layers as layers_figure
+from perturbkv.figures import layers as samples_figure
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.support import measured
 from tests.support.artists import artist, artists, render, words
@@ -41,7 +41,7 @@ MEDIAN = LEVELS.index(0.5)
 @WIDTHS
 def test_assumption_maps_hold_sigma_and_dots_where_it_is_at_most_a_half(width: int) -> None:
     result = assumption.assumption(TRACE)
-    figure = assumption_figure.draw(result, width)
+    figure = assumption_figure.draw_assumption(result, width)
     readings = list(READINGS)
     order = (
         [(config, name) for config in result.configs for name in readings]
@@ -60,7 +60,7 @@ def test_assumption_maps_hold_sigma_and_dots_where_it_is_at_most_a_half(width: i
 @WIDTHS
 def test_ratios_are_medians_with_flagged_ones_beside(width: int) -> None:
     result = bound_tightness.bound_tightness(TRACE, "attention-unpooled")
-    figure = bounds_figure.draw(result, width)
+    figure = bounds_figure.draw_bound_tightness(result, width)
     for name in RATIOS:
         for gid, kind in ((name, "evidence"), (f"flagged {name}", "flagged")):
             medians = [getattr(config.spreads[name], kind)[MEDIAN] for config in result.shown]
@@ -70,7 +70,7 @@ def test_ratios_are_medians_with_flagged_ones_beside(width: int) -> None:
 
 def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
     result = bound_tightness.bound_tightness(TRACE, "random")
-    figure = bounds_figure.draw(replace(result, agreements=()), 174)
+    figure = bounds_figure.draw_bound_tightness(replace(result, agreements=()), 174)
     for config in result.shown:
         x, y = artist(figure, 1, f"mass {config.config.label()}").get_data()
         np.testing.assert_allclose(x, (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2)
@@ -83,7 +83,7 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
 @WIDTHS
 def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
     result = bound_tightness.bound_tightness(TRACE, "two-stage")
-    drawn = words(bounds_figure.draw(result, width))
+    drawn = words(bounds_figure.draw_bound_tightness(result, width))
     assert max(map(len, drawn.splitlines())) <= width  # a character of the foot is a millimetre wide, or less
     foot = " ".join(drawn.split())
     assert "median, quartiles (bars) over samples and heads" in foot
@@ -92,7 +92,7 @@ def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
 
 def test_bounds_in_one_column_are_at_most_120_mm_tall_and_carry_few_bars() -> None:
     result = bound_tightness.bound_tightness(TRACE, "two-stage")
-    figure = bounds_figure.draw(result, 84)
+    figure = bounds_figure.draw_bound_tightness(result, 84)
     assert figure.get_figheight() * 25.4 <= 120 + 1e-9
     bars = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) == 2]
     assert len(bars) <= 1 + len(result.shown) * len(RATIOS)  # the line at 1, and a bar per ratio
@@ -100,7 +100,7 @@ def test_bounds_in_one_column_are_at_most_120_mm_tall_and_carry_few_bars() -> No
 
 def test_symbols_are_typeset_without_underscores() -> None:
     result = bound_tightness.bound_tightness(TRACE, "two-stage")
-    figure = bounds_figure.draw(result, 174)
+    figure = bounds_figure.draw_bound_tightness(result, 174)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert r"$\hat{\mathrm{θ}}$/$\hat{\mathrm{θ}}_{\mathrm{relax}}$" in labels
     assert not any("θ̂_relax" in label for label in labels)
@@ -119,7 +119,7 @@ def test_counts_of_heads_stand_clear_of_axes_lines_and_each_other(width: int) ->
         replace(one, configs=(measured.config("attention", budget, window=8),), correlations=tuple(many))
         for budget in budgets
     ]
-    figure = bounds_figure.draw(replace(result, agreements=tuple(five)), width)
+    figure = bounds_figure.draw_bound_tightness(replace(result, agreements=tuple(five)), width)
     render(figure)  # lays it out
     axes = figure.axes[2]
     boxes = [text.get_window_extent() for text in axes.texts if "in 40" in text.get_text()]
@@ -136,10 +136,12 @@ def test_budgets_stand_in_order_of_what_they_hold() -> None:
     configs = [measured.config(name, budget) for budget in (0.2, 128) for name in ("attention", "two-stage")]
     held = np.broadcast_to([0.6, 0.6, 0.48, 0.48], (2, 4))
     trace = measured.hand_made(configs, {"held_share": held, "theta": np.full((2, 4, 2, 2), 1e6)}, 2, 2)
-    shown = assumption_figure.draw(assumption.assumption(trace)).axes
+    shown = assumption_figure.draw_assumption(assumption.assumption(trace)).axes
     assert [axes.get_title(loc="left").split()[0].strip(",") for axes in shown[:2]] == ["b=128", "b=0.2"]
     (together,) = series(trace.run, "attention", "two-stage")
-    figure = samples_figure.draw(SampleSeries(tuple(last_layer.summarise(trace, *pair) for pair in together), SHOWN))
+    figure = samples_figure.draw_last_layer(
+        SampleSeries(tuple(last_layer.summarise_last_layer(trace, *pair) for pair in together), SHOWN)
+    )
     assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["b=128", "b=0.2"]
 
 
@@ -153,7 +155,7 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
     trace = measured.hand_made([measured.config(name) for name in names], arrays, layers=2, heads=2)
     result = bound_tightness.bound_tightness(trace)
     (agreement,) = result.agreements
-    figure = bounds_figure.draw(result, 174)
+    figure = bounds_figure.draw_bound_tightness(result, 174)
     lines = {box.lines[0].get_gid(): box.lines[0] for box in figure.axes[2].containers}
     assert len(lines) == len(agreement.correlations) == 6
     for ranked in agreement.correlations:
@@ -162,7 +164,7 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
         assert (line.get_markerfacecolor() == "white") == ("random" in ranked.selections)
     assert "20\nin 5" in words(figure)
     trace.arrays["sigma_stage1"][0] = 0.4  # type: ignore[index]
-    figure = bounds_figure.draw(bound_tightness.bound_tightness(trace), 174)
+    figure = bounds_figure.draw_bound_tightness(bound_tightness.bound_tightness(trace), 174)
     assert not figure.axes[2].containers
     assert "16\nin 4" in words(figure)
     assert "fewer than 5 samples have a head" in words(figure)
@@ -181,7 +183,7 @@ def test_heads_of_theorem_2_are_mapped(width: int) -> None:
 @WIDTHS
 def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
     results = [layers.summarise(TRACE, *pair) for pair in PAIRS]
-    figure = layers_figure.draw(DriftSeries(tuple(results), SHOWN), width)
+    figure = layers_figure.draw_layers(DriftSeries(tuple(results), SHOWN), width)
     for result in results:
         np.testing.assert_allclose(
             artist(figure, 0, f"baseline {result.baseline.label()}").get_ydata(), result.baseline_median
@@ -201,7 +203,7 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
         for budget, held in ((0.2, 0.6), (128, 0.48), (0.4, 1.2))
     ]
     results[0] = replace(results[0], ratio=results[0].ratio * 3)
-    figure = layers_figure.draw(DriftSeries(tuple(results), SHOWN), width)
+    figure = layers_figure.draw_layers(DriftSeries(tuple(results), SHOWN), width)
     above, below = figure.axes[:3], figure.axes[3:6]
     assert [axes.get_title(loc="left") for axes in above] == ["b=128", "b=0.2", "b=0.4"]
     for column, result in enumerate((results[1], results[0], results[2])):
@@ -218,9 +220,9 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
 
 @WIDTHS
 def test_samples_are_pairs_of_drifts_on_one_scale_and_ties_are_crosses(width: int) -> None:
-    results = [last_layer.summarise(TRACE, *pair) for pair in PAIRS]
+    results = [last_layer.summarise_last_layer(TRACE, *pair) for pair in PAIRS]
     results[0] = replace(results[0], verdict=np.array([1, 0, -1]))
-    figure = samples_figure.draw(SampleSeries(tuple(results), SHOWN), width)
+    figure = samples_figure.draw_last_layer(SampleSeries(tuple(results), SHOWN), width)
     for panel, result in enumerate(results):
         tied = result.verdict == 0
         for gid, drift in (("baseline", result.baseline_drift), ("treatment", result.treatment_drift)):
@@ -239,7 +241,7 @@ def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None
     result = budget_curves.summarise(TRACE, ["attention"])
     curve = result[0]
     held = np.linspace(*shares, len(curve.budgets))
-    figure = budgets_figure.draw(replace(result, members=(replace(curve, held=held),)), 174)
+    figure = budgets_figure.draw_budget_curves(replace(result, members=(replace(curve, held=held),)), 174)
     axes = figure.axes[0]
     low, high = axes.get_xlim()
     shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
@@ -253,7 +255,7 @@ def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None
 @WIDTHS
 def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
     result = budget_curves.summarise(TRACE, ["attention", "random"])
-    figure = budgets_figure.draw(result, width)
+    figure = budgets_figure.draw_budget_curves(result, width)
     known = not any(np.isnan(curve.held).any() for curve in result)
     for panel, quantity in enumerate(("drift", "kl", "top1")):
         for curve in result:
@@ -265,7 +267,7 @@ def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
 @WIDTHS
 def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
     found = ablation(TRACE)
-    figure = ablation_figure.draw(found, width)
+    figure = ablation_figure.draw_ablation(found, width)
     for panel, result in enumerate(found.settings):
         for kind in ("isolated", "propagated"):
             ratios = [getattr(row.compared, kind).sum_ratio for row in result.rows]
@@ -284,7 +286,7 @@ def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float
     compared = result.rows[0].compared
     kind = replace(compared.isolated, sum_ratio=ratio, median_ratio=ratio, sum_ratio_interval=None)
     rows = tuple(replace(row, compared=replace(compared, isolated=kind, propagated=kind)) for row in result.rows[:2])
-    figure = ablation_figure.draw(Ablation((replace(result, rows=rows),), 0, SHOWN, ()), width)
+    figure = ablation_figure.draw_ablation(Ablation((replace(result, rows=rows),), 0, SHOWN, ()), width)
     axes = figure.axes[0]
     low, high = axes.get_xlim()
     shown = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks() if low <= tick <= high]
@@ -293,7 +295,7 @@ def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float
 
 @WIDTHS
 def test_sigma_is_on_colours_that_part_at_a_half_and_dots_cover_little(width: int) -> None:
-    figure = assumption_figure.draw(assumption.assumption(TRACE), width)
+    figure = assumption_figure.draw_assumption(assumption.assumption(TRACE), width)
     colours = artist(figure, 0, "map").cmap
     assert artist(figure, 0, "map").get_clim() == (0, 1)
     assert min(colours(0.5)[:3]) > 0.9
@@ -304,11 +306,11 @@ def test_sigma_is_on_colours_that_part_at_a_half_and_dots_cover_little(width: in
 
 DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     "assumption": (
-        lambda: assumption_figure.draw(assumption.assumption(TRACE)),
+        lambda: assumption_figure.draw_assumption(assumption.assumption(TRACE)),
         ["layer", "head", "σ or S (attention mass), mean over samples", "S: all that is kept", "held /"],
     ),
     "bounds": (
-        lambda: bounds_figure.draw(bound_tightness.bound_tightness(TRACE, "two-stage")),
+        lambda: bounds_figure.draw_bound_tightness(bound_tightness.bound_tightness(TRACE, "two-stage")),
         ["ratio (1 = tight)", "retained mass S (attention)", "Spearman's ρ with L", "budget b (entries)"],
     ),
     "bounds by head": (
@@ -316,19 +318,21 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
         ["layer", "head", "L/θ, median over samples"],
     ),
     "layers": (
-        lambda: layers_figure.draw(DriftSeries(tuple(layers.summarise(TRACE, *pair) for pair in PAIRS), SHOWN)),
+        lambda: layers_figure.draw_layers(DriftSeries(tuple(layers.summarise(TRACE, *pair) for pair in PAIRS), SHOWN)),
         ["decoder layer", "drift of the residual stream (L1)", "% of attention's drift (log axis)"],
     ),
     "samples": (
-        lambda: samples_figure.draw(SampleSeries(tuple(last_layer.summarise(TRACE, *pair) for pair in PAIRS), SHOWN)),
+        lambda: samples_figure.draw_last_layer(
+            SampleSeries(tuple(last_layer.summarise_last_layer(TRACE, *pair) for pair in PAIRS), SHOWN)
+        ),
         ["sample, by attention", "last layer's drift (L1)"],
     ),
     "budgets": (
-        lambda: budgets_figure.draw(budget_curves.summarise(TRACE, ["attention", "two-stage"])),
+        lambda: budgets_figure.draw_budget_curves(budget_curves.summarise(TRACE, ["attention", "two-stage"])),
         ["(%)", "medians over samples", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
     ),
     "ablation": (
-        lambda: ablation_figure.draw(Ablation(ingredients.settings(TRACE), 0, SHOWN, ())),
+        lambda: ablation_figure.draw_ablation(Ablation(ingredients.settings(TRACE), 0, SHOWN, ())),
         ["Σ L1 over attention's (log axis)"],
     ),
 }

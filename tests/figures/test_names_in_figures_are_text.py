@@ -11,7 +11,7 @@ from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.tokens.tokens import tokens
 from perturbkv.cli.saving import save_figure
 from perturbkv.figures import style
-from perturbkv.figures.symbols import symbols, typeset
+from perturbkv.figures.style import symbols, typeset
 from tests.support import prompts
 
 WORDS = [r"$\frac{1", "$x_1^2$ $", r"a_b^c\d{e}~#%", "\x1b]0;owned\x07", "<b>&]]>--", "a\nb", "\ud800", "_hidden"]

@@ -13,9 +13,9 @@ from perturbkv.analyses.needle import needle
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import horizon as horizon_figure
+from perturbkv.figures import needle as depths_figure
 from perturbkv.figures import needle as needle_figure
-from perturbkv.figures import needle_depths as depths_figure
-from perturbkv.figures import retrieval as retrieval_figure
+from perturbkv.figures import needle as retrieval_figure
 from perturbkv.trace import Trace
 from tests.analyses.test_needle_and_horizon_by_hand import MOVED, growing, made, ranked
 from tests.analyses.test_needle_and_horizon_by_hand import SCORES as RANKED
@@ -33,7 +33,7 @@ def answered() -> Trace:
 @WIDTHS
 def test_a_map_per_method_holds_its_grid(width: int) -> None:
     result = needle.needle(answered())
-    figure = needle_figure.draw(result, width)
+    figure = needle_figure.draw_needle(result, width)
     digits = needle_figure.draw_digits(result, width)
     for panel, method in enumerate((result.full, *result.methods)):
         np.testing.assert_allclose(artist(figure, panel, "map").get_array(), method.grid)
@@ -59,7 +59,7 @@ def test_more_methods_than_a_row_holds_flow_on() -> None:
 
 @WIDTHS
 def test_cells_hold_two_decimals(width: int) -> None:
-    figure = needle_figure.draw(needle.needle(answered()), width)
+    figure = needle_figure.draw_needle(needle.needle(answered()), width)
     cells = [text.get_text() for text in figure.axes[0].texts]
     assert "1.00" in cells
     assert all(len(cell) == 4 for cell in cells if cell)
@@ -69,7 +69,7 @@ def test_cells_hold_two_decimals(width: int) -> None:
 def test_a_dot_per_method_and_depth_is_the_share_found_over_all_lengths(width: int) -> None:
     """Six prompts run through two depths and two lengths in turns: the depth is 0, 1, 0, 1, …"""
     trace = answered()
-    figure = depths_figure.draw(needle.needle(trace), width)
+    figure = depths_figure.draw_needle_depths(needle.needle(trace), width)
     scores = np.column_stack([[1, 1, 1, 1, 0, 1], SCORES])  # (sample, method), the full cache first
     for depth in range(2):
         expected = scores[depth::2].mean(axis=0)
@@ -84,11 +84,11 @@ def test_a_dot_per_method_and_depth_is_the_share_found_over_all_lengths(width: i
 def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
     trace = ranked([[0, 0, 0]] * 4, [1, 1, 1, 1], MOVED)
     trace.arrays["digits"][:] = 0  # type: ignore[index]
-    figure = retrieval_figure.draw(needle.needle(trace), width)
+    figure = retrieval_figure.draw_retrieval(needle.needle(trace), width)
     assert "whole number: every method lost all" in words(figure)
     assert "leading digits: every method lost all" in words(figure)
     trace.arrays["digits"][:] = [0.1, 0.3, 0.6]  # type: ignore[index]
-    figure = retrieval_figure.draw(needle.needle(trace), width)
+    figure = retrieval_figure.draw_retrieval(needle.needle(trace), width)
     axes = figure.axes[0]
     assert "\nwhole number: every method lost all" in axes.get_title(loc="left")
     assert [text.get_text() for text in axes.texts] == ["circular: nearly the score"]  # nothing over the points
@@ -97,7 +97,7 @@ def test_when_all_is_lost_the_panel_says_so(width: int) -> None:
 @WIDTHS
 def test_words_of_the_correlations_touch_no_point(width: int) -> None:
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
-    figure = retrieval_figure.draw(needle.needle(trace), width)
+    figure = retrieval_figure.draw_retrieval(needle.needle(trace), width)
     render(figure)
     axes = figure.axes[0]
     (words_,) = [text.get_window_extent() for text in axes.texts if "circular" in text.get_text()]
@@ -111,7 +111,7 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
     trace = ranked(RANKED, [1, 1, 1, 0], MOVED)
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
     result = needle.needle(trace)
-    figure = retrieval_figure.draw(result, width)
+    figure = retrieval_figure.draw_retrieval(result, width)
     (link,) = result.link.budgets
     drawn = {box.lines[0].get_gid(): float(box.lines[0].get_xdata()[0]) for box in figure.axes[0].containers}
     told = {f"{one.measure} {one.outcome}": one.rho for one in (*link.correlations, *link.circular)}
@@ -207,15 +207,15 @@ def test_growth_is_on_a_signed_map_whose_clipped_ends_are_arrows() -> None:
 @WIDTHS
 def test_odd_runs_are_drawn(width: int) -> None:
     nothing = made([[1, 0]], [0], [[0.1, 0.2]])
-    figure = retrieval_figure.draw(needle.needle(nothing), width)
+    figure = retrieval_figure.draw_retrieval(needle.needle(nothing), width)
     assert "no budget of three methods or more" in words(figure)
     three = ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])
-    alike = retrieval_figure.draw(needle.needle(three), width)
+    alike = retrieval_figure.draw_retrieval(needle.needle(three), width)
     assert "whole number: no method lost any" in words(alike)
     zero = made([[1, 0]], [1], [[0.0, 0.0]])
     for trace in (nothing, zero):
-        render(needle_figure.draw(needle.needle(trace), width))
-        render(retrieval_figure.draw(needle.needle(trace), width))
+        render(needle_figure.draw_needle(needle.needle(trace), width))
+        render(retrieval_figure.draw_retrieval(needle.needle(trace), width))
     one = growing(1)
     render(horizon_figure.draw(horizon.horizon(one, ["attention"]), width))
     for name in ("perturbation_propagated", "perturbation_isolated", "noise_floor", "logit_kl"):

@@ -13,16 +13,15 @@ from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ablation import Ablation
 from perturbkv.analyses.bounds import assumption, bound_tightness
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.layers import budget_curves, drift, last_layer
-from perturbkv.analyses.layers.layers import DriftSeries
-from perturbkv.analyses.layers.sample_drifts import SampleSeries
+from perturbkv.analyses.layers import budget_curves, drift
+from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
 from perturbkv.analyses.pairing import series
 from perturbkv.figures import ablation as ablation_figure
-from perturbkv.figures import assumption as assumption_figure
+from perturbkv.figures import bounds as assumption_figure
 from perturbkv.figures import bounds as bounds_figure
-from perturbkv.figures import budgets as budgets_figure
-from perturbkv.figures import last_layer as samples_figure
+from perturbkv.figures import layers as budgets_figure
 from perturbkv.figures import layers as layers_figure
+from perturbkv.figures import layers as samples_figure
 from perturbkv.trace import Trace
 from tests.support.artists import render, words
 from tests.support.measured import config, hand_made
@@ -66,13 +65,15 @@ def figures(trace: Trace, width: int) -> Iterator[Figure]:
     (pairs,) = series(trace.run, "attention", "two-stage")
     shown = identity(trace, [config for pair in pairs for config in pair])
     bounds = bound_tightness.bound_tightness(trace, "two-stage")
-    yield bounds_figure.draw(bounds, width)
+    yield bounds_figure.draw_bound_tightness(bounds, width)
     yield bounds_figure.draw_heads(bounds, width)
-    yield assumption_figure.draw(assumption.assumption(trace), width)
-    yield layers_figure.draw(DriftSeries(tuple(drift.summarise(trace, *pair) for pair in pairs), shown), width)
-    yield samples_figure.draw(SampleSeries(tuple(last_layer.summarise(trace, *pair) for pair in pairs), shown), width)
-    yield budgets_figure.draw(budget_curves.summarise(trace, list(NAMES)), width)
-    yield ablation_figure.draw(Ablation(ingredients.settings(trace), 0, shown, ()), width)
+    yield assumption_figure.draw_assumption(assumption.assumption(trace), width)
+    yield layers_figure.draw_layers(DriftSeries(tuple(drift.summarise(trace, *pair) for pair in pairs), shown), width)
+    yield samples_figure.draw_last_layer(
+        SampleSeries(tuple(drift.summarise_last_layer(trace, *pair) for pair in pairs), shown), width
+    )
+    yield budgets_figure.draw_budget_curves(budget_curves.summarise(trace, list(NAMES)), width)
+    yield ablation_figure.draw_ablation(Ablation(ingredients.settings(trace), 0, shown, ()), width)
 
 
 ZERO = dict.fromkeys(

@@ -10,8 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.quality.divergence import divergence
-from perturbkv.analyses.quality.judge import judged
-from perturbkv.analyses.quality.preferred import preferred
+from perturbkv.analyses.quality.judge import judged, preferred
 from perturbkv.storage.judgements import Judge, Judgement
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.figures.test_figures_show_their_numbers import DRAWN

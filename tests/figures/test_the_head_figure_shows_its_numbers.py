@@ -8,8 +8,8 @@ from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
 from perturbkv.analyses.heads.heads import HeadComparisons
 from perturbkv.analyses.identity import identity
 from perturbkv.figures import style
-from perturbkv.figures.head_panels import draw as draw_pairs
-from perturbkv.figures.heads import draw
+from perturbkv.figures.heads import draw_pair
+from perturbkv.figures.heads import draw_panels as draw_pairs
 from perturbkv.trace import SampleTrace
 from tests.support.artists import artist, render, words
 from tests.support.measured import config, hand_made
@@ -26,7 +26,7 @@ def comparison(
 
 def test_points_are_the_means_of_the_heads() -> None:
     result = comparison()
-    figure = draw(result)
+    figure = draw_pair(result)
     for panel, kind in enumerate((result.isolated, result.propagated)):
         low, high = figure.axes[panel].get_xlim()
         both = np.stack([kind.baseline_mean, kind.treatment_mean])
@@ -47,32 +47,32 @@ def test_points_are_the_means_of_the_heads() -> None:
 def test_flagged_heads_are_ringed() -> None:
     sigma = np.full((2, 1, 3, 4), 0.9)
     sigma[:, :, 0, :2] = 0.3
-    figure = draw(comparison(sigma_stage1=sigma))
+    figure = draw_pair(comparison(sigma_stage1=sigma))
     assert len(artist(figure, 0, "flagged").get_offsets()) == 2
 
 
 def test_the_foot_names_the_run() -> None:
     result = comparison()
-    assert "0123456789ab" in words(draw(result))
-    assert "snapkv b=64 a=0.25 w=32 max7 query · attention | two-stage" in words(draw(result))
-    assert "random weights" not in words(draw(result)).lower()
+    assert "0123456789ab" in words(draw_pair(result))
+    assert "snapkv b=64 a=0.25 w=32 max7 query · attention | two-stage" in words(draw_pair(result))
+    assert "random weights" not in words(draw_pair(result)).lower()
 
 
 def test_random_weights_are_said_in_the_figure() -> None:
-    figure = draw(comparison(random_weights=True))
+    figure = draw_pair(comparison(random_weights=True))
     assert figure.get_suptitle() == "random weights"
     assert "RANDOM WEIGHTS" in words(figure)
 
 
 def test_it_is_as_wide_as_one_column_or_two() -> None:
-    assert draw(comparison()).get_figwidth() == pytest.approx(174 / 25.4)
-    assert draw(comparison(), 84).get_figwidth() == pytest.approx(84 / 25.4)
+    assert draw_pair(comparison()).get_figwidth() == pytest.approx(174 / 25.4)
+    assert draw_pair(comparison(), 84).get_figwidth() == pytest.approx(84 / 25.4)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_text_stays_text_and_metadata_names_the_run(suffix: str) -> None:
     result = comparison()
-    drawn = render(draw(result), suffix, metadata=style.metadata(result.identity, suffix))
+    drawn = render(draw_pair(result), suffix, metadata=style.metadata(result.identity, suffix))
     encoding = "utf-16-be" if suffix == "pdf" else "ascii"
     assert "0123456789ab".encode(encoding) in drawn
     if suffix == "svg":
@@ -97,13 +97,13 @@ ZERO, TINY = np.zeros((2, 1, 3, 4)), np.full((2, 1, 3, 4), 1e-9)
     ids=["one head", "one layer", "1024 heads", "one sample", "all zero", "zero baseline", "all tied", "all flagged"],
 )
 def test_odd_data_give_a_figure(result: HeadComparison) -> None:
-    assert len(render(draw(result))) > 1000
+    assert len(render(draw_pair(result))) > 1000
 
 
 def test_heads_at_zero_are_drawn_on_the_edge_and_counted() -> None:
     values = np.full((2, 1, 3, 4), 2.0)
     values[0, 0, 1, 1] = 0
-    figure = draw(comparison(perturbation_isolated=values))
+    figure = draw_pair(comparison(perturbation_isolated=values))
     assert "1 head outside (▼)" in words(figure)
     (edge,) = artist(figure, 0, "outside").get_offsets()
     assert edge[0] == figure.axes[0].get_xlim()[0]
@@ -118,7 +118,7 @@ def spread(*far: float) -> np.ndarray:
 
 def decades(panel: int, *far: float) -> tuple[float, int]:
     """How many decades a panel's axis spans, and how many heads lie outside."""
-    figure = draw(comparison(10, 12, perturbation_isolated=spread(*far), perturbation_propagated=spread(*far)))
+    figure = draw_pair(comparison(10, 12, perturbation_isolated=spread(*far), perturbation_propagated=spread(*far)))
     low, high = figure.axes[panel].get_xlim()
     outside = [points for points in figure.axes[panel].collections if points.get_gid() == "outside"]
     return np.log10(high / low), sum(len(points.get_offsets()) for points in outside)
@@ -137,7 +137,7 @@ def test_one_far_head_does_not_empty_the_axes(panel: int) -> None:
 
 def test_the_axes_name_the_selections_and_the_title_holds_the_sum() -> None:
     result = comparison()
-    figure = draw(result)
+    figure = draw_pair(result)
     assert figure.axes[0].get_xlabel() == "attention, isolated perturbation (L1)"
     assert figure.axes[0].get_ylabel() == "two-stage, isolated perturbation (L1)"
     said = words(figure)

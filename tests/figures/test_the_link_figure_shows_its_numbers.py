@@ -11,7 +11,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.correlation.correlation import Link, link
-from perturbkv.analyses.correlation.link_prompts import NAMES
+from perturbkv.analyses.correlation.method_identity import NAMES
 from tests.support.linked import answered, methods
 
 WIDTHS = pytest.mark.parametrize("width", [84, 174])

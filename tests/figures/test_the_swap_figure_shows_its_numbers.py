@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from perturbkv.analyses.questions.patching.patching import Swap, conclude
 from perturbkv.analyses.stats import coalition as shapley
-from perturbkv.analyses.stats.greedy import Path
+from perturbkv.analyses.stats.coalition import Path
 from perturbkv.configs.patching import Coalition, SwapConfig
 from tests.analyses.test_swap_by_hand import game_of, store_of
 from tests.support.artists import artist, artists, overlapping, render, words

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held
-from perturbkv.figures.symbols import symbols
+from perturbkv.figures.style import symbols
 
 
 def shown(low: float, high: float) -> list[str]:

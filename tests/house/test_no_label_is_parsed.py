@@ -20,10 +20,10 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from perturbkv.analyses import naming
+from perturbkv.analyses import pairing
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.cli import console, session
-from perturbkv.cli.commands import answers
+from perturbkv.cli.commands import generate
 from perturbkv.cli.main import main
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import style
@@ -207,7 +207,7 @@ def test_a_label_that_is_parsed_is_found(
     def parsed(configs: Sequence[EvictionConfig], *without: str) -> list[dict[int, str]]:
         return [dict(enumerate(config.label().split())) for config in configs]
 
-    monkeypatch.setattr(naming, "apart", parsed)
+    monkeypatch.setattr(pairing, "apart", parsed)
     usual = hidden(told("assumption", tmp_path / "usual"))
     opaque()
     assert told("assumption", tmp_path / "opaque") != usual
@@ -219,7 +219,7 @@ def test_answers_are_named_whatever_the_labels_are(opaque: Callable[[], None]) -
         evicted = {config.label(): answer for config in CONFIGS[:3]}
         row = {"sample": "s", "prompt_tokens": 9, "full": answer, "evicted": evicted, "compressions": []}
         with mock.patch.object(console, "out", console.Console(file=out, width=400)):
-            answers.show(row, CONFIGS[:3])
+            generate.show(row, CONFIGS[:3])
         return out.getvalue()
 
     usual = shown()

@@ -8,8 +8,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 
 import perturbkv.analyses
-from perturbkv.analyses.result import Result
-from perturbkv.analyses.several import Several
+from perturbkv.analyses.result import Result, Several
 from perturbkv.figures import FIGURES
 
 

@@ -46,10 +46,10 @@ HANDED_OVER: dict[str, set[str]] = {
 BY_NAME = {
     "perturbkv": "public names",
     "perturbkv.analyses.result": "the figure of a result",
-    "perturbkv.configs.catalogue": "modules of policies and scores",
+    "perturbkv.configs.plugins": "modules of policies and scores",
     "perturbkv.datasets.external_code": "what a file of another package imports",
     "perturbkv.datasets.dataset_registry": "modules of data sets",
-    "perturbkv.engines.registered": "what a user registered, in another process",
+    "perturbkv.engines.work_items": "what a user registered, in another process",
     "perturbkv.figures": "modules of figures",
     "perturbkv.selection.policies.kvpress": "kvpress, where it is installed",
     "perturbkv.selection.policies.registry": "modules of policies",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import perturbkv as pk
+from perturbkv.models import hub as hub_download
 from perturbkv.models import hub as hub_repository
-from perturbkv.models import hub_download
 from tests.support.hub import Hub, Trouble
 from tests.support.hub_models import ID, WEIGHTS, partials, point, refused, same
 

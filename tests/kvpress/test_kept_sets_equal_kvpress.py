@@ -28,10 +28,9 @@ from transformers import DynamicCache
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.datasets.prose import sentences
+from perturbkv.datasets.needle import sentences
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.loading import load_model
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer, load_model
 from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import ranking_groups

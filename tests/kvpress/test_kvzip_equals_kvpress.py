@@ -15,7 +15,7 @@ from kvpress.presses.kvzip_press import KVzipPress
 from torch import Tensor
 
 from perturbkv.configs.resources import Resources
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.selection.grid import configuration
 from tests.kvpress.test_kept_sets_equal_kvpress import HEADS, keys, press_keeps, tiny, we_keep

@@ -15,10 +15,9 @@ from kvpress import AdaKVPress, ExpectedAttentionPress, KnormPress
 from torch import Tensor
 
 from perturbkv.configs.resources import Resources
-from perturbkv.datasets.prose import sentences
+from perturbkv.datasets.needle import sentences
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.loading import load_model
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer, load_model
 from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.selection.grid import configuration
 from tests.kvpress.test_kept_sets_equal_kvpress import keys, press_keeps, tiny, we_keep

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from perturbkv.errors import ModelError
-from perturbkv.models import gguf_cache, user_cache
+from perturbkv.models import gguf as gguf_cache
+from perturbkv.models import user_cache
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from tests.support.gguf_files import gguf_file

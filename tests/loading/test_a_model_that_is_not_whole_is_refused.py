@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from perturbkv.errors import ModelError
 from perturbkv.models.loading import load_model
-from perturbkv.models.wholeness import check_finite
+from perturbkv.models.sanity import check_finite
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
 from tests.support.models import tiny_model
@@ -181,7 +181,7 @@ def test_a_broken_gguf_file_is_refused_in_one_line(
     case: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kept:
-        monkeypatch.setattr("perturbkv.models.gguf_cache.LARGEST", 0)
+        monkeypatch.setattr("perturbkv.models.gguf.LARGEST", 0)
     made, words = BROKEN_GGUF[case]
     path = tmp_path / "model.gguf"
     made(path)

@@ -14,8 +14,7 @@ from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.families import FAMILIES, check_family, check_layers
-from perturbkv.models.loading import open_model
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer, open_model
 from perturbkv.models.user_model import adapted
 from tests.support import models
 from tests.support.models import MIXED, WINDOW, tiny_adapter, tiny_model, token_ids

@@ -17,23 +17,15 @@ from perturbkv.errors import ModelError
 from perturbkv.models import projection, quantisers, stored_weights
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import open_model
+from perturbkv.models.sanity import check_finite
 from perturbkv.models.sources import Source
 from perturbkv.models.user_model import fingerprint
-from perturbkv.models.wholeness import check_finite
 from perturbkv.trace import Trace
 from tests.support import quantised
 from tests.support.folders import model_folder
 from tests.support.models import FAMILIES, MIXED, tiny_model
 from tests.support.notebook import CONFIGS, prompt
-from tests.support.quantised import (
-    Adapted,
-    Int8Linear,
-    Int8Tensor,
-    assert_within_noise,
-    dequantised,
-    in_int8,
-    rounded,
-)
+from tests.support.quantised import Adapted, Int8Linear, Int8Tensor, assert_within_noise, dequantised, in_int8, rounded
 
 
 @pytest.fixture(scope="module")

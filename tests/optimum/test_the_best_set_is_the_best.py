@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from perturbkv.optimum import exact
-from perturbkv.optimum.entries import HeadEntries
-from perturbkv.optimum.exact import best_set
-from perturbkv.optimum.search import prove, search
-from perturbkv.optimum.swaps import improve
+from perturbkv.optimum.exact import HeadEntries, best_set
+from perturbkv.optimum.search import improve, prove, search
 
 SEEDS = range(6)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import perturbkv as pk
-from perturbkv.api.planning import planned
+from perturbkv.api.inputs import planned
 from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.pipeline.run import footprint
 from perturbkv.pipeline.run.plan import Plan, Settings

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.configs import lines as asked_of
+from perturbkv.configs import selections as asked_of
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import check_sides
 from perturbkv.configs.resources import Resources, Shape
@@ -18,7 +18,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.pipeline.answers.generation import check_asked
 from perturbkv.pipeline.run import searching
-from perturbkv.pipeline.sample.finite import FiniteCheck
+from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.pipeline.variants import sparse_prefill as owned
@@ -134,7 +134,7 @@ def test_a_wrong_line_is_found(where: Any, name: str, wrong: Any, monkeypatch: p
 
 
 def test_norms_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.selection.lined.choose", full_queries)
+    monkeypatch.setattr("perturbkv.selection.sparse_lines.choose", full_queries)
     assert off(lined("two-stage(alpha=0)")) > 1e-3
 
 
@@ -223,9 +223,9 @@ class Mixed(Model):
 def test_a_run_that_asks_for_more_is_refused(asked: tuple[int, int, type], said: str) -> None:
     steps, generate, model = asked
     with pytest.raises(ConfigError) as refused:
-        asked_of.check([lined().policy], steps, generate, model(), "m")
+        asked_of.check_lines([lined().policy], steps, generate, model(), "m")
     assert said in str(refused.value) and "\n" not in str(refused.value)
-    asked_of.check([configuration(17, window=WINDOW).policy], steps, generate, model(), "m")
+    asked_of.check_lines([configuration(17, window=WINDOW).policy], steps, generate, model(), "m")
 
 
 def test_what_forgets_searches_or_swaps_is_refused() -> None:

@@ -15,9 +15,8 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError, PluginError
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.tokenization import ByteTokenizer
-from perturbkv.pipeline.answers.evicting import read_evicting
-from perturbkv.pipeline.answers.generation import answer
+from perturbkv.models.loading import ByteTokenizer
+from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.sample import prefill as reading
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.sample.prefill import asked, prefill

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perturbkv.cache import gather
+from perturbkv.cache import entries
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -20,9 +20,9 @@ from perturbkv.configs.resources import Resources, Shape, parse_size, plan_batch
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
+from perturbkv.pipeline.progress import timed
 from perturbkv.pipeline.sample import layer, one_sample
 from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.timing import timed
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
@@ -223,7 +223,7 @@ def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(one_sample, "decode_evicted", under(modes["decode"], one_sample.decode_evicted))
     monkeypatch.setattr(one_sample, "decode_full", under(modes["decode"], one_sample.decode_full))
     monkeypatch.setattr(one_sample._Decoding, "_measure", under(modes["measure"], one_sample._Decoding._measure))
-    columns = gather._nonzero
+    columns = entries._nonzero
 
     def of_known_length(mask: torch.Tensor, count: int) -> Any:
         """As on CUDA, where the length is handed in."""
@@ -232,7 +232,7 @@ def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.Mon
         modes["evict"].seen = [name for name in modes["evict"].seen if name not in ("nonzero", "equal")]
         return row, column
 
-    monkeypatch.setattr(gather, "_nonzero", of_known_length)
+    monkeypatch.setattr(entries, "_nonzero", of_known_length)
     trace_sample(tiny_adapter(), PROMPT, run(configs, steps=2))
     assert {name: mode.seen for name, mode in modes.items()} == {name: [] for name in modes}
 

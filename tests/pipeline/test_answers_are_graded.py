@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.scores import scores
+from perturbkv.analyses.measurements import scores
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt

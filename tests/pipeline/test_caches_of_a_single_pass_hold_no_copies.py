@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from perturbkv import devices
-from perturbkv.cache import passing as blocks
-from perturbkv.cache import ragged
+from perturbkv.cache import blocks, ragged
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Shape, plan_batches
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.run.batches import passing
+from perturbkv.pipeline.run.plan import passing
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration

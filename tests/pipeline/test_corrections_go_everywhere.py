@@ -14,9 +14,9 @@ from perturbkv.cache.compact import CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.stand_in import StandIn, stand_in
 from perturbkv.configs.choice import parse
-from perturbkv.configs.correction import CORRECTION_OPTIONS, correction_bits
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import completed
+from perturbkv.configs.precision import CORRECTION_OPTIONS, correction_bits
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError

@@ -14,8 +14,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, ConfigError
-from perturbkv.pipeline.answers.evicting import read_evicting
-from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection import compatibility

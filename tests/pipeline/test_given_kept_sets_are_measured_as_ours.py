@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.auditing import foreign
+from perturbkv.auditing import loss
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
@@ -24,7 +24,7 @@ from tests.support.models import exact_adapter, tiny_adapter, token_ids
 LENGTH, QUESTION, STEPS = 36, 7, 2
 OURS = EvictionConfig(14, window=5, granularity="kv")
 STAGED = ("theta_hat", "theta_hat_relax", "sigma_stage1", "sigma_topk", "stage1_count", "kept_offset")
-GIVEN = foreign.configuration("mine", 14)
+GIVEN = loss.external_configuration("mine", 14)
 PROMPT = Prompt("s", token_ids(LENGTH, seed=1), 0, question_tokens=QUESTION)
 
 
@@ -50,9 +50,9 @@ def test_our_kept_sets_given_back_give_our_numbers(scenario: str) -> None:
     adapter = exact_adapter("llama", 4, 2)
     n = LENGTH - (QUESTION if scenario == "context-only" else 0)
     run = {"steps": STEPS, "scenario": scenario, "dtype": "float32"}
-    first = foreign.measure(adapter, [PROMPT], [{}], [OURS], **run)
+    first = loss.measure_kept_sets(adapter, [PROMPT], [{}], [OURS], **run)
     masks = {GIVEN: masks_of(first, OURS.label(), adapter, n)}
-    both = foreign.measure(adapter, [PROMPT], [masks], [OURS], **run, generate=4)
+    both = loss.measure_kept_sets(adapter, [PROMPT], [masks], [OURS], **run, generate=4)
     theirs, ours = (both.config_index(label) for label in (GIVEN.label(), OURS.label()))
     compared = [name for name in both.arrays if "config" in VARIABLES[name].dims and name not in STAGED]
     assert {"perturbation_propagated", "theta", "hidden_drift_l1", "logit_kl", "score", "kept_count"} < set(compared)
@@ -70,7 +70,7 @@ def measured(request: pytest.FixtureRequest) -> tuple[Trace, Adapter, list[torch
     masks = drawn(adapter, n, (0.2, 0.7))
     masks[1][0] = False  # a head that keeps nothing at all
     run = {"steps": STEPS, "scenario": request.param, "save": ("outputs",), "dtype": "float32"}
-    return foreign.measure(adapter, [PROMPT], [{GIVEN: masks}], **run), adapter, masks, n
+    return loss.measure_kept_sets(adapter, [PROMPT], [{GIVEN: masks}], **run), adapter, masks, n
 
 
 def test_what_is_held_is_what_was_given(measured: tuple[Trace, Adapter, list[torch.Tensor], int]) -> None:
@@ -132,7 +132,7 @@ def test_they_are_measured_and_decoded_as_the_oracle_does(
 def test_all_of_the_prompt_given_evicts_nothing() -> None:
     adapter = tiny_adapter()
     everything = [torch.ones(adapter.kv_heads, LENGTH, dtype=torch.bool)] * len(adapter.layers)
-    trace = foreign.measure(adapter, [PROMPT], [{GIVEN: everything}])
+    trace = loss.measure_kept_sets(adapter, [PROMPT], [{GIVEN: everything}])
     assert trace.arrays["evicted"].tolist() == [[0]] and trace.arrays["held_share"].tolist() == [[1]]
     assert (trace.arrays["perturbation_propagated"] <= trace.arrays["noise_floor"][:, None]).all()
 
@@ -148,6 +148,6 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(
             ConfigError, match=rf"expected kept sets \(kv_head, key\) \(2, 36\) of 2 layers .*, got {got}"
         ):
-            foreign.measure(adapter, [PROMPT], [{GIVEN: masks}])
+            loss.measure_kept_sets(adapter, [PROMPT], [{GIVEN: masks}])
     with pytest.raises(ConfigError, match="the kept sets of policy 'given:mine' are handed over"):
         trace_sample(adapter, PROMPT, RunConfig("m", "d", (GIVEN,)))

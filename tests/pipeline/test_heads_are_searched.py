@@ -16,8 +16,7 @@ from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.chain import knowing, plain, with_references
 from perturbkv.pipeline.run import searching
-from perturbkv.pipeline.run.head_entries import head_views
-from perturbkv.pipeline.run.searching import Searches
+from perturbkv.pipeline.run.searching import Searches, head_views
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 

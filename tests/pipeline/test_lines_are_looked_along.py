@@ -13,11 +13,10 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.variants import lined as pipeline_lined
+from perturbkv.pipeline.variants import sparse_prefill as pipeline_lined
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import KeptSets
-from perturbkv.selection.lined import LinedGroup
-from perturbkv.selection.prompt_queries import measured
+from perturbkv.selection.sparse_lines import LinedGroup, measured
 from perturbkv.trace import SampleTrace
 from tests.oracle import selection, theory
 from tests.oracle.sample import QUESTION, Reference
@@ -135,7 +134,7 @@ def first_alone(*asked: Any) -> dict[str, torch.Tensor]:
     return _isolated(*asked[:2], group, *asked[3:])
 
 
-_seen, _isolated = LinedGroup.seen, pipeline_lined.isolated
+_seen, _isolated = LinedGroup.seen, pipeline_lined.isolated_by_lines
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
-from perturbkv.pipeline.answers.evicting import read_evicting
-from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.answers.recompression import mean_entries
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration

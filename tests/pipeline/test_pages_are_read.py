@@ -19,11 +19,10 @@ from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.pipeline.answers.generation import answer, check_asked
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.selection import reading
+from perturbkv.selection import page_selection
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.layer_statistics import LayerStatistics
-from perturbkv.selection.page_selection import PagedLayer
-from perturbkv.selection.reading import Reader, ReadGroup, read_groups
+from perturbkv.selection.page_selection import PagedLayer, Reader, ReadGroup, read_groups
 from tests.oracle.sample import QUESTION, Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
 from tests.support.traces import kept_of
@@ -211,7 +210,7 @@ def test_a_wrong_bound_is_found(wrong: object, page: int, monkeypatch: pytest.Mo
 
 def test_pages_of_the_first_step_for_all_steps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perturbkv.pipeline.variants.page_reading.read_groups", first_step)
-    assert reading.read_groups is read_groups
+    assert page_selection.read_groups is read_groups
     assert off(config()) > 1e-3
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from perturbkv.cache import positions
+from perturbkv.cache import entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
@@ -48,12 +48,12 @@ def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
     config = AutoConfig.for_model("llama")
     for kind in ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional"):
         config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
-        positions.check((KEPT, SNAPKV), config, "m")
-        if kind in positions.COMPOSING:
-            positions.check((INSIDE,), config, "m")
+        entries.check_positions((KEPT, SNAPKV), config, "m")
+        if kind in entries.COMPOSING:
+            entries.check_positions((INSIDE,), config, "m")
         else:
             with pytest.raises(ModelError, match=kind):
-                positions.check((INSIDE,), config, "m")
+                entries.check_positions((INSIDE,), config, "m")
 
 
 def test_only_streaming_llm_places_keys_inside_the_cache() -> None:

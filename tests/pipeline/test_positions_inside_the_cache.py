@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from perturbkv.cache import positions, ragged
+from perturbkv.cache import entries, ragged
 from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries, pool_entries
 from perturbkv.configs.choice import parse
@@ -20,8 +20,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.evicting import read_evicting
-from perturbkv.pipeline.answers.generation import answer
+from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import VARIABLES
@@ -110,8 +109,8 @@ def test_a_moved_key_is_the_one_that_the_model_would_have_cached_there(rope: str
     def cached(place: torch.Tensor) -> torch.Tensor:
         return apply_rotary_pos_emb(key, key, *rotary(key, place[None]))[1][0, 0]
 
-    angle = positions._angles(stands, rotary.inv_freq) - positions._angles(prompt, rotary.inv_freq)
-    found, eps = positions.turned(cached(prompt), angle), torch.finfo(dtype).eps
+    angle = entries._angles(stands, rotary.inv_freq) - entries._angles(prompt, rotary.inv_freq)
+    found, eps = entries.turned(cached(prompt), angle), torch.finfo(dtype).eps
     assert found.dtype == dtype
     torch.testing.assert_close(found, cached(stands), rtol=0, atol=4 * eps * float(key.abs().max()))
     assert torch.equal(found[:3], cached(prompt)[:3])

@@ -17,8 +17,7 @@ from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import replay
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.sample.prefill import prefill
-from perturbkv.pipeline.sample.rotations import Rotations
+from perturbkv.pipeline.sample.prefill import Rotations, prefill
 from perturbkv.selection.grid import configuration
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
 

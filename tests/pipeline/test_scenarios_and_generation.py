@@ -16,8 +16,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
-from perturbkv.pipeline.answers.evicting import read_evicting
-from perturbkv.pipeline.answers.generation import answer, generate
+from perturbkv.pipeline.answers.generation import answer, generate, read_evicting
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import configuration

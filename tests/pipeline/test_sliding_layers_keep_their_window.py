@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from perturbkv.auditing import foreign
+from perturbkv.auditing import loss
 from perturbkv.cache import ragged
-from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.compact import CompactCache, CompactLayer, beside, full_cache, windows
 from perturbkv.cache.entries import borrow
-from perturbkv.cache.whole import beside, full_cache, windows
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Shape
@@ -21,7 +20,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import answer
 from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
 from perturbkv.pipeline.sample.prefill import prefill
-from perturbkv.pipeline.variants import sources
+from perturbkv.pipeline.variants import presses
 from perturbkv.selection.grid import configuration
 from tests.support.caches import gather
 from tests.support.models import MIXED, WINDOW, tiny_adapter, token_ids
@@ -165,13 +164,13 @@ def test_what_compresses_every_layer_is_refused() -> None:
     adapter, prompt = tiny_adapter("olmo3"), Prompt("s", token_ids(N), 0)
     press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
     with pytest.raises(ModelError, match="'KnormPress' expects layers that all see .* has layers that hold a sl"):
-        sources.check([press], adapter.config, adapter.name)
-    config = foreign.configuration("mine", 12)
+        presses.check_sources([press], adapter.config, adapter.name)
+    config = loss.external_configuration("mine", 12)
     wrong = [{config: [torch.ones(2, N, dtype=torch.bool)] * 4}]
     with pytest.raises(Exception, match="of 2 layers for 'given:mine', got .* of 4"):
-        foreign.measure(adapter, [prompt], wrong)
+        loss.measure_kept_sets(adapter, [prompt], wrong)
     kept = [{config: [torch.arange(N).expand(2, N) % 2 == 0] * 2}]
-    assert foreign.measure(adapter, [prompt], kept).attrs["measured_layers"] == "1 3 of 4"
+    assert loss.measure_kept_sets(adapter, [prompt], kept).attrs["measured_layers"] == "1 3 of 4"
 
 
 def test_positions_inside_the_cache_need_rotations_of_the_evicted_layers_own() -> None:

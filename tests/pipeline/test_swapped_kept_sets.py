@@ -14,7 +14,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.mixture import Mixture
+from perturbkv.configs.patching import Mixture
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
@@ -23,8 +23,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.variants import mixtures as swapping
 from perturbkv.pipeline.variants.mixtures import SwapSample
-from perturbkv.storage.patching_file import SwapStore
-from perturbkv.storage.swap_rows import SwapRow
+from perturbkv.storage.patching_file import SwapRow, SwapStore
 from perturbkv.trace import Trace
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder

@@ -23,8 +23,8 @@ import perturbkv as pk
 from perturbkv.cli.main import app
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.sanity import check_finite
 from perturbkv.models.user_model import fingerprint
-from perturbkv.models.wholeness import check_finite
 from perturbkv.storage.trace.trace_file import describe
 from perturbkv.trace import Trace
 from tests.support.folders import model_folder

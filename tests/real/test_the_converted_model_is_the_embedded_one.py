@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from perturbkv.models import gguf_cache
+from perturbkv.models import gguf as gguf_cache
 from perturbkv.models.loading import load_model, open_model
 from perturbkv.models.sources import embedded_gguf
 

@@ -15,10 +15,9 @@ from perturbkv.benchmark.subprocesses import in_process
 from perturbkv.benchmark.suite import Settings
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.dataset_registry import DatasetOptions, load
-from perturbkv.datasets.distraction import distracted
 from perturbkv.datasets.encode import Prompt, encode
-from perturbkv.datasets.prose import sentences
-from perturbkv.datasets.scoring import exact_number
+from perturbkv.datasets.metrics import exact_number
+from perturbkv.datasets.needle import distracted, sentences
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.sources import embedded_gguf

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from perturbkv.reporting.document import Payload
-from perturbkv.reporting.html import LIBRARIES, as_json, page
-from perturbkv.reporting.policy import PLOT_CLASS, PLOT_STYLES
+from perturbkv.reporting.html import LIBRARIES, PLOT_CLASS, PLOT_STYLES, as_json, page
+from perturbkv.reporting.page_blocks import Payload
 from tests.support.payloads import HOSTILE, small_payload
 
 IDS = "choose verdict map scatter head prompt layers assumption budgets ablation answers".split()

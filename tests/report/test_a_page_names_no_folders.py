@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from perturbkv.reporting.html import page
-from perturbkv.reporting.payload import payload
-from perturbkv.reporting.portable import name_of, portable
+from perturbkv.reporting.payload import name_of, payload, portable
 from perturbkv.trace import Trace
 from tests.report.test_pages_of_traces_that_lack_parts import OPTIONAL, small, with_failures, without
 from tests.support.decoded import trace_of

@@ -11,11 +11,12 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses.ablation.ingredients import settings
-from perturbkv.analyses.bounds import sigma
+from perturbkv.analyses.bounds import assumption
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.layers import drift as layers
-from perturbkv.reporting.payload import Payload, payload
+from perturbkv.reporting.page_blocks import Payload
+from perturbkv.reporting.payload import payload
 from perturbkv.trace import Trace
 from tests.support.decoded import array, bundle, shares, trace_of
 from tests.support.paged import configs, paged
@@ -99,7 +100,7 @@ def test_means_of_every_measure_are_those_over_samples() -> None:
 
 @pytest.mark.parametrize("side", ["attention", "two-stage"])
 def test_sigma_is_that_of_the_assumption(side: str) -> None:
-    for found in sigma.sigmas(trace(), side, 0):
+    for found in assumption.sigmas(trace(), side, 0):
         place = trace().run.configs.index(found.config)
         for name, reading in found.readings.items():
             np.testing.assert_allclose(array(page(), "mean")[keys().index(name), place], reading.mean, rtol=SINGLE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.reporting.modules import ModuleError, check_inline, joined
+from perturbkv.reporting.html import ModuleError, check_inline, joined
 from tests.support.modules import SOURCES, of
 
 PAGE = Path(__file__).resolve().parents[2] / "perturbkv" / "reporting" / "page"

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.reporting.answers import answers
-from perturbkv.reporting.payload import Payload, payload
+from perturbkv.reporting.facts import answers
+from perturbkv.reporting.page_blocks import Payload
+from perturbkv.reporting.payload import payload
 from perturbkv.schema import MEASURED, TEXT, VARIABLES
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace

@@ -13,7 +13,9 @@ from torch import Tensor
 from perturbkv.cache import ragged
 from perturbkv.errors import ConfigError
 from perturbkv.models import aliases
-from perturbkv.selfcheck import equality, kernel, placement
+from perturbkv.selfcheck import checks as kernel
+from perturbkv.selfcheck import checks as placement
+from perturbkv.selfcheck import equality
 from perturbkv.selfcheck.checks import Check, tried
 from tests.support.varlen import varlen
 
@@ -72,20 +74,20 @@ def test_where_nothing_can_be_packed_that_is_said_and_is_no_failure() -> None:
 
 def test_the_kernel_is_checked_at_every_head_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
-    checks = kernel.check(CPU)
+    checks = kernel.check_kernel(CPU)
     assert len(checks) == 5 * 3
     assert all(check.equal for check in checks)
     monkeypatch.setattr(kernel, "projected_value_norms", lambda value, w_o, kernel: 1.01 * kernel_loop(value, w_o))
-    assert not any(check.equal for check in kernel.check(CPU))
+    assert not any(check.equal for check in kernel.check_kernel(CPU))
 
 
 def kernel_loop(value: Tensor, w_o: Tensor) -> Tensor:
-    return kernel.loop(value, w_o).float()
+    return kernel.loop_norms(value, w_o).float()
 
 
 def test_a_device_that_cannot_run_the_kernel_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    (check,) = tried("Triton norms", "rule", lambda: kernel.check(CPU))
+    (check,) = tried("Triton norms", "rule", lambda: kernel.check_kernel(CPU))
     assert not check.equal
     assert "TRITON_INTERPRET=1" in check.reason
 
@@ -93,7 +95,7 @@ def test_a_device_that_cannot_run_the_kernel_is_no_success(monkeypatch: pytest.M
 def test_layers_that_accelerate_lays_out_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 2, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
-    checks = placement.check("random:small", CPU, 160)
+    checks = placement.check_placement("random:small", CPU, 160)
     assert len(checks) == 5
     assert all(check.equal for check in checks)
 

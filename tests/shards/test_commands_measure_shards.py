@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from perturbkv.cli.sharding import typed
-from perturbkv.configs.shard import Shard
-from perturbkv.engines import here
+from perturbkv.cli.planned_run import typed
+from perturbkv.configs.run import Shard
+from perturbkv.engines import choosing
 from perturbkv.pipeline.run import running, sharding
 from perturbkv.storage.output import Lock
 from perturbkv.storage.run.shards import beside
@@ -40,13 +40,13 @@ def test_the_same_command_without_a_shard_measures_the_rest_alone(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    measure = here.Here.measure
+    measure = choosing.Here.measure
 
     def noted(self: Any, planned: Any, missing: Any, finished: Any) -> None:
         asked.append(list(missing))
         measure(self, planned, missing, finished)
 
-    monkeypatch.setattr(here.Here, "measure", noted)
+    monkeypatch.setattr(choosing.Here, "measure", noted)
     ran = perturbkv("trace", *tiny, "-o", "t.h5", "--shard", "1/2")
     assert "shard 1/2 is done: 1 sample; 1 of 2 shards are there; perturbkv merge t.h5 joins" in " ".join(
         ran.out.split()
@@ -115,7 +115,7 @@ def test_a_command_line_is_told_with_another_shard_and_without(monkeypatch: pyte
         assert command.without_shard() == "perturbkv trace -o 'a b.h5'"
 
 
-class OneAfterTheOther(here.Here):
+class OneAfterTheOther(choosing.Here):
     """Two threads play processes, which a model's hooks do not allow."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ def test_of_shards_that_end_at_once_one_joins_them(
 ) -> None:
     """Both are done before either looks whether all are."""
     from perturbkv.cli.options import RunOptions
-    from perturbkv.cli.planning import plan
+    from perturbkv.cli.planned_run import plan
 
     assert perturbkv("trace", *tiny, "-o", "one.h5").code == 0
     options = RunOptions(model=str(tiny[1]), dataset=str(tiny[3]), samples=2, budget=["24"], window=8)

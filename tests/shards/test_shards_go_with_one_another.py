@@ -9,27 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.configs.shard import Shard
+from perturbkv.configs.run import Shard
 from perturbkv.errors import ConfigError, HeldError, OutputError, TraceError, UnknownNameError
 from perturbkv.schema import ANSWER_TEXT
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.joining import done, join, merge, taken_over
+from perturbkv.storage.run.joining import ShardWriter, done, join, merge, taken_over
 from perturbkv.storage.run.journal_part import journal_path
-from perturbkv.storage.run.shard_writer import ShardWriter
 from perturbkv.storage.run.shards import beside
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
 from tests.support.growing import CONFIGS, measured, opened
-from tests.support.sharded import (
-    FAILED,
-    SAMPLES,
-    assert_same_trace,
-    content,
-    in_one_process,
-    measure_shard,
-    record,
-)
+from tests.support.sharded import FAILED, SAMPLES, assert_same_trace, content, in_one_process, measure_shard, record
 from tests.support.traces import run_config, told
 
 

@@ -24,7 +24,7 @@ from perturbkv.storage.run.journal import Entry, write_entry
 from perturbkv.storage.run.journal_part import Journal, journal_path
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace import trace_writing
-from perturbkv.storage.trace.stream import Stream
+from perturbkv.storage.trace.trace_writing import Stream
 from tests.support.growing import CONFIGS, assert_same_file, fill, measured, opened
 from tests.support.traces import run_config, sample_trace
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perturbkv.errors import ConfigError, OutputError
-from perturbkv.storage.sample_lines import sample_lines
+from perturbkv.storage.json_lines import sample_lines
 
 QUESTION = {"run": {"model": "m"}, "heads": 2}
 

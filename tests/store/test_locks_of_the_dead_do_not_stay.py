@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.configs.shard import Shard
+from perturbkv.configs.run import Shard
 from perturbkv.storage.output import Lock, lock_path
 from perturbkv.storage.run.joining import join, taken_over
 from perturbkv.storage.run.shards import ShardJournal, clear_killed

@@ -18,8 +18,7 @@ import pytest
 
 from perturbkv.errors import OutputError
 from perturbkv.storage import output
-from perturbkv.storage.holder import SILENCE_S, Holder
-from perturbkv.storage.output import Lock, check_free, drop_dead, lock_path
+from perturbkv.storage.output import SILENCE_S, Holder, Lock, check_free, drop_dead, lock_path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDING = """

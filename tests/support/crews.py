@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perturbkv.engines.crew import Gone, Work
-from perturbkv.engines.task import Do, Models, Task
-from perturbkv.engines.worker import Place, Reply
+from perturbkv.engines.scheduler import Gone, Work
+from perturbkv.engines.worker import Do, Models, Place, Reply, Task
 
 
 @dataclass(frozen=True)

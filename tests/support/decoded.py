@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.reporting.payload import Payload
+from perturbkv.reporting.page_blocks import Payload
 
 
 def trace_of(made: Payload, place: int = 0) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
-from perturbkv.configs.lines import LINED
+from perturbkv.configs.selections import LINED
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
 

@@ -13,8 +13,8 @@ from huggingface_hub import close_session, constants
 
 import perturbkv as pk
 from perturbkv.errors import ModelError
+from perturbkv.models import hub as hub_download
 from perturbkv.models import hub as hub_repository
-from perturbkv.models import hub_download
 from perturbkv.models import hub_part as ours
 from tests.support.folders import model_folder
 from tests.support.hub import Hub, serving

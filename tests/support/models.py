@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.tokenization import ByteTokenizer
+from perturbkv.models.loading import ByteTokenizer
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MIXED = ("gemma3_text", "olmo3", "gpt_oss")

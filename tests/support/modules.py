@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perturbkv.reporting.modules import joined
+from perturbkv.reporting.html import joined
 
 SOURCES = {
     "main.js": (

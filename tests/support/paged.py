@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.benchmark.made_traces import made_trace, sweep
+from perturbkv.benchmark.report_pages import made_trace, sweep
 from perturbkv.trace import Trace
 
 

@@ -7,7 +7,7 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-from perturbkv.reporting.document import Head, Payload
+from perturbkv.reporting.page_blocks import Head, Payload
 from perturbkv.reporting.payload import payload
 from perturbkv.trace import FailedSample, Trace
 from tests.support.traces import run_config, sample_trace

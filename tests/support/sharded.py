@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from perturbkv.configs.shard import Shard
+from perturbkv.configs.run import Shard
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.shard_writer import ShardWriter
+from perturbkv.storage.run.joining import ShardWriter
 from perturbkv.storage.run.shards import Command, ShardRecord
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.heads.head_kind import sum_ratio
+from perturbkv.analyses.heads.head_comparison import sum_ratio
 from perturbkv.analyses.measurements import Floats, at_step, values
-from perturbkv.analyses.questions.alpha.alpha_choice import PAPER_ROLE, Fold, composed
+from perturbkv.analyses.questions.alpha.alpha_choice import ANALYSIS, PAPER, PAPER_ROLE, Fold, Sweep, composed
 from perturbkv.analyses.questions.alpha.alpha_rows_part import NAMES
-from perturbkv.analyses.questions.alpha.alpha_sweep import ANALYSIS, PAPER, Sweep
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Scalar
 from perturbkv.configs.alpha_table import GLOBAL

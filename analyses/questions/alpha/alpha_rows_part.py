@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.heads.head_kind import HeadKind, compare
+from perturbkv.analyses.heads.head_comparison import HeadKind, compare_kind
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.questions.alpha.alpha_choice import Chosen, Fold, composed, judged
-from perturbkv.analyses.questions.alpha.alpha_sweep import BASELINE, PAPER, Sweep
+from perturbkv.analyses.questions.alpha.alpha_choice import BASELINE, PAPER, Chosen, Fold, Sweep, composed, judged
 from perturbkv.analyses.stats.intervals import Scalar
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 
@@ -89,4 +88,4 @@ def curve(found: Sweep, whole: Chosen) -> tuple[Point, ...]:
 
 def _over(found: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
     flagged = np.zeros(found.floor.shape[1:], dtype=bool)
-    return compare(baseline, treatment, found.floor, found.norm, flagged)
+    return compare_kind(baseline, treatment, found.floor, found.norm, flagged)

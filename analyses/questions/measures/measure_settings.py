@@ -11,12 +11,28 @@ from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import at_step
-from perturbkv.analyses.naming import short
-from perturbkv.analyses.pairing import Pair, Sides, checked, configs_of, matches, pairs
-from perturbkv.analyses.questions.measures.measure_links import EachPrompt, Linked, each_prompt, linked
-from perturbkv.analyses.questions.measures.measure_orders import Order, orders, sums
-from perturbkv.analyses.questions.measures.measure_rows import Row, row
-from perturbkv.analyses.ranked_together import LEAST_CONFIGS, ranked_together
+from perturbkv.analyses.pairing import (
+    LEAST_CONFIGS,
+    Pair,
+    Sides,
+    checked,
+    configs_of,
+    matches,
+    pairs,
+    ranked_together,
+    short_names,
+)
+from perturbkv.analyses.questions.measures.measure_orders import (
+    EachPrompt,
+    Linked,
+    Order,
+    Row,
+    each_prompt,
+    linked,
+    orders,
+    row,
+    sums,
+)
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -88,13 +104,13 @@ def _pairs(rows: Sequence[Row]) -> list[Pair]:
 
 
 def _named(config: EvictionConfig, among: Sequence[EvictionConfig]) -> str:
-    return short(among)[among.index(config)] or config.selection.name
+    return short_names(among)[among.index(config)] or config.selection.name
 
 
 def settings(trace: Trace, baseline: str, treatments: Sides | None, step: int) -> tuple[Setting, ...]:
     """One entry per setting of the trace in which something is compared.
 
-    Raises TraceError where a side is missing or the trace lacks a distance, and as `heads.summarise`.
+    Raises TraceError where a side is missing or the trace lacks a distance, and as `head_comparison.summarise`.
     """
     _check_recorded(trace)
     found, moved = _compared(trace, baseline, treatments), sums(at_step(trace, ANALYSIS, step), step)

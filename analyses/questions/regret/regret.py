@@ -9,16 +9,15 @@ from typing import Any
 from perturbkv.analyses import text
 from perturbkv.analyses.identity import RunIdentity, of_run
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.naming import counted, folded
-from perturbkv.analyses.questions.regret.regret_parts import Part, parts_of
-from perturbkv.analyses.questions.regret.regret_rows import Regret
+from perturbkv.analyses.pairing import counted, folded
+from perturbkv.analyses.questions.regret.regret_rows import Part, Regret, parts_of
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sentences import factor, over, sentence
 from perturbkv.analyses.stats.arithmetic import plain
+from perturbkv.analyses.text import factor, over, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.optimum import chain
-from perturbkv.optimum.found import PROMPT, FoundSets
+from perturbkv.optimum.search import PROMPT, FoundSets
 
 ANALYSIS = "regret"
 _COLUMNS = ("", "#heads", "#Σ of all\nheads", "#median\nhead", "#mean\nfactor")

@@ -1,26 +1,178 @@
-"""Are the heads that suffer the same ones? Over prompts, data sets, lengths, seeds, decode steps and models."""
+"""Are the heads that suffer the same ones? Over prompts, data sets, lengths, seeds, decode steps and models.
+
+How the stability of heads is told: in a sentence, in tables, in the notes beneath.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, repeat
 from typing import Any
 
+from perturbkv.analyses import text
 from perturbkv.analyses.identity import RunIdentity, identity, together
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import of_selection
-from perturbkv.analyses.questions.stability import stability_told
-from perturbkv.analyses.questions.stability.head_profiles import check_apart, chosen, suffering
-from perturbkv.analyses.questions.stability.name_meant import meant
-from perturbkv.analyses.questions.stability.stable_traces import Between, OfTrace, TraceRanks, between, of_trace
+from perturbkv.analyses.pairing import folded, of_selection, short_names
+from perturbkv.analyses.questions.stability.head_profiles import (
+    Between,
+    OfTrace,
+    TraceRanks,
+    between,
+    check_apart,
+    chosen,
+    meant,
+    of_trace,
+    suffering,
+)
+from perturbkv.analyses.questions.stability.rank_reliability import Agreement, Ranked, Reliability
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.arithmetic import plain
+from perturbkv.analyses.stats.intervals import Estimate
+from perturbkv.analyses.text import extremes, over, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
+
+_ORDER = ("isolated", "propagated")
+_HOW = (
+    "A head suffers L / ‖o_h‖₁, L1, at step 0; heads are ranked in every sample, and a trace's profile is the mean of "
+    "its samples' ranks. Reliability: Spearman's ρ between the profiles of two halves of the samples, mean over "
+    "splits, for all samples by Spearman–Brown. Two samples: mean ρ of two single ones.",
+    "ρ: Spearman's, of two traces' profiles, as measured; its interval is over the samples of both. Corrected: ρ over "
+    "the root of both reliabilities, what it were without noise; by chance it exceeds 1. Worst: of the tenth of the "
+    "heads that suffers most in one trace, the share that does so in the other; two random orders share {chance} in "
+    "the mean and {most} at most (97.5 %).",
+    "* One data set and seed: prompts are left out of both traces at once, and what is alike may be the prompts.",
+    "Gain: the baseline's relative L1 less the selection's, head by head; its ranks are as reliable as they are large.",
+    "Steps: mean over samples of ρ between their heads at step 0 and in the last third of their steps.",
+    "Depth: shares of the sum over all heads. First tenth: of the layers, rounded up; half: the share of the heads "
+    "that carries half of the sum; all of the layers measured. Heads of two models cannot be matched: the mean over "
+    "samples of the layers' profile is compared at those of 20 points of relative depth, layer / (layers − 1), "
+    "that both have measured, a coarse likeness.",
+)
+
+
+def conclusion(traces: Sequence[OfTrace], pairs: Sequence[Between]) -> str:
+    """Of propagated L1: how reliable the ranks are within traces, and how alike between them."""
+    within = [(f"trace {one.place}", *_said(one.suffering["propagated"].split_half)) for one in traces]
+    said = [f"samples of a trace rank the heads by propagated L1 with a reliability of {extremes(within)}"]
+    if len(traces) == 1:
+        said[0] += f" ({over(traces[0].samples)})"
+    between = [(f"{one.first}–{one.second}", *_said(one.suffering["propagated"].rho)) for one in pairs if one.suffering]
+    if between:
+        said.append(f"mean ranks of two traces of one model correlate with ρ = {extremes(between)}")
+    told = "; ".join(said)
+    fewest, most = (pick(one.samples for one in traces) for pick in (min, max))
+    counts = over(most) if fewest == most else f"n = {fewest} to {most} samples a trace"
+    return sentence(told if len(traces) == 1 else f"{told} ({len(traces)} traces, {counts})")
+
+
+def _said(found: Ranked) -> tuple[float, str]:
+    return found.value, text.decimal(found.value, found.interval)
+
+
+def tables(traces: Sequence[OfTrace], pairs: Sequence[Between], baseline: EvictionConfig | None) -> list[Table | str]:
+    """Traces, then every two of one model, then steps and depth; what is not there is left out."""
+    matched = [one for one in pairs if one.suffering]
+    found: list[Table | str] = [_listed(traces), _within(traces, "suffers", lambda one: one.suffering)]
+    found += [_between(matched, "suffers", lambda one: one.suffering)] if matched else []
+    if baseline is not None:
+        what = f"gains over {_name(traces[0].config, baseline)}"
+        found.append(_within(traces, what, lambda one: one.gain))
+        found += [_between(matched, what, lambda one: one.gain)] if matched else []
+    found += [_steps(traces)] if any(one.over_steps for one in traces) else []
+    found.append(_depth(traces))
+    apart = [one for one in pairs if one.depth]
+    return [*found, *([_models(apart)] if apart else [])]
+
+
+def _name(config: EvictionConfig, baseline: EvictionConfig) -> str:
+    return short_names([config, baseline])[1]
+
+
+def _listed(traces: Sequence[OfTrace]) -> Table:
+    columns = ["", "model", "data set", "#tokens", "#seed", "#n", "b"]
+    rows = [[str(one.place), folded(one.model, 22), folded(one.dataset), f"{one.tokens:,.0f}", str(one.seed),
+             str(one.samples), str(one.config.budget)] for one in traces]  # fmt: skip
+    return Table("The traces", columns, rows)
+
+
+def _within(traces: Sequence[OfTrace], what: str, of: Callable[[OfTrace], dict[str, Reliability]]) -> Table:
+    heads = [f"#{kind}:\n{word}" for kind in _ORDER for word in ("reliability", "two samples")]
+    rows = [[str(one.place), *(_ranked(number) for kind in _ORDER
+                               for number in (of(one)[kind].split_half, of(one)[kind].pairwise))]
+            for one in traces]  # fmt: skip
+    return Table(f"Within a trace: is it the same head that {what}, sample by sample?", ["", *heads], rows)
+
+
+def _ranked(found: Ranked) -> str:
+    return text.decimal(found.value, found.interval)
+
+
+def _between(pairs: Sequence[Between], what: str, of: Callable[[Between], dict[str, Agreement]]) -> Table:
+    heads = [f"#{word}" for kind in _ORDER for word in (f"{kind}:\nρ", "cor-\nrected", "worst\n10 %")]
+    rows = [[_pair(one, of(one)["propagated"].paired),
+             *(cell for kind in _ORDER for cell in _agreed(of(one)[kind]))] for one in pairs]  # fmt: skip
+    return Table(f"Between traces of one model: is it the same head that {what}?", ["", *heads], rows)
+
+
+def _pair(one: Between, paired: bool = False) -> str:
+    return f"{one.first}–{one.second}{'*' if paired else ''}"
+
+
+def _agreed(found: Agreement) -> list[str]:
+    return [_ranked(found.rho), text.decimal(found.corrected.value), text.percent(found.shared)]
+
+
+def _steps(traces: Sequence[OfTrace]) -> Table:
+    rows = [[str(one.place), *(_estimate(one.over_steps[kind]) for kind in _ORDER),
+             str(one.over_steps[_ORDER[0]].prompts)] for one in traces if one.over_steps]  # fmt: skip
+    return Table("Step 0 against the last third of the steps, ρ", ["", *(f"#{kind}" for kind in _ORDER), "#n"], rows)
+
+
+def _estimate(found: Estimate) -> str:
+    return text.decimal(found.value, found.interval)
+
+
+def _depth(traces: Sequence[OfTrace]) -> Table:
+    names = ("first\nlayer", "first\ntenth", "half in\nheads")
+    rows = [[str(one.place), *(_share(part) for kind in _ORDER for part in
+                               (one.depth[kind].first_layer, one.depth[kind].first_tenth, one.depth[kind].half))]
+            for one in traces]  # fmt: skip
+    return Table("Where in depth it lies: isolated, then propagated", ["", *(f"#{name}" for name in names * 2)], rows)
+
+
+def _share(found: Estimate) -> str:
+    return text.percent(found.value, found.interval, "\n")
+
+
+def _models(pairs: Sequence[Between]) -> Table:
+    rows = [[_pair(one), *(_ranked(one.depth[kind]) for kind in _ORDER)] for one in pairs]
+    return Table("Between models: ρ of the profiles over relative depth", ["", *(f"#{kind}" for kind in _ORDER)], rows)
+
+
+def notes(traces: Sequence[OfTrace], pairs: Sequence[Between]) -> str:
+    """A line each on samples, ranks, pairs, gains, steps and depth, as far as they are shown."""
+    few = min(one.samples for one in traces)
+    lines = [text.about_intervals(few) if len({one.samples for one in traces}) == 1 else _mixed(traces), _HOW[0]]
+    known = [one.suffering["propagated"] for one in pairs if one.suffering]
+    if known:
+        lines.append(_HOW[1].format(chance=text.percent(known[0].chance), most=text.percent(known[0].chance_most)))
+    lines += [_HOW[2]] if any(one.paired for one in known) else []
+    lines += [_HOW[3]] if traces[0].gain else []
+    lines += [_HOW[4]] if any(one.over_steps for one in traces) else []
+    return "\n".join([*lines, _HOW[5]])
+
+
+def _mixed(traces: Sequence[OfTrace]) -> str:
+    counts = ", ".join(str(one.samples) for one in traces)
+    return (
+        f"n = {counts} samples; in brackets: 95 % intervals over samples; in parentheses, where a trace has fewer than "
+        "five: ranges of single splits, pairs or samples, which are noisier than the mean of all."
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,15 +193,15 @@ class Stability(Result):
 
     def conclusion(self) -> str:
         """How reliable the ranking of heads is within traces, and how alike between them."""
-        return stability_told.conclusion(self.traces, self.pairs)
+        return conclusion(self.traces, self.pairs)
 
     def tables(self) -> Sequence[Table | str]:
         """The traces, every two of one model, decode steps, depth."""
-        return stability_told.tables(self.traces, self.pairs, self.baseline)
+        return tables(self.traces, self.pairs, self.baseline)
 
     def notes(self) -> str:
         """What the numbers are, and what they cannot be."""
-        return stability_told.notes(self.traces, self.pairs)
+        return notes(self.traces, self.pairs)
 
     def records(self) -> list[dict[str, Any]]:
         """A row per trace, kind, and what is ranked: reliability and mean ρ between two samples."""

@@ -3,28 +3,174 @@
 Its files run with stand-ins for what fetches, draws, counts and reports. Random numbers are the run's own, so that no
 other task, length or caller moves them, and no global state is touched. Rows are made one after the other, so that the
 first of many are those of few.
+
+What RULER's tasks read: essays, SQuAD and HotpotQA, from --data-dir under RULER's own names, or from the hub.
+
+lm-eval's files ask for them as they would ask the web; here they are answered.
+
+Every `adjective-noun`, sorted and each once, without holding them: RULER draws its keys from six million.
+
+Sentences of essays by nltk's tokenizer, whose data is a download that only its user makes.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import hashlib
 import itertools
 import logging
 import math
+import os
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast, overload
 
 import numpy as np
 
+from perturbkv.datasets.dataset_registry import DATA_DIR_VARIABLE
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.external_code import NoEnd, run_file
-from perturbkv.datasets.ruler.data import Data
-from perturbkv.datasets.ruler.sentences import sentences
-from perturbkv.datasets.ruler.words import Pairs
+from perturbkv.datasets.hub_data import hub_file
+from perturbkv.errors import DatasetError
+from perturbkv.user_files import FileKind
+
+ESSAYS = "PaulGrahamEssays.json"
+NAMES = {"dev-v2.0.json": "squad.json", "hotpot_dev_distractor_v1.json": "hotpotqa.json"}
+"""A file as its address calls it -> as RULER calls it; either will do."""
+FILE = FileKind("a JSON file (UTF-8)", DatasetError)
+_ON_HUB = re.compile(r"https://huggingface\.co/datasets/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+
+
+@dataclass
+class Data:
+    """Answers what lm-eval's files ask for; what was asked for once is not read again.
+
+    Attributes:
+        task: that asks, for errors.
+        folder: where files are looked for first.
+        path: of the file that was read.
+        record: where it came from and its SHA-256.
+    """
+
+    task: str
+    folder: Path | None
+    path: Path | None = None
+    record: dict[str, str] = field(default_factory=dict)
+    _held: dict[str, Any] = field(default_factory=dict)
+
+    def load_dataset(self, repo: str, **more: Any) -> dict[str, list[str]]:
+        """In place of `datasets.load_dataset`, of essays: their texts. Raises DatasetError."""
+        if repo not in self._held:
+            local = self._local(ESSAYS)
+            self._held[repo] = self._essay(local) if local else self._essays(repo)
+        return {"text": self._held[repo]}
+
+    def get(self, address: str, **more: Any) -> Any:
+        """In place of `requests.get`, of a JSON file. Raises DatasetError."""
+        if address not in self._held:
+            name = address.rpartition("/")[2]
+            known = NAMES.get(name, name)
+            local = self._local(known) or self._local(name)
+            path = local or self._fetched(address, known)
+            self._held[address] = FILE.read_json(self._noted(path, "file" if local else address))
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: self._held[address])
+
+    def _local(self, name: str) -> Path | None:
+        if self.folder is None:
+            return None
+        places = [self.folder / inside / name for inside in ("", "ruler", "data")]
+        return next((path for path in places if os.path.lexists(path)), None)
+
+    def _essay(self, path: Path) -> list[str]:
+        """All of them in one, as RULER's own script leaves them."""
+        found = FILE.read_json(self._noted(path, "file"))
+        text = found.get("text") if isinstance(found, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            raise FILE.refusal(path, "no object with a text `text`")
+        return [text]
+
+    def _essays(self, repo: str) -> list[str]:
+        """Of the hub's own conversion, whose layout is the same for every data set."""
+        import pyarrow.parquet as parquet
+
+        path = Path(hub_file(self.task, ESSAYS, repo, "default/train/0000.parquet", "refs/convert/parquet"))
+        texts = parquet.read_table(self._noted(path, repo), columns=["text"])["text"].to_pylist()
+        return [str(text) for text in texts]
+
+    def _fetched(self, address: str, local: str) -> Path:
+        on_hub = _ON_HUB.fullmatch(address)
+        if on_hub:
+            return Path(hub_file(self.task, local, on_hub["repo"], on_hub["file"], on_hub["revision"]))
+        msg = (
+            f"dataset '{self.task}' needs {local}, which no hub holds; bring it from {address} with --data-dir DIR "
+            f"(or {DATA_DIR_VARIABLE}) holding {local}"
+        )
+        raise DatasetError(msg)
+
+    def _noted(self, path: Path, source: str) -> Path:
+        digest = hashlib.sha256(FILE.read_bytes(path)).hexdigest()
+        self.path, self.record = path, {"source": source, "file_sha256": digest}
+        return path
+
+
+class Pairs(Sequence[str]):
+    """What `sorted({f"{first}-{second}" for first in firsts for second in seconds})` holds, in its order.
+
+    Pairs of one first word stand together, unless another first word goes on behind its hyphen (`well`, `well-kept`):
+    such first words are one group, whose pairs are made and sorted when it is looked into.
+    """
+
+    def __init__(self, firsts: Iterable[str], seconds: Iterable[str]) -> None:
+        self._seconds = sorted(set(seconds))
+        self._groups: list[list[str]] = []
+        for head in sorted(f"{first}-" for first in set(firsts)):
+            if self._groups and head.startswith(self._groups[-1][0]):
+                self._groups[-1].append(head)
+            else:
+                self._groups.append([head])
+        sizes = (len(self._seconds) if len(group) == 1 else len(self._sorted(group)) for group in self._groups)
+        self._ends = list(itertools.accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        found = range(len(self))[place]
+        group = bisect.bisect_right(self._ends, found)
+        within = found - (self._ends[group - 1] if group else 0)
+        heads = self._groups[group]
+        return heads[0] + self._seconds[within] if len(heads) == 1 else self._sorted(heads)[within]
+
+    def _sorted(self, heads: Sequence[str]) -> list[str]:
+        return sorted({head + second for head in heads for second in self._seconds})
+
+
+def sentences(text: str) -> list[str]:
+    """In place of `nltk.sent_tokenize`, imported when it is needed. Raises DatasetError where nltk lacks its data."""
+    import nltk
+
+    try:
+        return cast("list[str]", nltk.sent_tokenize(text))
+    except LookupError:
+        msg = (
+            "RULER's essays are split into sentences by nltk, which lacks its punkt_tab; bring it with "
+            "`python -m nltk.downloader punkt_tab`, or name the folder that holds `tokenizers/punkt_tab` in NLTK_DATA"
+        )
+        raise DatasetError(msg) from None
+
 
 NUMPY_SEED = 1234
 """lm-eval's default for NumPy, whatever `--seed` gives Python's `random`."""

@@ -9,8 +9,7 @@ from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.external_code import NoEnd
 from perturbkv.datasets.ruler import tasks
-from perturbkv.datasets.ruler.data import Data
-from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, Making
+from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, Data, Making
 from perturbkv.datasets.ruler.tasks import Task
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError

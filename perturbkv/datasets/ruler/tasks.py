@@ -1,16 +1,20 @@
 """RULER's tasks as lm-eval 0.4.13 describes them: which function makes one, how long an answer is, what grades it.
 
 Its `tasks/ruler/*.yaml` are read as files, each with the one that it includes.
+
+RULER's metrics by lm-eval's own functions: the share of the accepted answers that stand in the text, in any case.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from perturbkv.configs.task_kinds import RULER_PREFIX
@@ -143,3 +147,31 @@ def _merged(path: Path) -> dict[str, Any]:
     found = dict(wording.parsed(path))
     included = found.pop("include", None)
     return {**_merged(path.parent / str(included)), **found} if included else found
+
+
+_LENGTH = 4096
+"""lm-eval files a score under its prompt's length; any will do."""
+
+
+def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
+    """The metric's name, and what gives text of an answer and accepted answers their score, 0 to 1.
+
+    Raises DatasetError where lm-eval is missing or is another than ours.
+    """
+    worded = read(task)
+    function = _functions()[worded.grader]
+
+    def grade(text: str, answers: Sequence[str]) -> float:
+        for end in worded.until:
+            text = text.split(end)[0]
+        row = {"outputs": list(answers), "max_length": _LENGTH}
+        return float(function(row, [text])[str(_LENGTH)])
+
+    return worded.metric, grade
+
+
+@functools.cache
+def _functions() -> dict[str, Any]:
+    """lm-eval's functions, without transformers' tokenizers, which they do not need."""
+    unused = SimpleNamespace(AutoTokenizer=None)
+    return run_file(folder() / "common_utils.py", lambda name: unused if name == "transformers" else None)

@@ -25,13 +25,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import memory
-from perturbkv.cache.whole import full_cache
+from perturbkv.cache.compact import full_cache
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
-from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.sample.finite import FiniteCheck
+from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.window_attention import causal_rows
 from perturbkv.theory import WORK
 

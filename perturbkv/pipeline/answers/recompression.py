@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.cache import positions
+from perturbkv.cache import entries as positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
@@ -123,7 +123,7 @@ class Compressor:
         places = view.places(kept)
         stays = view.take(places)
         if registry.build(config.policy).in_cache:
-            stays = positions.move(stays, torch.cat(places), self.adapter.frequencies)
+            stays = positions.move_positions(stays, torch.cat(places), self.adapter.frequencies)
         held.replace({row: stays})
         return view.perturbation(kept)
 

@@ -16,13 +16,11 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv import theory
-from perturbkv.cache.compact import CompactCache, SharedCache
-from perturbkv.cache.whole import restored
+from perturbkv.cache.compact import CompactCache, SharedCache, restored
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compressor
-from perturbkv.pipeline.sample.capture import Observer, capture, decode_from, decode_shared
-from perturbkv.pipeline.sample.finite import LOGITS, FiniteCheck
+from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 
 _TOGETHER = 16
 """Tokens read in one pass at most: their logits, of all caches, lie there at once."""

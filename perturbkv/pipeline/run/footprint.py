@@ -20,7 +20,7 @@ from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan
-from perturbkv.pipeline.sample.lost import ENTRIES
+from perturbkv.pipeline.sample.layer import ENTRIES
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 
 _DEFLATED = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}

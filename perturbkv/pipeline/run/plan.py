@@ -1,4 +1,7 @@
-"""What a run will do, checked before a weight is loaded: lengths, budgets, memory, and what is decoded together."""
+"""What a run will do, checked before a weight is loaded: lengths, budgets, memory, and what is decoded together.
+
+Which configurations of a prompt are decoded together, and whether their caches have to lie in memory for it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from perturbkv import memory
-from perturbkv.cache import positions
-from perturbkv.configs import alpha_table, lines
+from perturbkv.cache import entries
+from perturbkv.configs import alpha_table, selections
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.numbers import check_configurations
+from perturbkv.configs.option import check_configurations
 from perturbkv.configs.precision import check_fill
-from perturbkv.configs.resources import Batches, Resources, Shape
+from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
@@ -21,8 +24,7 @@ from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_room, load_weights, there
 from perturbkv.pipeline.answers import grading
-from perturbkv.pipeline.run.batches import batches_of
-from perturbkv.pipeline.variants import sources
+from perturbkv.pipeline.variants import presses
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 
@@ -30,6 +32,24 @@ if TYPE_CHECKING:
     import torch
 
     from perturbkv.models.adapter import Adapter
+
+
+def passing(run: RunConfig) -> bool:
+    """Whether evicted caches are read once or, with a question, twice, and all they hold lies in the full one as well.
+
+    Copying the kept entries out for each pass then takes less than holding them.
+    """
+    changed = any(config.quantised or registry.build(config.policy).in_cache for config in run.configs)
+    return run.steps == 1 and not run.generate and not changed
+
+
+def batches_of(prompt: Prompt, run: RunConfig, shape: Shape, resources: Resources) -> Batches:
+    """The batches of one prompt. Raises ConfigError where a configuration exceeds the bound on memory."""
+    context, question = prompt.parts(run.scenario)
+    decoded = len(question) + max(run.steps, run.generate)
+    bound = resources.max_bytes
+    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=passing(run))
+
 
 _log = logging.getLogger(__name__)
 
@@ -132,11 +152,11 @@ def plan(
 ) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors."""
     check_configurations(len(configs))
-    positions.check(configs, files.config, files.name)
-    sources.check(configs, files.config, files.name)
+    entries.check_positions(configs, files.config, files.name)
+    presses.check_sources(configs, files.config, files.name)
     alpha_table.check([config.alpha for config in configs], files.config)
     generate = _own_length(prompts) if settings.generate is None else settings.generate
-    lines.check([config.policy for config in configs], settings.steps, generate, files.config, files.name)
+    selections.check_lines([config.policy for config in configs], settings.steps, generate, files.config, files.name)
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
     graded = _grading(prompts, settings.scored) if generate else {}
     run = RunConfig(

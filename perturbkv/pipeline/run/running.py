@@ -1,27 +1,124 @@
-"""From a plan to a finished trace: measure what is missing on an engine, keep every sample, go on after a kill."""
+"""From a plan to a finished trace: measure what is missing on an engine, keep every sample, go on after a kill.
+
+What a trace says of its making: model, weights, device, and the libraries' versions.
+
+The text of a run's prompts and answers as a trace stores it, made from their tokens: it needs no weights.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+import perturbkv
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.prompts import Prompts, pieces
 from perturbkv.errors import InterruptedRunError, OutputError
+from perturbkv.pipeline.answers import grading
+from perturbkv.pipeline.answers.grading import Decode
 from perturbkv.pipeline.run.plan import Plan
-from perturbkv.pipeline.run.provenance import provenance
-from perturbkv.pipeline.run.texts import PromptTexts
-from perturbkv.storage.output import Lock
-from perturbkv.storage.places import check_place
+from perturbkv.schema import MEASURED, VARIABLES
+from perturbkv.selection.policies import kvpress
+from perturbkv.storage.output import Lock, check_place
 from perturbkv.storage.run.joining import taken_over, together
 from perturbkv.storage.run.merge import join
 from perturbkv.storage.run.writer import TraceWriter
-from perturbkv.storage.trace.left_out import without_kept
-from perturbkv.storage.trace.texts import Texts, with_text
+from perturbkv.storage.trace.texts import SampleText, Texts, with_text, without_kept
+from perturbkv.storage.trace.trace_file import LazyArrays
 from perturbkv.trace import FailedSample, SampleTrace, Trace
+
+
+def provenance(planned: Plan) -> dict[str, str]:
+    """Root attributes of the trace."""
+    run, device, stored = planned.run, planned.placement.device, planned.files.stored
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    measured = layer_types.told(planned.files.config)
+    return {
+        "model": run.model,
+        "revision": run.revision,
+        "model_type": str(planned.files.config.model_type),
+        "dataset": run.dataset,
+        "seed": str(run.seed),
+        "dtype": run.dtype,
+        "weights": stored.as_run(run.dtype),
+        "weights_stored": stored.detail,
+        "quantised_weights": str(stored.quantised).lower(),
+        "device": f"{device} ({hardware})",
+        "device_map": planned.placement.device_map,
+        "norm_kernel": planned.resources.norm_kernel,
+        "random_weights": str(run.random_weights).lower(),
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "perturbkv_version": perturbkv.__version__,
+        "torch_version": str(torch.__version__),
+        "transformers_version": transformers.__version__,
+        "python_version": platform.python_version(),
+        **({MEASURED: measured} if measured else {}),
+    } | ({"kvpress_version": kvpress.version()} if any(kvpress.is_press(one.policy) for one in run.configs) else {})
+
+
+Arrays = Mapping[str, NDArray[Any]]
+_DECODED = ("prompt_start", "prompt_text")
+
+
+def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
+    """A prompt's tokens, its text, and where in it each token begins; what `decode` tells is made when it is read."""
+    held: dict[str, Any] = {
+        "prompt_count": len(prompt.token_ids),
+        "prompt_offset": 0,
+        "prompt_token": prompt.token_ids,
+    }
+    text: dict[str, NDArray[Any]] = {}
+
+    def read(name: str) -> NDArray[Any]:
+        if not text:
+            text.update(_decoded(prompt, decode))
+        return text[name]
+
+    return LazyArrays({name: _stored(name, value) for name, value in held.items()}, _DECODED, read)
+
+
+def _decoded(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
+    found = pieces(prompt.token_ids, decode)
+    ends = np.cumsum([len(piece) for piece in found])
+    values = ([0, *ends[:-1]], "".join(found))
+    return {name: _stored(name, value) for name, value in zip(_DECODED, values, strict=True)}
+
+
+def _stored(name: str, value: Any) -> NDArray[Any]:
+    return np.asarray(value).astype(VARIABLES[name].dtype)
+
+
+class PromptTexts(Mapping[str, SampleText]):
+    """Sample id -> text of its prompt and answers, made whenever it is asked for: nothing grows with the samples."""
+
+    def __init__(self, prompts: Prompts, decode: Decode) -> None:
+        self._named = {prompt.sample_id: prompt for prompt in prompts}
+        self._decode = decode
+
+    def __getitem__(self, sample_id: str) -> SampleText:
+        prompt = self._named[sample_id]
+        said = partial(grading.text_of, decode=self._decode)
+        return SampleText(text_arrays(prompt, self._decode), said, prompt.answers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
 
 _log = logging.getLogger(__name__)
 Finished = Callable[[SampleTrace | FailedSample, Sequence[EvictionConfig]], None]

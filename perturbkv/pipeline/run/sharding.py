@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from perturbkv.configs.shard import Shard
+from perturbkv.configs.run import Shard
 from perturbkv.errors import HeldError, MissingShardError
 from perturbkv.pipeline.run.plan import Plan
-from perturbkv.pipeline.run.provenance import provenance
-from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, texts_of
-from perturbkv.storage.output import Lock, check_free, wait_until_free
-from perturbkv.storage.places import check_place
-from perturbkv.storage.run.joining import done, join
-from perturbkv.storage.run.shard_writer import ShardWriter
+from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, provenance, texts_of
+from perturbkv.storage.output import Lock, check_free, check_place, wait_until_free
+from perturbkv.storage.run.joining import ShardWriter, done, join
 from perturbkv.storage.run.shards import Command, ShardJournal, ShardRecord
 
 _log = logging.getLogger(__name__)

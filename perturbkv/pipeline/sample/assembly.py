@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv import kept_codec
-from perturbkv.cache.gather import Lengths
-from perturbkv.cache.held import held_bits
+from perturbkv.cache.entries import Lengths
+from perturbkv.cache.quantisation import held_bits
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.scoring import leading_digits
+from perturbkv.datasets.metrics import leading_digits
 from perturbkv.devices import stack_on
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import grading

@@ -14,8 +14,15 @@ from transformers import Cache
 from perturbkv.cache.compact import CompactCache, SharedCache
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.capture import Observer, capture, decode_from, decode_shared
-from perturbkv.pipeline.sample.finite import FINAL_NORM, LOGITS, FiniteCheck
+from perturbkv.pipeline.sample.capture import (
+    FINAL_NORM,
+    LOGITS,
+    FiniteCheck,
+    Observer,
+    capture,
+    decode_from,
+    decode_shared,
+)
 from perturbkv.pipeline.sample.prefill import Prefill
 
 

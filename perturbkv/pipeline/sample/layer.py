@@ -1,6 +1,10 @@
 """What every configuration keeps in one layer, and the isolated quantities of every decode step, for all of them.
 
 Nothing here waits for the device, so that a GPU works through all layers before anyone asks for a number.
+
+What single evicted entries add to a head's output under full attention: those of the largest ‖A_i 𝒱_i‖₁ = A_i ν_i.
+
+Of the first decode step, for every configuration and head. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv import theory
@@ -16,14 +21,54 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_device, working_bytes
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample import lost, measure
+from perturbkv.pipeline.progress import phase
+from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import Prefill, layer_norms
-from perturbkv.pipeline.timing import phase
-from perturbkv.pipeline.variants import lined, page_reading
+from perturbkv.pipeline.variants import page_reading, sparse_prefill
 from perturbkv.selection.kept_sets import KeptSets
-from perturbkv.selection.reading import AnyGroup, ReadGroup
+from perturbkv.selection.page_selection import AnyGroup, ReadGroup
+from perturbkv.theory import WORK
+
+ENTRIES = 10
+"""How many are told of each head."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A ν of a layer's prompt entries, the largest first; equal ones as they stand in the prompt (METHOD: ties).
+
+    Attributes:
+        position: of the entries.
+        output: A ν of each.
+    """
+
+    position: Int[Tensor, "head key"]
+    output: Float[Tensor, "head key"]
+
+
+def ordered_lost(
+    attention: Float[Tensor, "head seen"], norms: Float[Tensor, "head seen"], prompt_tokens: int
+) -> Outputs:
+    """The first `prompt_tokens` entries in the order of what each adds to the output."""
+    added = (attention * norms.to(WORK))[:, :prompt_tokens]
+    output, position = added.sort(dim=-1, descending=True, stable=True)
+    return Outputs(position, output)
+
+
+def largest_lost(given: Outputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
+    """The evicted entries that add most, (config, head, ENTRIES): −1 and NaN where fewer went."""
+    gone = ~kept.gather(-1, given.position.expand_as(kept))
+    ranks = torch.arange(1, ENTRIES + 1, dtype=torch.int32, device=kept.device)
+    counted = gone.cumsum(dim=-1, dtype=torch.int32)
+    place = torch.searchsorted(counted, ranks.expand(*kept.shape[:2], -1).contiguous())
+    there, place = place < kept.shape[-1], place.clamp(max=kept.shape[-1] - 1)
+    position, output = (
+        row.expand(*kept.shape[:2], -1).gather(-1, place) for row in (given.position, given.output)
+    )  # fmt: skip
+    return {"lost_position": position.where(there, -1), "lost_output": output.where(there, torch.nan)}
+
 
 _ENTRY_BYTES = 10
 """Of the sums over entries, per entry, head and configuration: two masks, and weights."""
@@ -75,23 +120,25 @@ def measure_layer(
                 adapter, before.statistics, layer, configs, keys, [one.query[layer][0] for one in full]
             ),
         ]
-        along = lined.groups(adapter, before.statistics, layer, configs, keys[:, :n])
+        along = sparse_prefill.line_groups(adapter, before.statistics, layer, configs, keys[:, :n])
     norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
     summands = theory.stack_summands(values, norms)
     steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices, sink) for step, sink in weights]
-    added = lost.ordered(attention[0], norms[:, : attention[0].shape[-1]], n)
+    added = ordered_lost(attention[0], norms[:, : attention[0].shape[-1]], n)
     parts, gone = [], []
     working = working_bytes(keys.device, resources.chunk_bytes)
     for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
         masks = _masks(group, rows, adapter.heads, len(steps))
         alphas = _every_alpha(configs, group, rows, layer, adapter.heads, keys.device)
         parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
-        gone.append(lost.largest_lost(added, masks[0].kept))
+        gone.append(largest_lost(added, masks[0].kept))
     for lines in along:
         alphas = _every_alpha(configs, lines, slice(None), layer, adapter.heads, keys.device)
         queries = before.statistics.queries[lines.measured][layer]
-        parts.append([lined.isolated(adapter, layer, lines, queries, keys[:, :n], summands, slices, alphas)])
-        gone.append(lost.largest_lost(added, lines.whole(adapter.heads)))
+        parts.append(
+            [sparse_prefill.isolated_by_lines(adapter, layer, lines, queries, keys[:, :n], summands, slices, alphas)]
+        )
+        gone.append(largest_lost(added, lines.whole(adapter.heads)))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     if along:
         isolated[0] |= _largest_floors([step[0] for step in parts])

@@ -11,12 +11,11 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from perturbkv import memory
-from perturbkv.cache import positions, quantisation
-from perturbkv.cache.compact import CompactCache, CompactLayer
-from perturbkv.cache.entries import KeptEntries, borrow
-from perturbkv.cache.gather import Kept, Lengths, keep, lengths
+from perturbkv.cache import entries as positions
+from perturbkv.cache import quantisation
+from perturbkv.cache.compact import CompactCache, CompactLayer, beside
+from perturbkv.cache.entries import Kept, KeptEntries, Lengths, borrow, keep, lengths
 from perturbkv.cache.stand_in import StandIn
-from perturbkv.cache.whole import beside
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
@@ -24,7 +23,8 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens, generate
-from perturbkv.pipeline.run.batches import batches_of, passing
+from perturbkv.pipeline.progress import phase
+from perturbkv.pipeline.run.plan import batches_of, passing
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.assembly import (
     BatchResult,
@@ -41,14 +41,13 @@ from perturbkv.pipeline.sample.assembly import (
     step_arrays,
     with_all_steps,
 )
+from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted, decode_full, steps_of_text
-from perturbkv.pipeline.sample.finite import FiniteCheck
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.prefill import Prefill, prefill
-from perturbkv.pipeline.timing import phase
 from perturbkv.pipeline.variants import corrected as correcting
 from perturbkv.pipeline.variants import page_reading, quantised
-from perturbkv.pipeline.variants.sources import KeptMasks, sources
+from perturbkv.pipeline.variants.presses import KeptMasks, sources
 from perturbkv.pipeline.variants.sparse_prefill import OwnPrefill, own_prefill, plain_seconds
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import FailedSample, SampleTrace
@@ -96,9 +95,9 @@ def trace_sample(
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
     for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,
-    what `positions.check` raises.
+    what `entries.check_positions` raises.
     """
-    positions.check(run.configs, adapter.config, adapter.name)
+    positions.check_positions(run.configs, adapter.config, adapter.name)
     context, question = prompt.parts(run.scenario)
     planned = batches_of(prompt, run, adapter.shape, resources)
     known = sources(adapter, context, run.configs, given)
@@ -168,7 +167,7 @@ class _Evicted:
 
     Attributes:
         entries: the cache.
-        order, masks: the configurations and their kept sets, as `gather.Kept` has them.
+        order, masks: the configurations and their kept sets, as `entries.Kept` has them.
         moved: what few bits or a correction leave changed in this layer alone, by configuration.
     """
 
@@ -268,7 +267,7 @@ class _Decoding:
         """
         configs = self.run.configs
         there = quantisation.stored(kept, configs)
-        turned = positions.in_cache(kept, configs, self.adapter.frequencies)
+        turned = positions.positions_in_cache(kept, configs, self.adapter.frequencies)
         held = there if turned.entries == kept.entries else quantisation.stored(turned, configs)
         few = {place: there.entries[place] for place in kept.order if configs[place].quantised}
         for place in few:
@@ -277,7 +276,7 @@ class _Decoding:
 
     def _behind(self, places: tuple[int, ...]) -> list[int]:
         """Of each row, those that keep everything with it, how far its next position lies before n."""
-        own = positions.behind([self.run.configs[place] for place in places], self.before.statistics.tokens)
+        own = positions.positions_behind([self.run.configs[place] for place in places], self.before.statistics.tokens)
         return [0, *own, *[0] * (self.rows - 1 - len(own))]
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:

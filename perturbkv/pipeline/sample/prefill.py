@@ -1,7 +1,11 @@
-"""Prefill a prompt and keep, per layer, what eviction needs: scores and value norms."""
+"""Prefill a prompt and keep, per layer, what eviction needs: scores and value norms.
+
+The model's own rotations of positions, before and after the prompt, made once for all layers of a prompt.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,28 +18,54 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache import stand_in
+from perturbkv.cache.compact import full_cache, windows
 from perturbkv.cache.sliding import Window
-from perturbkv.cache.whole import full_cache, windows
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.sample.finite import FINAL_NORM, LOGITS, FiniteCheck
+from perturbkv.pipeline.progress import phase
+from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
 from perturbkv.pipeline.sample.replay import replay_scores
-from perturbkv.pipeline.sample.rotations import TURNED, Rotations
-from perturbkv.pipeline.timing import phase
 from perturbkv.scoring.compute import layer_scores
-from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.score import Asked
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
-from perturbkv.selection.given import Group, kept_groups
+from perturbkv.selection.kept_sets import Group, kept_groups
 from perturbkv.selection.layer_statistics import Ends, LayerStatistics
 from perturbkv.selection.policies import registry
-from perturbkv.selection.prompt_queries import Positions
-from perturbkv.selection.prompt_queries import wanted as wanted_queries
 from perturbkv.selection.ranking import Scores
+from perturbkv.selection.sparse_lines import Positions
+from perturbkv.selection.sparse_lines import wanted as wanted_queries
 from perturbkv.theory import WORK
+
+TURNED = ("unrotated", "rotations")
+"""Needs of scores that ask for rotations."""
+
+
+class Rotations:
+    """Cosines and sines of a range of positions as the model has them, rounded to its type.
+
+    A copy of the model's module is asked, because some kinds (dynamic NTK, LongRoPE) change their frequencies when they
+    are asked for later positions: the prompt's decoding would go on with those.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter, self._made = adapter, dict[range, Rotation]()
+
+    def __call__(self, positions: range) -> Rotation:
+        """Of these positions, made when first asked for."""
+        if positions not in self._made:
+            self._made[positions] = self._rotation(positions)
+        return self._made[positions]
+
+    def _rotation(self, positions: range) -> Rotation:
+        like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
+        places = torch.tensor(positions, device=like.device).unsqueeze(0)
+        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, places, *self._adapter.rotary_kind)
+        twice = 2 * len(self._adapter.frequencies) // cosine.shape[-1]  # some modules give each pair's angle once
+        return Rotation(cosine[0].repeat(1, twice), sine[0].repeat(1, twice))
+
 
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]

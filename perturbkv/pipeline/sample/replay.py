@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.whole import put_back, windows
-from perturbkv.datasets.templates import after_turn
+from perturbkv.cache.compact import put_back, windows
+from perturbkv.datasets.sample import after_turn
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
-from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.sample.finite import FiniteCheck
-from perturbkv.pipeline.timing import phase
+from perturbkv.pipeline.progress import phase
+from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.compute import replayed
 from perturbkv.scoring.replay_view import Replay, ReplayView
 from perturbkv.scoring.score import Asked, Score

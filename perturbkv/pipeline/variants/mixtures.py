@@ -1,10 +1,13 @@
-"""One prompt decoded from mixtures of two configurations' kept sets: one prefill, a row of a batch per mixture."""
+"""One prompt decoded from mixtures of two configurations' kept sets: one prefill, a row of a batch per mixture.
+
+Mixtures that a question needs, measured prompt by prompt and written down at once; what is there is not measured.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,27 +16,27 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from perturbkv import memory, theory
-from perturbkv.cache import positions, quantisation
-from perturbkv.cache.compact import CompactCache, CompactLayer
-from perturbkv.cache.entries import borrow
-from perturbkv.cache.gather import keep
-from perturbkv.cache.whole import beside
-from perturbkv.configs.mixture import Mixture
+from perturbkv.cache import entries as positions
+from perturbkv.cache import quantisation
+from perturbkv.cache.compact import CompactCache, CompactLayer, beside
+from perturbkv.cache.entries import borrow, keep
+from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.generation import end_tokens, generate
-from perturbkv.pipeline.run.batches import passing
+from perturbkv.pipeline.run.plan import Plan, passing
 from perturbkv.pipeline.sample import measure
+from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
-from perturbkv.pipeline.sample.finite import FiniteCheck
 from perturbkv.pipeline.sample.one_sample import reference
 from perturbkv.pipeline.sample.prefill import Prefill, prefill
-from perturbkv.pipeline.variants.sources import sources
-from perturbkv.selection.given import GivenGroup
-from perturbkv.storage.swap_rows import PER_STEP, SwapBatch, SwapRow
+from perturbkv.pipeline.variants.presses import sources
+from perturbkv.selection.kept_sets import GivenGroup
+from perturbkv.storage.patching_file import PER_STEP, SwapBatch, SwapRow, SwapStore
 
 MOST = 32
 """Mixtures of a batch at most: more take no less time each, and a killed run loses one batch."""
@@ -81,7 +84,7 @@ class SwapSample:
     @memory.told()
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources, rows: int) -> None:
-        positions.check(run.configs, adapter.config, adapter.name)
+        positions.check_positions(run.configs, adapter.config, adapter.name)
         self.adapter, self.prompt, self.run = adapter, prompt, run
         context, self.question = prompt.parts(run.scenario)
         known = sources(adapter, context, run.configs, {})
@@ -155,7 +158,7 @@ class SwapSample:
         order = tuple(range(len(mixtures)))
         found = keep([GivenGroup(order, kept)], order, lengths, layer.keys, layer.values)
         configs = [self.run.configs[0]] * len(mixtures)  # both sides store and place alike: `configs.swap` checks that
-        turned = positions.in_cache(found, configs, self.adapter.frequencies)
+        turned = positions.positions_in_cache(found, configs, self.adapter.frequencies)
         entries = quantisation.stored(turned, configs).entries
         rows = [borrow(layer.keys, layer.values), *(entries[row] for row in order)]
         made = CompactLayer(rows, self.adapter.heads, self.n, self.run.cache, self.passing)
@@ -163,7 +166,7 @@ class SwapSample:
 
     def _behind(self, rows: int) -> list[int]:
         """How far each row's next position lies before n."""
-        return [0, *positions.behind([self.run.configs[0]] * rows, self.n)]
+        return [0, *positions.positions_behind([self.run.configs[0]] * rows, self.n)]
 
     def _entries(self) -> int:
         """Of the full cache."""
@@ -222,3 +225,75 @@ def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
 def _of_heads(steps: Sequence[dict[str, Tensor]], name: str) -> Any:
     """(step, layer, head) as lists."""
     return torch.stack([step[name] for step in steps]).cpu().tolist()
+
+
+Told = Callable[[int, int], None]
+"""Gets how many mixtures are measured, and how many there will be at most."""
+
+
+class Measuring:
+    """Measures mixtures that a store lacks, prompt by prompt; prompts stay read as long as memory holds them."""
+
+    def __init__(self, ready: Plan, game: Game, store: SwapStore, told: Told) -> None:
+        self.ready, self.game, self.store, self.told = ready, game, store, told
+        self.named = [game.none, *(mixture for _, mixture in game.named)]
+        self.prompts = {prompt.sample_id: prompt for prompt in ready.prompts}
+        self.model: Adapter | None = None
+        self.read: dict[str, SwapSample] = {}
+        self.most, self.expected, self.again = 1, 0, False
+
+    def expect(self, mixtures: int, again: bool) -> None:
+        """How many of each prompt are to come at most, and whether prompts come back when all are."""
+        self.expected, self.again = mixtures * len(self.prompts), again
+
+    def everywhere(self, mixtures: Sequence[Mixture]) -> None:
+        """In every prompt: both sides alone, what was asked for by name, then these; NaN or Inf gives one up."""
+        for sample in self.prompts:
+            try:
+                self._measure(sample, [self.game.none, self.game.whole])
+                self._measure(sample, [*self.named, *mixtures])
+            except ActivationError as error:
+                self.store.give_up(sample, str(error))
+
+    def of(self, coalitions: Sequence[Coalition], samples: Sequence[str]) -> None:
+        """In some prompts. Raises ActivationError for NaN or Inf."""
+        for sample in samples:
+            self._measure(sample, [self.game.mixture(one) for one in coalitions])
+
+    def _measure(self, sample: str, mixtures: Sequence[Mixture]) -> None:
+        """Those that are not there yet, a batch at a time."""
+        by_head = frozenset(self.named)
+        lacking = self.store.lacks(sample, mixtures, by_head)
+        rows = rows_of(self.prompts[sample], self.ready.run, shape_of(self.ready), self.ready.resources)
+        for start in range(0, len(lacking), rows):
+            held = self._sample(sample, rows)
+            self.store.keep(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
+            self._tell()
+
+    def _sample(self, sample: str, rows: int) -> SwapSample:
+        """A prompt that is read; the one read first is forgotten where memory holds no more."""
+        if self.model is None:
+            self.model = self.ready.model()
+            self.most = _held_at_once(self.ready) if self.again else 1
+        if sample not in self.read:
+            while len(self.read) >= self.most:
+                del self.read[next(iter(self.read))]
+            prompt, run = self.prompts[sample], self.ready.run
+            self.read[sample] = SwapSample(self.model, prompt, run, self.ready.resources, rows)
+        return self.read[sample]
+
+    def _tell(self) -> None:
+        done = sum(map(len, self.store.rows.values()))
+        self.told(min(done, self.expected), self.expected)
+
+
+def _held_at_once(ready: Plan) -> int:
+    """Prompts whose full caches take at most half of what is free."""
+    tokens = max(len(prompt.token_ids) for prompt in ready.prompts)
+    return max(1, memory.free(ready.placement.device) // 2 // max(1, shape_of(ready).full_cache_bytes(tokens)))
+
+
+def shape_of(ready: Plan) -> Shape:
+    """The model's shape, in the run's precision."""
+    dtype = ready.placement.dtype
+    return Shape.of(ready.files.config, dtype.itemsize, ready.files.weights_bytes(dtype))

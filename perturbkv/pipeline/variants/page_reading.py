@@ -12,8 +12,7 @@ from perturbkv.cache.entries import KeptEntries, borrow
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import Statistics
-from perturbkv.selection.page_selection import PagedLayer
-from perturbkv.selection.reading import Layers, Reader, ReadGroup, read_groups
+from perturbkv.selection.page_selection import Layers, PagedLayer, Reader, ReadGroup, read_groups
 
 
 def groups(

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from perturbkv import theory
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord
-from perturbkv.pipeline.sample.finite import FiniteCheck
 
 NAMES = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine")
 

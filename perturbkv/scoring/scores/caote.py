@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.scoring.layer_view import LayerView
-from perturbkv.scoring.left_out import leave_out_heaviest
+from perturbkv.scoring.layer_view import LayerView, leave_out_heaviest
 from perturbkv.scoring.score import Score
 from perturbkv.theory import WORK
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from perturbkv.configs.entry_counts import entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.selection.competition import beyond, counted
-from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.layer_budget import LayerBudget, beyond, counted
 from perturbkv.selection.policies.base import Pooled, apportion
 
 

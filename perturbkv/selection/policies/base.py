@@ -15,11 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.correction import NONE
 from perturbkv.configs.entry_counts import whole_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
-from perturbkv.configs.precision import FULL
+from perturbkv.configs.precision import FULL, NONE
 from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError
 from perturbkv.scoring import score_registry as scores

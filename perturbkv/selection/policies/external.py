@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.correction import NONE
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import FULL
+from perturbkv.configs.precision import FULL, NONE
 from perturbkv.configs.selections import GIVEN
 from perturbkv.errors import ConfigError
 from perturbkv.selection.policies.base import Policy

@@ -36,8 +36,7 @@ from perturbkv.configs.option import option
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.score_registry import build
 from perturbkv.scoring.scores import lava
-from perturbkv.selection.competition import counted
-from perturbkv.selection.layer_budget import LayerBudget
+from perturbkv.selection.layer_budget import LayerBudget, counted
 from perturbkv.selection.policies.base import Pooled, apportion
 
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.configs.pages import PAGE
+from perturbkv.configs.selections import PAGE
 from perturbkv.selection.policies.base import Policy, check_whole
 
 

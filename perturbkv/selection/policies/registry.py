@@ -11,11 +11,10 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any, cast
 
-from perturbkv.configs.catalogue import Catalogue
 from perturbkv.configs.choice import FIRST, Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import completed
-from perturbkv.configs.plugins import class_of_file, digest, is_ours, of_file
+from perturbkv.configs.plugins import Catalogue, class_of_file, digest, is_ours, of_file
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import score_registry as scores

@@ -18,7 +18,7 @@ from pathlib import Path
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import OutputError, PerturbkvError
 from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.places import real, refusals
+from perturbkv.storage.output import real, refusals
 from perturbkv.storage.run.journal import Entry, read_entry, write_entry
 from perturbkv.trace import FailedSample, SampleTrace
 

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES
-from perturbkv.storage.run.extending import check_extends, differing_fields
 from perturbkv.storage.run.merge import Shapes, code_bytes
-from perturbkv.storage.trace.stored_samples import sample_of
-from perturbkv.storage.trace.trace_file import describe_whole, opened, read_run
+from perturbkv.storage.run.shards import check_extends, differing_fields
+from perturbkv.storage.trace.trace_file import describe_whole, opened, read_run, sample_of
 
 
 class ExistingTrace:

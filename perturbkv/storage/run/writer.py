@@ -11,7 +11,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.storage.atomic_files import clear_leftovers, written_whole
-from perturbkv.storage.run.extending import check_extends, differing_fields
 from perturbkv.storage.run.journal import Entry
 from perturbkv.storage.run.journal_part import Journal, journal_path
 from perturbkv.storage.run.merge import (
@@ -24,8 +23,8 @@ from perturbkv.storage.run.merge import (
     single_whole_part,
 )
 from perturbkv.storage.run.resume import ExistingSample, ExistingTrace, existing_trace
-from perturbkv.storage.trace.left_out import without_kept, without_kept_shapes
-from perturbkv.storage.trace.texts import Texts, with_text, with_text_shapes
+from perturbkv.storage.run.shards import check_extends, differing_fields
+from perturbkv.storage.trace.texts import Texts, with_text, with_text_shapes, without_kept, without_kept_shapes
 from perturbkv.storage.trace.trace_writing import write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 

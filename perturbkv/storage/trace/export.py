@@ -5,6 +5,8 @@ variable that has no other axes, repeated along the axes that it lacks. Parquet 
 in its field's metadata, and the trace's provenance in the file's. In CSV an apostrophe stands before a text that a
 spreadsheet would compute. Failed samples, and steps past the end of a sample's text, have no rows. The prompts' own
 tokens and texts are a table of their own: a row per sample × token.
+
+A trace as other libraries' objects: an xarray dataset, a pandas table.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import pyarrow.parquet
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES, Variable
+from perturbkv.schema import ANSWER_TEXT, KEPT, ROWS, TEXT, VARIABLES, Variable
 from perturbkv.storage.atomic_files import written_whole
-from perturbkv.storage.places import real
+from perturbkv.storage.output import real
 from perturbkv.storage.trace.texts import pieces_of
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -174,3 +176,31 @@ def _spread(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int
     """A variable's values for every row, repeated along the axes that it lacks."""
     aligned = np.asarray(array).reshape([shape[AXES.index(axis)] if axis in dims else 1 for axis in AXES])
     return np.broadcast_to(aligned, shape).reshape(-1)
+
+
+def to_dataset(trace: Trace) -> Any:
+    """An `xarray.Dataset` of every variable, named and with units as in a trace file."""
+    import xarray as xr
+
+    coordinates: dict[str, Any] = {"sample": list(trace.sample_ids), "config": trace.run.labels()}
+    variables: dict[str, Any] = {
+        name: (
+            VARIABLES[name].axes,
+            np.asarray(array),
+            {"units": VARIABLES[name].units, "long_name": VARIABLES[name].long_name},
+        )
+        for name, array in trace.arrays.items()
+    }
+    variables["complete"] = (("sample",), trace.ok.astype(np.uint8), {})
+    variables["failure"] = (("sample",), [trace.failures.get(name, "") for name in trace.sample_ids], {})
+    made = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
+    counted = {axis: np.arange(length) for axis, length in made.sizes.items() if axis not in {*coordinates, *ROWS}}
+    if "layer" in counted:
+        counted["layer"] = np.array([trace.layer_name(int(place)) for place in counted["layer"]])
+    return made.assign_coords(counted)
+
+
+def to_table(trace: Trace) -> Any:
+    """A `pandas.DataFrame`, one row per sample × configuration × step × layer × head, as `export` writes it."""
+    batches = [rows(trace, int(place)) for place in np.flatnonzero(trace.ok)]
+    return pa.Table.from_batches(batches, schema=schema(trace)).to_pandas()

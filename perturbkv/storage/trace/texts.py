@@ -2,6 +2,10 @@
 
 Text is no number: no other variable depends on it, so that samples which were measured without it can have it later,
 and the other way round. That of answers is decoded from the tokens that a sample holds.
+
+Kept positions taken out of a sample: what is left of them tells equal sets apart from others, and no more.
+
+Positions are measured, so that what was stored without them gets none later.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import ANSWER_TEXT, TEXT, VARIABLES
-from perturbkv.storage.run.merge import Arrays, Shapes
+from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
+from perturbkv.storage.run.merge import Arrays, Shapes, digests
 from perturbkv.trace import FailedSample, SampleTrace
 
 _GENERATED = ("generated_full", "generated")
@@ -102,3 +106,17 @@ def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Sha
     if others.keys() >= set(_GENERATED):
         said |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
     return {**others, **said}
+
+
+def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSample:
+    """The sample with digests for its kept positions; as it is where it has none."""
+    if isinstance(sample, FailedSample) or KEPT[0] not in sample.arrays:
+        return sample
+    others = {name: array for name, array in sample.arrays.items() if name not in KEPT}
+    return SampleTrace(sample.sample_id, {**others, DIGEST: digests(sample.arrays)})
+
+
+def without_kept_shapes(shapes: Shapes) -> Shapes:
+    """Variable name -> shape of what `without_kept` makes of a sample of these shapes."""
+    others = {name: shape for name, shape in shapes.items() if name not in KEPT}
+    return {**others, DIGEST: shapes["kept_count"]} if KEPT[0] in shapes else shapes

@@ -1,16 +1,22 @@
-"""A trace file as a `Trace`, or as a description of it. FORMAT.md beside this file specifies what is read here."""
+"""A trace file as a `Trace`, or as a description of it. FORMAT.md beside this file specifies what is read here.
+
+One sample's part of a trace file, its kept positions checked.
+
+Arrays of which some are read only when they are asked for.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
@@ -18,27 +24,67 @@ from perturbkv.errors import TraceError
 from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED, ROWS, TEXT, VARIABLES
 from perturbkv.storage.run.journal_part import Journal, journal_path
 from perturbkv.storage.run.shards import beside
-from perturbkv.storage.trace import checksums
-from perturbkv.storage.trace.coordinates import (
+from perturbkv.storage.trace import layout
+from perturbkv.storage.trace.hdf5 import StoredFile, check_heaps, opened_file
+from perturbkv.storage.trace.layout import AXES, STORED
+from perturbkv.storage.trace.validation import (
+    axes_of,
+    check_codes,
     check_configs,
+    check_expected,
     check_measured,
+    check_numbers,
     check_places,
     check_rows,
     check_run,
     check_samples,
     check_shapes,
+    check_states,
+    check_structure,
+    check_text,
+    check_version,
+    run_of,
+    variables_of,
 )
-from perturbkv.storage.trace.hdf5 import StoredFile, opened_file
-from perturbkv.storage.trace.heaps import check_heaps
-from perturbkv.storage.trace.layout import AXES, STORED
-from perturbkv.storage.trace.lazy import LazyArrays
-from perturbkv.storage.trace.structure import axes_of, check_structure, check_version, run_of, variables_of
-from perturbkv.storage.trace.validation import check_codes, check_expected, check_numbers, check_states, check_text
-from perturbkv.trace import Trace
+from perturbkv.trace import Trace, part_of
 from perturbkv.user_files import FileKind
 
+
+def sample_of(file: StoredFile, names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
+    """Those of the named variables that a complete sample has, as in a `SampleTrace`; its bytes alone are read.
+
+    Raises TraceError where its kept positions are none.
+    """
+    held = part_of(file.read, [name for name in names if name in file], place)
+    if KEPT[2] in held:
+        told = {name: file.read(name, place)[np.newaxis] for name in ("kept_count", "prompt_tokens")}
+        told |= {name: held[name][np.newaxis] for name in KEPT[:2] if name in held}
+        check_codes(file.path, told, np.array([True]), held[KEPT[2]])
+    return held
+
+
+class LazyArrays(Mapping[str, NDArray[np.generic]]):
+    """Name -> array: `held` at once, `later` through `read`, which is called once per name."""
+
+    def __init__(
+        self, held: Mapping[str, NDArray[Any]], later: Sequence[str], read: Callable[[str], NDArray[Any]]
+    ) -> None:
+        self._held, self._later, self._read = dict(held), tuple(later), read
+
+    def __getitem__(self, name: str) -> NDArray[np.generic]:
+        if name in self._later and name not in self._held:
+            self._held[name] = self._read(name)
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._held, *self._later]))
+
+    def __len__(self) -> int:
+        return len(set(self._held) | set(self._later))
+
+
 _FILE = FileKind("a trace file (HDF5)", TraceError, most=2**63)
-_OWN = ("run", "_NCProperties", checksums.NAME)
+_OWN = ("run", "_NCProperties", layout.CHECKSUM)
 """Root attributes that tell nothing of where the numbers come from."""
 
 

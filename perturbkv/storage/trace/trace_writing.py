@@ -1,11 +1,23 @@
-"""A run's samples → the trace file. FORMAT.md beside this file specifies what is written here."""
+"""A run's samples → the trace file. FORMAT.md beside this file specifies what is written here.
+
+A file that HDF5 writes through, which fails only when HDF5 has let go of it.
+
+Where a write fails, as on a full disk, HDF5 cannot close its file: the process ends in a segmentation fault. So a
+failure is kept here, what is written from then on stays in memory, and whoever writes asks for the failure in between.
+
+A trace in memory, as a file: the same as one that was measured into it.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import math
+import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,12 +29,102 @@ from numpy.typing import NDArray
 from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.schema import MEASURED, ROWS, Variable
+from perturbkv.storage.atomic_files import written_whole
 from perturbkv.storage.run.merge import Shapes
-from perturbkv.storage.trace import checksums
+from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
-from perturbkv.storage.trace.stream import Stream, undisturbed
 from perturbkv.storage.trace.texts import storable
-from perturbkv.trace import FailedSample, SampleTrace, fill_of, place, whole_sizes
+from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_of, place, whole_sizes
+
+
+class Stream(io.RawIOBase):
+    """The bytes of a file that is written and read at any place.
+
+    Args:
+        path: of the file, which is emptied.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._at, self._end = 0, 0
+        self._failure: OSError | None = None
+        self._unwritten: list[tuple[int, bytes]] = []
+
+    def check(self) -> None:
+        """Raise what went wrong so far, an OSError."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if not self.closed:
+            os.close(self._file)
+        super().close()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place; returns it."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """The place."""
+        return self._at
+
+    def write(self, data: Any) -> int:
+        """Write at the place; what the file does not take stays in memory."""
+        held = memoryview(data).cast("B")
+        self._try(lambda: self._write_all(held))
+        if self._failure is not None:
+            self._unwritten.append((self._at, bytes(held)))
+        self._at += len(held)
+        self._end = max(self._end, self._at)
+        return len(held)
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at the place, from the file and from memory; zeros where nothing was written."""
+        held = memoryview(buffer).cast("B")
+        held[:] = os.pread(self._file, len(held), self._at).ljust(len(held), b"\0")
+        for begin, data in self._unwritten:
+            first, last = max(begin, self._at), min(begin + len(data), self._at + len(held))
+            if first < last:
+                held[first - self._at : last - self._at] = data[first - begin : last - begin]
+        self._at += len(held)
+        return len(held)
+
+    def truncate(self, size: int | None = None) -> int:
+        """End the file at a size."""
+        end = self._at if size is None else size
+        self._try(lambda: os.ftruncate(self._file, end))
+        self._end = end
+        return end
+
+    def _write_all(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done:], self._at + done)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        """Do it unless something failed before; a failure is kept."""
+        if self._failure is None:
+            try:
+                work()
+            except OSError as error:
+                self._failure = error
+
+
+def undisturbed(work: Callable[[threading.Event], None]) -> None:
+    """Do `work` in a thread of its own: a Ctrl-C would reach it in the middle of a call of HDF5, as an error there.
+
+    It gets an event that is set when it should stop; Ctrl-C goes on when it has.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work, stop)
+        try:
+            done.result()
+        finally:
+            stop.set()
+
 
 _CHUNK = 2**16
 """Numbers in a chunk of what has one axis: few enough to stay in HDF5's cache while samples come one by one."""
@@ -69,7 +171,7 @@ def write_trace(
                         return
                     _write_sample(variables, where, sample(name), filled)
                 variables.finish()
-                file.attrs[checksums.NAME] = checksums.document(told, {name: _said(file[name]) for name in file})
+                file.attrs[layout.CHECKSUM] = layout.checksum_document(told, {name: _said(file[name]) for name in file})
             stream.check()
 
     undisturbed(write)
@@ -111,7 +213,7 @@ def _texts(value: Any) -> NDArray[Any]:
 
 def _said(held: h5py.Dataset) -> str:
     """What a variable says of itself, as it is summed."""
-    return checksums.words(held.attrs["units"], held.attrs["long_name"])
+    return layout.checksum_words(held.attrs["units"], held.attrs["long_name"])
 
 
 def _write_coordinates(
@@ -132,7 +234,7 @@ def _write_coordinates(
             places = counted.get(axis, np.arange(length))
             held = np.array(named.get(axis, places), dtype=object if axis in named else "<i8")
             scale = file.create_dataset(axis, data=held, **_storage("str" if axis in named else "int64", held.shape))
-            scale.attrs[checksums.NAME] = np.array([checksums.of(held)], dtype=np.uint32)
+            scale.attrs[layout.CHECKSUM] = np.array([layout.checksum_of(held)], dtype=np.uint32)
         scale.make_scale(f"{_WITHOUT_VARIABLE}{length:10d}" if axis in ROWS else axis)
         scale.attrs["units"], scale.attrs["long_name"] = "1", AXES[axis]
 
@@ -198,7 +300,7 @@ class _SummedVariable:
         self._begin, self._end, self._bytes = 0, 0, 0
         self._together = held.chunks[0] if held.ndim > 1 and held.chunks else _SCALARS
         self._waiting: list[NDArray[Any]] = []
-        summed = 0 if variable.in_rows else checksums.of(self._empty())
+        summed = 0 if variable.in_rows else layout.checksum_of(self._empty())
         self._sums = np.full(1 if variable.in_rows else held.shape[0], summed, dtype=np.uint32)
 
     @property
@@ -211,17 +313,17 @@ class _SummedVariable:
     def __setitem__(self, where: int | slice, value: Any) -> None:
         block = np.asarray(_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
-            self._sums[0] = checksums.of(block, int(self._sums[0]))
+            self._sums[0] = layout.checksum_of(block, int(self._sums[0]))
             self._wait(where.start, block)
         else:
             whole = block if block.shape == self._shape else np.broadcast_to(block, self._shape)
-            self._sums[where] = checksums.of(whole)
+            self._sums[where] = layout.checksum_of(whole)
             self._wait(where, whole[np.newaxis])
 
     def finish(self) -> None:
         """Write what waits, and the sums."""
         self._write()
-        self._held.attrs[checksums.NAME] = self._sums
+        self._held.attrs[layout.CHECKSUM] = self._sums
 
     def _wait(self, begin: int, block: NDArray[Any]) -> None:
         """Put a block behind those that wait, and write them together once they fill a chunk."""
@@ -252,3 +354,17 @@ def _write_sample(
     else:
         place(variables, where, sample, filled)
         variables["complete"][where] = 1
+
+
+def save(trace: Trace, path: Path) -> Path:
+    """Write the file of a trace, whole or not at all. Raises TraceError where it lacks what a file MUST hold."""
+    shapes = {
+        name: sample.shapes() if isinstance(sample, SampleTrace) else None
+        for name in trace.sample_ids
+        for sample in [trace.sample(name)]
+    }
+    own = ("format", "format_version")
+    attrs = {name: value for name, value in trace.attrs.items() if name not in own}
+    with written_whole(path) as beside:
+        write_trace(beside, trace.run, trace.sample_ids, attrs, shapes.__getitem__, trace.sample)
+    return path

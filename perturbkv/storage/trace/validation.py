@@ -1,12 +1,22 @@
 """Whether a trace's numbers can be what they say: counts within the prompt, positions in order, no NaN for a number.
 
 A sum tells that numbers are those that were written; files without sums are held against what no run can have measured.
+
+Whether a file is built as FORMAT.md says: its variables' types, axes and units, and the texts that it was made with.
+
+Called once for every file that is opened, before any numbers are read.
+
+Whether a trace file's axes are what its run and its variables say; a result read by wrong labels is turned around.
+
+And whether what counts or points into another axis stays within it.
+
+Called once for every file that is opened; nothing behind it asks again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,8 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv import kept_codec
-from perturbkv.errors import TraceError
-from perturbkv.schema import VARIABLES
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import PerturbkvError, TraceError
+from perturbkv.schema import ROWS, VARIABLES
+from perturbkv.storage.trace import layout
+from perturbkv.storage.trace.hdf5 import StoredFile
+from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED
 
 Arrays = Mapping[str, NDArray[Any]]
 _FLAGS = ("evicted", "top1_agreement")
@@ -126,3 +140,164 @@ def _like(of_samples: NDArray[Any], held: NDArray[Any]) -> NDArray[Any]:
 def _refuse(path: Path, expected: str, got: str) -> NoReturn:
     msg = f"expected {expected} in {path}, got {got}; the file was changed since it was made; make it again"
     raise TraceError(msg)
+
+
+_NEEDED = ("sample", "config", "step", *FLAGS)
+"""What no trace is without, whichever variables it holds."""
+_TEXTS = ("sample", "config")
+
+
+def check_structure(file: StoredFile) -> None:
+    """Raise TraceError unless everything that a reader knows is what the format makes of it."""
+    names = file.names()
+    for name in _NEEDED:
+        if name not in names:
+            file.refuse(f"'{name}'", "none")
+    axes = axes_of(names)
+    for axis in axes:
+        _check_type(file, axis, "str" if axis in _TEXTS else "" if axis in ROWS else "int64")
+        if len(file.shape(axis)) != 1:
+            file.refuse(f"one axis of {axis}", f"the shape {file.shape(axis)}")
+    for name in variables_of(names):
+        _check_variable(file, name, axes)
+    _check_sums(file, [*axes, *variables_of(names)])
+
+
+def axes_of(names: list[str]) -> list[str]:
+    """The axes that a file has, of those that there are."""
+    return [axis for axis in AXES if axis in names]
+
+
+def variables_of(names: list[str]) -> list[str]:
+    """The variables that a file has, of those that there are."""
+    return [name for name in STORED if name in names]
+
+
+def check_version(file: StoredFile) -> None:
+    """Raise TraceError for another format, or another version of it."""
+    attrs = file.attributes()
+    if attrs.get("format") != FORMAT:
+        file.refuse("a perturbkv trace", "another HDF5 file")
+    version = attrs.get("format_version")
+    if not isinstance(version, int) or version < 1:
+        file.refuse(f"the format_version {FORMAT_VERSION}", str(version))
+    if version != FORMAT_VERSION:
+        file.refuse_version(version, FORMAT_VERSION)
+
+
+def run_of(file: StoredFile) -> RunConfig:
+    """The run as the file holds it. Raises TraceError where it is none."""
+    text = file.attributes().get("run")
+    if not isinstance(text, str):
+        file.refuse("the run as JSON", "none")
+    try:
+        return RunConfig.from_json(text)
+    except PerturbkvError as error:
+        file.refuse("the run as JSON", f"one that says: {error}")
+
+
+def _check_type(file: StoredFile, name: str, dtype: str) -> None:
+    if dtype and not file.is_of(name, dtype):
+        file.refuse(f"{name} of the type {dtype}", "another")
+
+
+def _check_variable(file: StoredFile, name: str, axes: list[str]) -> None:
+    variable = STORED[name]
+    _check_type(file, name, variable.dtype)
+    if (found := file.axes(name, axes)) != variable.axes:
+        file.refuse(f"{name} along {' '.join(variable.axes)}", " ".join(found) or "no axis")
+    if (units := file.text(name, "units")) != variable.units:
+        file.refuse(f"{name} in the unit {variable.units}", units)
+
+
+def _check_sums(file: StoredFile, names: list[str]) -> None:
+    """Texts as they were summed, and sums for every variable; nothing of a file that has none."""
+    attrs = file.attributes()
+    if layout.CHECKSUM not in attrs:
+        return
+    said = {name: layout.checksum_words(file.text(name, "units"), file.text(name, "long_name")) for name in names}
+    texts = {name: value for name, value in attrs.items() if isinstance(value, str)}
+    try:
+        differing = layout.differing_checksums(str(attrs[layout.CHECKSUM]), texts, said)
+    except (ValueError, RecursionError):
+        differing = layout.CHECKSUM
+    if differing is not None:
+        file.refuse(f"'{differing}' as it was written", "another or none")
+    for name in names:
+        if name not in ROWS and file.sums(name) is None:
+            file.refuse(f"the sums of {name}", "none")
+
+
+_AGAIN = "the file was changed since it was made; make it again"
+Shape = tuple[int, ...]
+Counts = NDArray[np.int64]
+
+
+def check_configs(path: Path, labels: Sequence[str], held: Sequence[str]) -> None:
+    """Raise TraceError unless the coordinate `config` holds the labels of the run's configurations in their order."""
+    if len(held) != len(labels):
+        msg = (
+            f"expected the {len(labels)} configurations of the run along 'config' in {path}, got {len(held)}; {_AGAIN}"
+        )
+        raise TraceError(msg)
+    for place, (expected, got) in enumerate(zip(labels, held, strict=True)):
+        if expected != got:
+            where = f"at place {place} along 'config' in {path}"
+            msg = f"expected '{expected}', as the run says, {where}, got '{got}'; {_AGAIN}"
+            raise TraceError(msg)
+
+
+def check_run(path: Path, lengths: Mapping[str, int], run: RunConfig) -> None:
+    """Raise TraceError unless there are as many samples and steps as the run has."""
+    for axis, expected in (("sample", run.samples), ("step", run.steps)):
+        if lengths[axis] != expected:
+            msg = f"expected the {expected} places of the run along '{axis}' in {path}, got {lengths[axis]}; {_AGAIN}"
+            raise TraceError(msg)
+
+
+def check_samples(path: Path, held: Sequence[str]) -> None:
+    """Raise TraceError unless every sample id is there once."""
+    if len(set(held)) < len(held):
+        twice = next(name for name in held if list(held).count(name) > 1)
+        msg = f"expected every sample id once along 'sample' in {path}, got '{twice}' twice; {_AGAIN}"
+        raise TraceError(msg)
+
+
+def check_places(path: Path, axis: str, held: NDArray[np.generic], measured: Sequence[int] | None = None) -> None:
+    """Raise TraceError unless a coordinate counts its places from 0 on, or holds the layers that were measured."""
+    if not np.array_equal(held, np.arange(len(held)) if measured is None else np.array(measured)):
+        expected = f"0 … {len(held) - 1}" if measured is None else " ".join(map(str, measured))
+        msg = f"expected the places {expected} along '{axis}' in {path}, got {held[:8].tolist()} …; {_AGAIN}"
+        raise TraceError(msg)
+
+
+def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Shape]) -> None:
+    """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
+    for name, shape in shapes.items():
+        axes = VARIABLES[name].axes if name in VARIABLES else ("sample",)
+        expected = tuple(lengths[axis] for axis in axes)
+        if shape != expected:
+            msg = f"expected {name} of the shape {expected} along {' '.join(axes)} in {path}, got {shape}; {_AGAIN}"
+            raise TraceError(msg)
+
+
+def check_measured(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: int) -> None:
+    """Raise TraceError unless `steps_measured` is 1 … `steps` in every complete sample and 0 in every failed one."""
+    wrong = np.where(ok, (measured < 1) | (measured > steps), measured != 0)
+    if wrong.any():
+        place = int(wrong.argmax())
+        expected = f"1 … {steps}" if ok[place] else "0, as the sample failed,"
+        msg = f"expected steps_measured of {expected} for sample {place} in {path}, got {measured[place]}; {_AGAIN}"
+        raise TraceError(msg)
+
+
+def check_rows(path: Path, axis: str, names: tuple[str, str], offset: Counts, count: Counts, held: int) -> None:
+    """Raise TraceError unless the places that two variables tell, offset and count, lie within the `held` of `axis`."""
+    wrong = (offset < 0) | (count < 0) | (count > held - offset)
+    if wrong.any():
+        where = tuple(np.argwhere(wrong)[0].tolist())
+        msg = (
+            f"expected {' and '.join(names)} within the {held} places along '{axis}' in {path}, "
+            f"got {offset[where]} and {count[where]} at {where}; {_AGAIN}"
+        )
+        raise TraceError(msg)
