@@ -67,8 +67,8 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
     if not found:
         held = ", ".join(dict.fromkeys(restriction_of(config) for config in trace.run.configs))
         msg = (
-            f"{ANALYSIS} needs the granularity '{RESTRICTION_BASELINE}' of single entries and another one, alike in all "
-            f"else; got a trace of {held}"
+            f"{ANALYSIS} needs the granularity '{RESTRICTION_BASELINE}' of single entries and another one, alike in "
+            f"all else; got a trace of {held}"
         )
         raise TraceError(msg)
     return tuple(found)
@@ -128,9 +128,9 @@ class Restriction(OfSettings[RestrictionSetting]):
         kind = self.settings[0].rows[0].compared.propagated
         return (
             f"{text.about_intervals(self.identity.samples, medians=True)} L1, treatment over {RESTRICTION_BASELINE}'s; "
-            "below 1 it perturbs less. KL: median over samples. Blocks that hold an entry of the window are held whole, "
-            "and a budget of b never holds more than b: what it cannot spend on a whole block is part of what blocks cost. "
-            "A set per query head holds more of a grouped cache, and is no equal comparison. "
+            "below 1 it perturbs less. KL: median over samples. Blocks that hold an entry of the window are held "
+            "whole, and a budget of b never holds more than b: what it cannot spend on a whole block is part of what "
+            "blocks cost. A set per query head holds more of a grouped cache, and is no equal comparison. "
             f"{text.ABOUT_HELD} {text.about_floor(kind.floor_relative_median)}"
         )
 

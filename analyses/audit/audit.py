@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.audit import faults
-from perturbkv.analyses.audit import faults as audit_faults
-from perturbkv.analyses.audit import faults as audit_told
 from perturbkv.analyses.audit.faults import Fault
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.json_values import config_object
@@ -65,20 +63,20 @@ class AuditResult(Result):
 
     def conclusion(self) -> str:
         """The verdict in one line."""
-        said = audit_told.verdict(self.trace, self.faults, self.unreadable)
+        said = faults.verdict(self.trace, self.faults, self.unreadable)
         return f"{self.verdict}: {said}"
 
     def title(self) -> str:
         """What was audited, and on what."""
-        return audit_told.title(self.trace)
+        return faults.title(self.trace)
 
     def tables(self) -> Sequence[Table | str]:
         """What it keeps, how it decodes, what plain use does, what it costs."""
-        return audit_told.tables(self.trace, self.faults)
+        return faults.tables(self.trace, self.faults)
 
     def notes(self) -> str:
         """What the columns mean."""
-        return audit_told.notes(self.trace)
+        return faults.notes(self.trace)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a reader needs, as JSON holds it."""
@@ -102,7 +100,7 @@ class AuditResult(Result):
                 "altered": "; ".join(words for words in entries.altered[layer] if words),
             }
             for run, entries, decoded in self.compared
-            for step, layers in enumerate(audit_faults.layer_floors(decoded))
+            for step, layers in enumerate(faults.layer_floors(decoded))
             for layer, floors in enumerate(layers)
         ]  # fmt: skip
 
@@ -126,7 +124,7 @@ class AuditResult(Result):
         """Situation → (layer,) the most noise floors of all its prompts, rows and steps."""
         found: dict[str, NDArray[np.float64]] = {}
         for run, _, decoded in self.compared:
-            floors = audit_faults.layer_floors(decoded).max(axis=0)
+            floors = faults.layer_floors(decoded).max(axis=0)
             found[run.situation] = np.fmax(found.get(run.situation, floors), floors)
         return found
 
@@ -140,8 +138,8 @@ def _shares(entries: Entries, tokens: int, bins: int) -> NDArray[np.float64]:
 
 def conclude(trace: AuditTrace) -> AuditResult:
     """The verdict on what an audit measured."""
-    found = [fault for run in trace.runs if (fault := audit_faults.fault_of_run(run)) is not None]
-    return AuditResult(trace, tuple(sorted(found, key=audit_faults.fault_order)), _identity(trace))
+    found = [fault for run in trace.runs if (fault := faults.fault_of_run(run)) is not None]
+    return AuditResult(trace, tuple(sorted(found, key=faults.fault_order)), _identity(trace))
 
 
 def _identity(trace: AuditTrace) -> RunIdentity:

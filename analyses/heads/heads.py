@@ -13,7 +13,6 @@ from typing import Any, overload
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses import text as conclusions
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, summarise
 from perturbkv.analyses.identity import RunIdentity, identity
@@ -97,7 +96,7 @@ def _of_pair(pair: HeadComparison) -> str:
         MORE: f"{treatment} moves the output more than {baseline}: the propagated sum rises to",
         ALIKE: f"{treatment} and {baseline} differ in no head beyond rounding: the propagated sum is",
         UNDECIDED: f"it is not decided {single}: the propagated sum is",
-        FEW: f"{conclusions.too_few(pair.identity.samples)} {single}: the propagated sum is",
+        FEW: f"{text.too_few(pair.identity.samples)} {single}: the propagated sum is",
     }[found.verdict]
     where = [counted(pair.identity.samples, "sample"), f"budget {pair.baseline.budget}", *_looked_at(pair)]
     told = f"{capital(opening, treatment)} {found.shown} of {baseline}'s{_heads(pair, found)}"
@@ -113,13 +112,13 @@ def _looked_at(pair: HeadComparison) -> list[str]:
 def _outcome(pair: HeadComparison, kind: str, name: str = "") -> Outcome:
     found: HeadKind = getattr(pair, kind)
     tied = found.tied_count == found.verdict.size
-    return conclusions.by_ratio(name, found.sum_ratio, found.sum_ratio_interval, tied, pair.identity.samples)
+    return text.by_ratio(name, found.sum_ratio, found.sum_ratio_interval, tied, pair.identity.samples)
 
 
 def _heads(pair: HeadComparison, total: Outcome) -> str:
     """The share of heads beside the sum, and whether it says otherwise."""
     kind = pair.propagated
-    share = conclusions.by_share("", kind.better_share, kind.better_share_interval, pair.identity.samples)
+    share = text.by_share("", kind.better_share, kind.better_share_interval, pair.identity.samples)
     if total.verdict in (LESS, MORE) and share.verdict == UNDECIDED:
         return f", though whether most heads move it less is not decided: {share.shown}"
     word = {(LESS, LESS): "though only", (MORE, MORE): "though"}.get((total.verdict, share.verdict), "and")
@@ -151,14 +150,14 @@ def _of_pairs(pairs: Sequence[HeadComparison]) -> str:
         for kind in ("propagated", "isolated")
     )
     words = {LESS: f"less than {baseline}", MORE: "more"}
-    main = conclusions.conclusion_of_many(propagated, f"{treatment} moves the output", words, samples)
+    main = text.conclusion_of_many(propagated, f"{treatment} moves the output", words, samples)
     few = any(one.verdict == FEW for one in isolated)
-    counts = "" if few else f"{conclusions.tally_outcomes(isolated, {LESS: LESS, MORE: MORE})}, "
+    counts = "" if few else f"{text.tally_outcomes(isolated, {LESS: LESS, MORE: MORE})}, "
     at = "".join(f", {words}" for words in _looked_at(pairs[0]))
     return (
         f"{capital(main, *treatments)}: the propagated sum over {baseline}'s goes "
-        f"{conclusions.outcome_extremes(propagated)}{at}. Isolated, each layer cut on its own: "
-        f"{counts}{conclusions.outcome_extremes(isolated)}."
+        f"{text.outcome_extremes(propagated)}{at}. Isolated, each layer cut on its own: "
+        f"{counts}{text.outcome_extremes(isolated)}."
     )
 
 
@@ -167,7 +166,7 @@ def _names(pairs: Sequence[HeadComparison], both: Sequence[tuple[str, str]]) -> 
     several = [len({names[place] for names in both}) > 1 for place in (0, 1)]
     found = []
     crossing = any(pair.baseline.policy.name != pair.treatment.policy.name for pair in pairs)
-    settings = conclusions.settings([pair.baseline for pair in pairs], *(["policy"] if crossing else []))
+    settings = text.settings([pair.baseline for pair in pairs], *(["policy"] if crossing else []))
     for (first, second), words in zip(both, settings, strict=True):
         own = f"{first} → {second}" if several[0] else second if several[1] else ""
         found.append(" ".join(filter(None, (own and f"with {own}", words))))

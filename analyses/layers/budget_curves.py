@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import pairing, text
-from perturbkv.analyses import text as conclusions
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import distances
 from perturbkv.analyses.measurements import Floats, at_step, held_shares, kept_share, values
@@ -123,7 +122,7 @@ def conclusion(curves: Sequence[BudgetCurve], samples: int) -> str:
     counts = f"({counted(samples, 'sample')})"
     if len(curves) > _SAID_SINGLY:
         every = [_shown(one, place) for one in curves for place in range(len(one.budgets))]
-        ends = conclusions.outcome_extremes(every)
+        ends = text.outcome_extremes(every)
         return f"The next token is the full run's in a share of samples that goes {ends} {counts}."
     told = "; ".join(f"{one.name} {_ends(one)}" for one in curves)
     return f"The next token is the full run's with {told} {counts}."
@@ -131,7 +130,7 @@ def conclusion(curves: Sequence[BudgetCurve], samples: int) -> str:
 
 def _shown(one: BudgetCurve, place: int) -> Outcome:
     share, interval = float(one.medians["top1"][place]), text.at(one.intervals["top1"], place)
-    return conclusions.by_share(f"with {one.name} at budget {one.budgets[place]}", share, interval, 0)
+    return text.by_share(f"with {one.name} at budget {one.budgets[place]}", share, interval, 0)
 
 
 def _ends(one: BudgetCurve) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from perturbkv.analyses import text
-from perturbkv.analyses import text as conclusions
 from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift, summarise, summarise_last_layer
@@ -47,11 +46,9 @@ def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
     outcomes = [_of_layer(drift, name) for drift, name in zip(drifts, _names(drifts), strict=True)]
     if len(drifts) > 1:
         words = {LESS: f"less than {baseline}", MORE: "more"}
-        told = conclusions.conclusion_of_many(
-            outcomes, f"by the last layer {treatment} drifts", words, first.identity.samples
-        )
+        told = text.conclusion_of_many(outcomes, f"by the last layer {treatment} drifts", words, first.identity.samples)
         told = capital(told, treatment)
-        ends = conclusions.outcome_extremes(outcomes)
+        ends = text.outcome_extremes(outcomes)
         return f"{told}{_looked_at(first)}: its mean drift over {baseline}'s goes {ends}."
     single = f"whether by the last layer {treatment} drifts less or more than {baseline}"
     opening = {
@@ -59,7 +56,7 @@ def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
         MORE: f"by the last layer {treatment} drifts more than {baseline}",
         ALIKE: f"by the last layer {treatment} and {baseline} drift alike, within rounding",
         UNDECIDED: f"it is not decided {single}",
-        FEW: f"{conclusions.too_few(first.identity.samples)} {single}",
+        FEW: f"{text.too_few(first.identity.samples)} {single}",
     }[outcomes[0].verdict]
     less, more = (int((first.verdict == sign).sum()) for sign in (1, -1))
     counts = f"by the means, less after {less} of {counted(len(first.verdict), 'layer')}, more after {more}"
@@ -74,27 +71,25 @@ def sample_conclusion(samples: Sequence[LastLayer]) -> str:
     who = f"{treatment} drifts less than {baseline}"
     if len(samples) > 1:
         words = {MORE: "in most samples", LESS: "in fewer than half of them"}
-        told = conclusions.conclusion_of_many(outcomes, who, words, first.identity.samples)
+        told = text.conclusion_of_many(outcomes, who, words, first.identity.samples)
         told = capital(told, treatment)
-        return f"{told}{_looked_at(first)}: {conclusions.outcome_extremes(outcomes)}."
+        return f"{told}{_looked_at(first)}: {text.outcome_extremes(outcomes)}."
     opening = {
         LESS: f"{who} in fewer than half of the samples",
         MORE: f"{who} in most samples",
         UNDECIDED: f"it is not decided whether {who} in most samples",
-        FEW: f"{conclusions.too_few(first.identity.samples)} whether {who} in most",
+        FEW: f"{text.too_few(first.identity.samples)} whether {who} in most",
     }[outcomes[0].verdict]
     return f"{capital(opening, treatment)}: in {outcomes[0].shown} ({_where(first)})."
 
 
 def _of_layer(drift: LayerDrift, name: str) -> Outcome:
     ends = text.at(drift.ratio_interval, -1)
-    return conclusions.by_ratio(
-        name, float(drift.ratio[-1]), ends, bool(drift.verdict[-1] == 0), drift.identity.samples
-    )
+    return text.by_ratio(name, float(drift.ratio[-1]), ends, bool(drift.verdict[-1] == 0), drift.identity.samples)
 
 
 def _of_samples(result: LastLayer, name: str) -> Outcome:
-    return conclusions.by_share(name, result.improved_share, result.improved_share_interval, result.identity.samples)
+    return text.by_share(name, result.improved_share, result.improved_share_interval, result.identity.samples)
 
 
 def _names(results: Sequence[Compared]) -> list[str]:

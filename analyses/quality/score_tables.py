@@ -15,7 +15,6 @@ from itertools import groupby
 from math import isnan
 
 from perturbkv.analyses import measurements, text
-from perturbkv.analyses import text as numbers
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.pairing import APART, counted, folded, short_names
 from perturbkv.analyses.quality.graded_tasks import departures, graded_by
@@ -305,7 +304,7 @@ def _rules(layout: Layout) -> Iterator[str]:
 def _lines(line: Line) -> Iterator[str]:
     """The scores, and small beneath them their intervals."""
     yield _quality_latex_row(
-        [escaped(line.method), escaped(line.budget), numbers.held(line.held), *map(_score, line.cells)]
+        [escaped(line.method), escaped(line.budget), text.held(line.held), *map(_score, line.cells)]
     )
     beneath = [_ends(cell) for cell in line.cells]
     if any(beneath):
@@ -351,7 +350,7 @@ def _named(layout: Layout) -> list[str]:
 
 
 def _quality_text_row(one: Line) -> list[str]:
-    return [_escaped(one.method), one.budget, numbers.held(one.held), *map(_quality_text_cell, one.cells)]
+    return [_escaped(one.method), one.budget, text.held(one.held), *map(_quality_text_cell, one.cells)]
 
 
 def _quality_text_cell(cell: Cell) -> str:

@@ -33,7 +33,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special, stats
 
 from perturbkv.analyses.stats.arithmetic import ratio
 
@@ -129,6 +128,8 @@ def rare_share_of(heads: int) -> Kind:
 
 def of_samples(hits: NDArray[np.bool_]) -> Scalar:
     """The exact interval of the share of samples that hit (Clopper–Pearson); None for fewer than two samples."""
+    from scipy import stats
+
     count, found = len(hits), int(np.sum(hits))
     if count < 2:
         return None
@@ -167,6 +168,8 @@ def median_level(samples: int) -> float:
 
 def _median_levels(samples: int) -> Floats:
     """Coverage of the k-th least to the k-th largest, k = 1, 2, …, as far as it is at least `MEDIAN_LEVEL`."""
+    from scipy import stats
+
     inside = 1 - 2 * stats.binom.cdf(np.arange(samples // 2), samples, 0.5)
     return np.asarray(inside[inside >= MEDIAN_LEVEL])
 
@@ -201,6 +204,8 @@ def jackknife(value: Floats, left_out: Floats, kind: Kind, deciding: float | Non
 
     On the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
     """
+    from scipy import special
+
     count = len(left_out)
     sure = deciding or count
     reach = special.stdtrit(kind.degrees(sure), (1 + LEVEL) / 2)  # Student's t: what `stats.t.ppf` asks in the end

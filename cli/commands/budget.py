@@ -201,7 +201,6 @@ def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
     if run.window is not None:
         return run, None
     from perturbkv.cli.planned_run import encode_prompts
-    from perturbkv.configs.entry_counts import Budget
     from perturbkv.datasets.dataset_registry import check_name
     from perturbkv.models.loading import open_model
 

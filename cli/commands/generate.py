@@ -16,7 +16,6 @@ import typer
 from typer import Option
 
 from perturbkv.analyses import text
-from perturbkv.analyses import text as numbers
 from perturbkv.analyses.json_values import provenance_object, run_object
 from perturbkv.analyses.pairing import counted, short_names
 from perturbkv.cli import console, option_effects
@@ -56,7 +55,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
         rows.append(
             (
                 names[label] or "evicted",
-                numbers.held(made.get("held_share", math.nan)) + _bytes(made),
+                text.held(made.get("held_share", math.nan)) + _bytes(made),
                 alike,
                 _score(made),
                 shown(made["text"]),
@@ -75,7 +74,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
 
 def _bytes(made: Mapping[str, Any]) -> str:
     """What a cache of few bits takes of the full one's bytes, on a line of its own."""
-    return f"\n{numbers.held(made['bytes_share'])} of bytes" if "bytes_share" in made else ""
+    return f"\n{text.held(made['bytes_share'])} of bytes" if "bytes_share" in made else ""
 
 
 def _score(made: Mapping[str, Any]) -> str:

@@ -28,7 +28,6 @@ from perturbkv.configs.resources import EngineConfig, Resources
 from perturbkv.configs.run import Shard
 from perturbkv.datasets.prompts import load
 from perturbkv.engines import ray as actors
-from perturbkv.engines import ray as joining
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.ray import Seat
 from perturbkv.engines.scheduler import Crew, Scheduler, Work
@@ -176,7 +175,7 @@ def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
     with ExitStack() as stack:
         if engine == "ray":
             chosen = EngineConfig(engine, workers=sum(sizes), ray_address="local")
-            ray = stack.enter_context(joining.joined_ray(chosen))
+            ray = stack.enter_context(actors.joined_ray(chosen))
             seat = Seat(_PLACE, actors.nodes(ray)[0].key, cpus=0, gpus=0, memory=0)
             made = [actors.Actors(ray, [seat] * size) for size in sizes]
         else:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs import layer_types, option
+from perturbkv.configs import layer_types
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
@@ -236,7 +236,7 @@ def check_alone(name: str, workers: int | None, cpus_per_worker: int | None, tim
     _check_count("workers", workers)
     _check_count("cpus_per_worker", cpus_per_worker)
     if timeout_per_sample is not None:
-        option.check_number(_engine_said("timeout_per_sample"), timeout_per_sample)
+        numbers.check_number(_engine_said("timeout_per_sample"), timeout_per_sample)
         if not timeout_per_sample > 0:
             msg = f"{_engine_said('timeout_per_sample')} takes seconds above 0, got {timeout_per_sample}"
             raise ConfigError(msg)

@@ -18,8 +18,6 @@ from perturbkv.configs.resources import EngineConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines import processes
 from perturbkv.engines import ray as actors
-from perturbkv.engines import ray as joining
-from perturbkv.engines import ray as nodes
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.scheduler import Crew, Scheduler
 from perturbkv.engines.work_items import Done, Failed, answering, measuring
@@ -129,9 +127,9 @@ def _crew(chosen: EngineConfig, largest: Plan) -> Iterator[Crew]:
     if chosen.name == "workers":
         yield Processes(processes.worker_places(chosen, largest))
         return
-    with joining.joined_ray(chosen) as ray:
+    with actors.joined_ray(chosen) as ray:
         needed, device = processes.needed_bytes(largest), largest.placement.device.type
-        yield actors.Actors(ray, nodes.seats(chosen, actors.nodes(ray), device, needed))
+        yield actors.Actors(ray, actors.seats(chosen, actors.nodes(ray), device, needed))
 
 
 def device(chosen: EngineConfig, name: str) -> torch.device:
@@ -139,11 +137,11 @@ def device(chosen: EngineConfig, name: str) -> torch.device:
 
     Raises ConfigError for a device that is not there.
     """
-    if chosen.name != "ray" or torch.cuda.is_available() or not joining.ray_address(chosen):
+    if chosen.name != "ray" or torch.cuda.is_available() or not actors.ray_address(chosen):
         return pick_device(name)
     if name == "cuda":
         return torch.device(name)
     if name != "auto":
         return pick_device(name)
-    with joining.joined_ray(chosen, told=False) as ray:
+    with actors.joined_ray(chosen, told=False) as ray:
         return torch.device("cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu")

@@ -22,9 +22,7 @@ from perturbkv.analyses.heads.head_comparison import HeadKind, compare_kind
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.outcomes import Divergence
-from perturbkv.analyses.stats import coalition as curves_of
-from perturbkv.analyses.stats import coalition as shapley_of
-from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats import coalition, intervals
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.coalition import Orders, Path
 from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Scalar, difference_of
@@ -198,18 +196,18 @@ def shapley(measured: Measured, outcome: str, orders: Orders | None) -> Shapley:
     """Values from drawn orders; from all subsets where they are None."""
     players = len(measured.game.players)
     nobody, everybody = frozenset[int](), measured.game.everybody
-    passed = shapley_of.needed(players, orders)
+    passed = coalition.needed(players, orders)
     values = all_of(measured, passed, outcome)
     baseline = values[nobody]
     if orders is None:
-        found, sampling = shapley_of.exact(values, players), np.zeros(players)
+        found, sampling = coalition.exact(values, players), np.zeros(players)
     else:
-        each = shapley_of.marginals(values, orders)
+        each = coalition.marginals(values, orders)
         found, sampling = each.mean(axis=0), sampling_error(each, scale(baseline, outcome))
     value, interval = change(found, baseline, outcome)
     total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
     drawn = 0 if orders is None else len(orders)
-    ends = [Shift.of(one(values, players), baseline, outcome) for one in (shapley_of.alone, shapley_of.last)]
+    ends = [Shift.of(one(values, players), baseline, outcome) for one in (coalition.alone, coalition.last)]
     return Shapley(value, interval, sampling, float(total[0]), at(total_interval, 0), drawn, len(passed), found, *ends)
 
 
@@ -220,7 +218,7 @@ def greedy(measured: Measured, outcome: str, paths: Sequence[Path]) -> Greedy:
     def value(coalition: Coalition, places: NDArray[np.int64]) -> Floats:
         return measured.only(places).coalition(coalition, outcome)
 
-    chosen, judged = curves_of.greedy_curves(paths, value, len(baseline))
+    chosen, judged = coalition.greedy_curves(paths, value, len(baseline))
     first, second = (change(curve - baseline, baseline, outcome) for curve in (chosen, judged))
     both = (tuple(paths[0].chosen), tuple(paths[1].chosen))
     return Greedy(both, first[0], first[1], second[0], second[1])
@@ -231,7 +229,7 @@ def sampling_error(each: Floats, unit: float) -> Floats:
 
     Student's t of the pairs' means, whose sums over samples are divided by `unit`.
     """
-    pairs = shapley_of.by_pair(each.sum(axis=-1)) / (unit if unit else np.nan)
+    pairs = coalition.by_pair(each.sum(axis=-1)) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)
 
