@@ -37,7 +37,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle second-model bench gpu install develop clean
+.PHONY: demo test pins attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -60,6 +60,10 @@ demo: install
 
 test: develop
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) --ignore $(ON_RAY) --ignore $(IN_BROWSER)
+
+# What this code gives beside what an older commit gave, bit for bit: numbers, JSON documents, exit codes, figures, pages.
+pins: develop
+	OMP_NUM_THREADS=1 $(PY) -m tests.pins $(if $(BEFORE),--before $(BEFORE))
 
 # Over all policies on a Ray cluster of one node and of two, in a network namespace of its own.
 test-ray: develop
