@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses.pairing import common
 from perturbkv.analyses.questions.alpha.alpha import Choices
 from perturbkv.analyses.questions.alpha.alpha_choice import PAPER
-from perturbkv.analyses.questions.alpha.alpha_rows_part import NAMES, OTHERS
+from perturbkv.analyses.questions.alpha.alpha_rows import NAMES, OTHERS
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.figures import style
 

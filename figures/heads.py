@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
 from perturbkv.analyses.pairing import common, counted, folded, short_names, side_names
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import style
 from perturbkv.figures.labels import by_held, held_sides
 

@@ -18,11 +18,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
 from perturbkv.analyses.pairing import counted, side_names
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import by_held, held_sides
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements
-from perturbkv.analyses.distances import distance_of, verdicts
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, at_step, held_shares, prefill_seconds, values
 from perturbkv.analyses.pairing import OfPair
@@ -22,6 +21,7 @@ from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, plain, quantiles, ratio
 from perturbkv.analyses.stats.intervals import RATIO, Scalar, share_of
 from perturbkv.analyses.stats.permutation import Decided
+from perturbkv.analyses.verdicts import distance_of, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace

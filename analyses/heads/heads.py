@@ -13,7 +13,6 @@ from typing import Any, overload
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, summarise
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.pairing import (
@@ -30,6 +29,7 @@ from perturbkv.analyses.pairing import (
 )
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, Outcome, capital
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError

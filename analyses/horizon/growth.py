@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.distances import TIE_FLOORS
 from perturbkv.analyses.measurements import Floats, measured_steps, values
 from perturbkv.analyses.pairing import Pair, pairs
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import plain, ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, Kind, Scalar
 from perturbkv.analyses.stats.permutation import Decided
+from perturbkv.analyses.verdicts import TIE_FLOORS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError

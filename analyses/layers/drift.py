@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements
-from perturbkv.analyses.distances import distance_of, verdicts
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, at_step, held_shares, values
 from perturbkv.analyses.pairing import OfPair, Pair
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import plain, ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Scalar
+from perturbkv.analyses.verdicts import distance_of, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES

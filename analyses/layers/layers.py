@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from perturbkv.analyses import text
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift, summarise, summarise_last_layer
 from perturbkv.analyses.pairing import (
@@ -27,6 +26,7 @@ from perturbkv.analyses.pairing import (
 )
 from perturbkv.analyses.result import Result, Sequenced, Several
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, Outcome, capital
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.trace import Trace

@@ -28,7 +28,7 @@ from perturbkv.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from perturbkv.analyses.heads.rounding import Ties
+    from perturbkv.analyses.heads.half_precision import Ties
     from perturbkv.benchmark.rows import Report
     from perturbkv.selfcheck.checks import Check
 
@@ -207,7 +207,7 @@ def _ties(model: str, samples: int, length: int, device: str) -> list[tuple[str,
         return []
     import dataclasses
 
-    from perturbkv.analyses.heads.rounding import compare
+    from perturbkv.analyses.heads.half_precision import compare
     from perturbkv.cli.planned_run import make_trace, plan
     from perturbkv.storage.trace.trace_file import read_trace
 

@@ -27,8 +27,8 @@ def heads(
 
     Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
     """
-    from perturbkv.analyses.distances import DISTANCES
     from perturbkv.analyses.heads.heads import compare_heads
+    from perturbkv.analyses.verdicts import DISTANCES
 
     names, distance = parse_compare(compare), check_choice("distance", distance, tuple(DISTANCES))
     study = open_study(named("heads", distance), run, look, lambda: run.configs(names))

@@ -33,9 +33,9 @@ def layers(
 
     Baseline against treatment (paper, figures 3, 5, 6).
     """
-    from perturbkv.analyses.distances import DISTANCES
     from perturbkv.analyses.layers.budget_curves import budget_curves
     from perturbkv.analyses.layers.layers import last_layer, layer_drift
+    from perturbkv.analyses.verdicts import DISTANCES
 
     names, distance = parse_compare(compare), check_choice("distance", distance, tuple(DISTANCES))
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)

@@ -18,7 +18,6 @@ import numpy as np
 
 from perturbkv.analyses.bounds import rank_agreement
 from perturbkv.analyses.bounds.ratios import bounded
-from perturbkv.analyses.distances import verdicts
 from perturbkv.analyses.horizon.growth import LEAST_STEPS
 from perturbkv.analyses.measurements import EVIDENCE, values
 from perturbkv.analyses.pairing import by_selection
@@ -26,6 +25,7 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, POSITIVE, RATIO, Kind, rare_share_of, share_of
 from perturbkv.analyses.stats.rank_correlation import spearman
+from perturbkv.analyses.verdicts import verdicts
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from perturbkv.analyses.distances import DISTANCES
-from perturbkv.analyses.heads.rounding import Agreement, Ties, compare
+from perturbkv.analyses.heads.half_precision import Agreement, Ties, compare
 from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace

@@ -41,7 +41,7 @@ from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.storage.output import Lock
 from perturbkv.storage.run.joining import ShardWriter
-from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import ShardRecord, beside
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace

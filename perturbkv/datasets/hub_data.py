@@ -5,7 +5,7 @@ from __future__ import annotations
 from perturbkv.datasets.dataset_registry import DATA_DIR_VARIABLE
 from perturbkv.errors import DatasetError
 from perturbkv.models import hub
-from perturbkv.models.hub_part import HubError
+from perturbkv.models.hub import HubError
 
 
 def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "") -> str:

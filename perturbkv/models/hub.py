@@ -7,6 +7,8 @@ A file of the hub, gone on with where a cut download ended.
 The hub's own client throws what came away, and asks a dead connection for a minute. Here a download that is cut without
 having brought anything to speak of is tried once more, then named; what came stays beside its place, and is a file only
 when all is there. No torch here.
+
+Whether the model hub can be asked at all, and what its refusals mean. No torch here.
 """
 
 from __future__ import annotations
@@ -16,20 +18,75 @@ import logging
 import os
 import re
 import shutil
+import socket
+import sys
 import time
+import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, get_token
 
 from perturbkv.memory import said
-from perturbkv.models import hub_part
-from perturbkv.models.hub_part import HubError
+
+_PATIENCE = 5.0
+"""Seconds for a host to take a connection; without this check each missing file would cost half a minute."""
+_PORTS = {"http": 80, "https": 443}
+
+
+class HubError(Exception):
+    """The hub does not give what it was asked for; the message says why and, where it is known, what to do."""
+
+
+@cache
+def unreachable() -> str:
+    """Why the hub cannot be asked, so that its cache on disk is all there is; empty where it can.
+
+    Behind a proxy, which looks names up itself, the hub is taken to be there.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    endpoint = urlsplit(constants.ENDPOINT)
+    if urllib.request.getproxies().get(endpoint.scheme):
+        return ""
+    try:
+        place = (endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 443))
+        socket.create_connection(place, _PATIENCE).close()
+    except OSError as error:
+        return f"{constants.ENDPOINT} cannot be reached: {error.strerror or error}"
+    return ""
+
+
+def connection_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """What the hub's client raises where a connection is refused, cut, too slow, or no HTTP; and `more`.
+
+    Its library is httpx, under whichever name this version of the client imports it.
+    """
+    library = sys.modules[type(get_session()).__module__.partition(".")[0]]
+    return (library.RequestError, *more)
+
+
+def refusal(response: Any, what: str) -> str:
+    """What an answer of the hub means that is none of 200, for `what` was asked for."""
+    status, code = int(response.status_code), response.headers.get("X-Error-Code", "")
+    login = "with a token that may read it" if get_token() else "after `hf auth login`, or with HF_TOKEN"
+    if code == "GatedRepo" or status == 403:
+        return f"{what} is gated: ask for access on its page at {constants.ENDPOINT}, then try again {login}"
+    if code == "RevisionNotFound":
+        return f"{what} is no branch, tag or commit that the hub has; leave out --revision for the newest"
+    if status in (401, 404) and code != "EntryNotFound":
+        return f"{what} is not there, or private: check its name, and read a private one {login} (HTTP {status})"
+    if status == 429:
+        return "it answers no more for now (HTTP 429, too many requests); wait some minutes, or log in"
+    return f"it answers HTTP {status} for {what}"
+
 
 RETRIES, PAUSE = 1, 1.0
 """How often a download is tried again that brought less than `_MUCH`, and seconds before."""
@@ -89,7 +146,7 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
         before = _size(partial)
         try:
             _append(file, url, partial)
-        except hub_part.connection_errors(_CutError) as error:
+        except connection_errors(_CutError) as error:
             failures = failures + 1 if _size(partial) - before < _MUCH else 0
             if failures > RETRIES:
                 msg = (
@@ -114,7 +171,7 @@ def _append(file: RemoteFile, url: str, partial: Path) -> None:
             msg = f"HTTP {response.status_code}"
             raise _CutError(msg)
         if response.status_code >= 400:
-            raise HubError(hub_part.refusal(response, file.name))
+            raise HubError(refusal(response, file.name))
         with partial.open("ab" if response.status_code == 206 else "wb") as stream:
             for chunk in response.iter_bytes():
                 stream.write(chunk)
@@ -227,11 +284,11 @@ def find(name: str, revision: str = "", kind: str = "model") -> Repository:
 
     Where the hub does not answer, or refuses, what its cache on disk knows by that name. Raises HubError.
     """
-    silence = hub_part.unreachable()
+    silence = unreachable()
     if not silence:
         try:
             return _asked(name, revision, kind)
-        except hub_part.connection_errors(_SilentError) as error:
+        except connection_errors(_SilentError) as error:
             silence = f"{constants.ENDPOINT} does not answer: {str(error) or type(error).__name__}"
         except HubError as error:
             silence = str(error)
@@ -250,7 +307,7 @@ def _asked(name: str, revision: str, kind: str) -> Repository:
         if error.response.status_code >= 500:
             msg = f"HTTP {error.response.status_code}"
             raise _SilentError(msg) from error
-        raise HubError(hub_part.refusal(error.response, what)) from error
+        raise HubError(refusal(error.response, what)) from error
     except HFValidationError as error:
         raise HubError(" ".join(str(error).split())) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -274,7 +331,7 @@ def _info(name: str, revision: str, kind: str) -> Any:
                 files_metadata=True,
                 timeout=float(constants.HF_HUB_ETAG_TIMEOUT),
             )
-        except hub_part.connection_errors():
+        except connection_errors():
             if not left:
                 raise
             time.sleep(PAUSE)

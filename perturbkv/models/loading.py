@@ -35,7 +35,7 @@ from perturbkv.models import gguf, hub, quantisers, sanity, stored_weights, user
 from perturbkv.models.adapter import Adapter, Opened, check_projections
 from perturbkv.models.aliases import ALIASES, EMBEDDED
 from perturbkv.models.families import FAMILIES, check_family, check_layers
-from perturbkv.models.hub_part import HubError
+from perturbkv.models.hub import HubError
 from perturbkv.models.sanity import check_shapes, whole_model
 from perturbkv.models.sources import READ, Source, explained, resolve
 from perturbkv.models.stored_weights import Stored

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import sum_ratio
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, byte_shares, held_shares, measured_steps, values
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import POSITIVE, over_prompts, share_of
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import line
 from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, by_step, mean_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.distances import distance_of
 from perturbkv.analyses.measurements import Floats, measured_steps, values
 from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.verdicts import distance_of
 from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale
 from perturbkv.trace import Trace
 

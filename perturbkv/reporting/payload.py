@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.measurements import at_step, measured_steps, values
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import LEAST, median_level
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import line
 from perturbkv.reporting import arrays

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from perturbkv.analyses import measurements, pairing
 from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ingredients import Row, Setting
-from perturbkv.analyses.distances import DISTANCES, verdicts
 from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import order, pairs, sweeps
 from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, Scalar, over_prompts
+from perturbkv.analyses.verdicts import DISTANCES, verdicts
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError

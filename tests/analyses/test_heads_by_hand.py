@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses import measurements
-from perturbkv.analyses.distances import verdicts
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
 from perturbkv.analyses.measurements import held_shares, values
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.text import about_intervals
+from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.heads.rounding import compare
+from perturbkv.analyses.heads.half_precision import compare
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made

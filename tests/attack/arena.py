@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perturbkv.storage.output import lock_path
-from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.journal import Journal, journal_path
 from tests.attack.materials import Materials
 from tests.attack.running import Outcome, Running
 from tests.support.growing import told

@@ -7,7 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
-from perturbkv.storage.run.journal_part import SUFFIX
+from perturbkv.storage.run.journal import SUFFIX
 from tests.attack.arena import disk
 from tests.attack.life import Life, Way, ended
 

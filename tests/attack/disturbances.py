@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from perturbkv.storage.output import lock_path
-from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.journal import journal_path
 from tests.attack.arena import LONG_S, RUN, SAMPLES, Arena, small_disk
 from tests.attack.rights import without_room
 from tests.attack.running import Outcome, Running

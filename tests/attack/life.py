@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.journal_part import SUFFIX, Journal
+from perturbkv.storage.run.journal import SUFFIX, Journal
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.attack import processes
 from tests.attack.arena import LONG_S, same

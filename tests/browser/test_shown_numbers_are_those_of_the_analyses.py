@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads.head_comparison import summarise
 from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
+from perturbkv.analyses.verdicts import DISTANCES
 from tests.browser.conftest import watched
 from tests.browser.reports import (
     BUDGETS,

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 import perturbkv as pk
 from perturbkv.datasets.hub_data import hub_file
 from perturbkv.errors import DatasetError, ModelError
-from perturbkv.models import hub_part as ours
+from perturbkv.models import hub as ours
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
 from tests.support.hub import Hub, Trouble

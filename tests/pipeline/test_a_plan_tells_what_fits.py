@@ -13,7 +13,7 @@ from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.pipeline.run import footprint
 from perturbkv.pipeline.run.plan import Plan, Settings
 from perturbkv.selection.grid import grid
-from perturbkv.storage.run.journal_part import Journal
+from perturbkv.storage.run.journal import Journal
 from tests.support.models import tiny_adapter, token_ids
 
 CONFIGS = grid((10, 0.5), window=4, policy=["snapkv", "adakv"], selection=["attention", "two-stage"])

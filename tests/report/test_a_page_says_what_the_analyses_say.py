@@ -12,9 +12,9 @@ import pytest
 import perturbkv as pk
 from perturbkv.analyses.ablation.ingredients import settings
 from perturbkv.analyses.bounds import assumption
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.layers import drift as layers
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.reporting.page_blocks import Payload
 from perturbkv.reporting.payload import payload
 from perturbkv.trace import Trace

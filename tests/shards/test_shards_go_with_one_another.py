@@ -14,7 +14,7 @@ from perturbkv.errors import ConfigError, HeldError, OutputError, TraceError, Un
 from perturbkv.schema import ANSWER_TEXT
 from perturbkv.storage.output import Lock
 from perturbkv.storage.run.joining import ShardWriter, done, join, merge, taken_over
-from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.journal import journal_path
 from perturbkv.storage.run.shards import beside
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.trace_file import read_trace

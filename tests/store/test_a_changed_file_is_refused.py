@@ -13,8 +13,7 @@ import pytest
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import ANSWER_TEXT, VARIABLES
-from perturbkv.storage.run.resume import ExistingTrace
-from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample
 from tests.support.changed import Change, changing, everything, refusal, without_sums

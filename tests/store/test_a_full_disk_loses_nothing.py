@@ -20,8 +20,7 @@ import pytest
 
 from perturbkv.errors import OutputError, TraceError
 from perturbkv.storage.run import journal
-from perturbkv.storage.run.journal import Entry, write_entry
-from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.journal import Entry, Journal, journal_path, write_entry
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace import trace_writing
 from perturbkv.storage.trace.trace_writing import Stream

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.run.journal import Entry, write_entry
-from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.journal import Entry, journal_path, write_entry
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
 
 

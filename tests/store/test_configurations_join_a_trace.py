@@ -8,7 +8,7 @@ import pytest
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
-from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.journal import journal_path
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.trace_file import read_run, read_trace
 from perturbkv.trace import FailedSample

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from perturbkv.storage.run import journal
-from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.journal import journal_path
 from perturbkv.storage.trace.trace_file import read_run
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.run.journal_part import Journal, journal_path
-from perturbkv.storage.run.resume import ExistingTrace
+from perturbkv.storage.run.journal import Journal, journal_path
+from perturbkv.storage.run.writer import ExistingTrace
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from tests.support.changed import changing
 from tests.support.traces import run_config, sample_trace, write

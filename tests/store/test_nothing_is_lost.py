@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace

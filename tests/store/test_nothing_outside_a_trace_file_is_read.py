@@ -14,8 +14,7 @@ import pytest
 
 from perturbkv import kept_codec
 from perturbkv.errors import TraceError, TraceUnavailableError
-from perturbkv.storage.run.resume import ExistingTrace
-from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import SampleTrace
 from tests.support.changed import AXES, Change, changing, refusal

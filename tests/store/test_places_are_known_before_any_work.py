@@ -8,7 +8,7 @@ import pytest
 from perturbkv.errors import OutputError
 from perturbkv.storage.atomic_files import write_whole
 from perturbkv.storage.output import check_place
-from perturbkv.storage.run.journal_part import journal_path
+from perturbkv.storage.run.journal import journal_path
 from tests.support.growing import OLD, opened
 
 

@@ -12,8 +12,7 @@ import xarray as xr
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import TEXT
-from perturbkv.storage.run.resume import ExistingTrace
-from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 from tests.support.changed import changing

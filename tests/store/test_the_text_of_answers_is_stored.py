@@ -14,8 +14,7 @@ import pytest
 import xarray as xr
 
 from perturbkv.schema import ANSWER_TEXT, TEXT
-from perturbkv.storage.run.resume import ExistingTrace
-from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
 from perturbkv.storage.trace.export import columns
 from perturbkv.storage.trace.texts import Texts
 from perturbkv.storage.trace.trace_file import describe, read_trace

@@ -15,7 +15,7 @@ import perturbkv as pk
 from perturbkv.errors import ModelError
 from perturbkv.models import hub as hub_download
 from perturbkv.models import hub as hub_repository
-from perturbkv.models import hub_part as ours
+from perturbkv.models import hub as ours
 from tests.support.folders import model_folder
 from tests.support.hub import Hub, serving
 from tests.support.models import tiny_model

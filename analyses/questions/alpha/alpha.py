@@ -20,8 +20,7 @@ from perturbkv.analyses.pairing import common
 from perturbkv.analyses.questions.alpha import alpha_rows
 from perturbkv.analyses.questions.alpha.alpha_choice import PAPER, Chosen, Fold, Sweep, choose, sweep, tables, unstable
 from perturbkv.analyses.questions.alpha.alpha_choice import folds as parted
-from perturbkv.analyses.questions.alpha.alpha_rows import Measured, measured
-from perturbkv.analyses.questions.alpha.alpha_rows_part import NAMES, OTHERS, Point, Row, curve, rows
+from perturbkv.analyses.questions.alpha.alpha_rows import NAMES, OTHERS, Measured, Point, Row, curve, measured, rows
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import Scalar

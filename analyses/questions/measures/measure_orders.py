@@ -20,7 +20,6 @@ import numpy as np
 from perturbkv.analyses import measurements, text
 from perturbkv.analyses.correlation.lost_answers import AREA, Rule
 from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, within
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, sum_ratio, with_floor
 from perturbkv.analyses.layers import drift as layers
@@ -30,6 +29,7 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, Scalar, mean_of, over_prompts, rare_share_of
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 from perturbkv.analyses.text import decided
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import at_step
@@ -34,6 +33,7 @@ from perturbkv.analyses.questions.measures.measure_orders import (
     sums,
 )
 from perturbkv.analyses.stats.arithmetic import plain
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import L1

@@ -13,7 +13,6 @@ from typing import Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.correlation.correlation_tables import estimate
-from perturbkv.analyses.distances import DISTANCES
 from perturbkv.analyses.heads.head_comparison import HeadKind
 from perturbkv.analyses.outcomes import OfSettings, by_head
 from perturbkv.analyses.pairing import Sides, counted, folded
@@ -33,6 +32,7 @@ from perturbkv.analyses.questions.measures.measure_orders import (
 from perturbkv.analyses.questions.measures.measure_settings import Setting, settings
 from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, mean_of, over_prompts
 from perturbkv.analyses.text import Case, capital, compared, decided, over, sentence
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import L1, L2
 from perturbkv.display import Table

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements
-from perturbkv.analyses.distances import verdicts
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import with_floor
 from perturbkv.analyses.identity import identity
@@ -23,6 +22,7 @@ from perturbkv.analyses.pairing import common
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, Kind, Scalar, share_of
+from perturbkv.analyses.verdicts import verdicts
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import NONE, ORACLE

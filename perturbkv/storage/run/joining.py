@@ -16,8 +16,7 @@ from perturbkv.configs.run import RunConfig, Shard
 from perturbkv.errors import HeldError, MissingShardError, TraceError
 from perturbkv.schema import TEXT
 from perturbkv.storage.output import Lock, drop_dead, wait_until_free
-from perturbkv.storage.run.journal_part import Journal, journal_path
-from perturbkv.storage.run.resume import existing_trace
+from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import (
     ShardJournal,
     ShardRecord,
@@ -29,7 +28,7 @@ from perturbkv.storage.run.shards import (
     named,
     provenance_of,
 )
-from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.run.writer import TraceWriter, existing_trace
 from perturbkv.storage.trace.texts import Texts, with_text
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace

@@ -22,7 +22,7 @@ from perturbkv.configs.run import DIGESTS, METRICS, RunConfig, Shard
 from perturbkv.errors import OutputError, PerturbkvError, TraceError
 from perturbkv.storage.atomic_files import write_whole
 from perturbkv.storage.output import TEMPORARY, drop_dead, real
-from perturbkv.storage.run.journal_part import DONE, SHARD, SUFFIX, Journal, journal_path
+from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_path
 
 
 def check_extends(run: RunConfig, held: RunConfig, where: Path) -> None:

@@ -22,7 +22,7 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED, ROWS, TEXT, VARIABLES
-from perturbkv.storage.run.journal_part import Journal, journal_path
+from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import beside
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.hdf5 import StoredFile, check_heaps, opened_file

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.distances import DISTANCES, distance_of, verdicts
 from perturbkv.analyses.heads.head_comparison import perturbed
 from perturbkv.analyses.pairing import Pair, pairs
 from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import Scalar, of_mean, share_of
+from perturbkv.analyses.verdicts import DISTANCES, distance_of, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
