@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
-import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,13 +161,12 @@ def test_a_wrong_question_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "module",
-    [f"perturbkv.analyses.{name}" for name in ("head_comparisons", "layer_drifts", "sample_drifts", "budgets")],
+    "question", [pk.compare_heads, pk.layer_drift, pk.budget_curves], ids=lambda question: question.__name__
 )
-def test_the_examples_in_docstrings_run(module: str) -> None:
+def test_the_examples_in_docstrings_run(question: Callable[..., Any]) -> None:
     small = sample_trace()
     small.arrays["prompt_tokens"] = np.asarray(500)  # type: ignore[index]
-    ran = doctest.testmod(importlib.import_module(module), extraglobs={"trace": trace(small)})
+    ran = doctest.testmod(sys.modules[question.__module__], extraglobs={"trace": trace(small)})
     assert ran.attempted > 0
     assert ran.failed == 0
 

@@ -29,7 +29,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_pages, "_SMALL", SMALL)
     monkeypatch.setattr(report_pages, "_LARGE", LARGE)
     monkeypatch.setattr(browsing, "first_times", lambda path, repeats: FIRST if path.exists() else {})
-    monkeypatch.setattr(browsing, "changes", lambda path, repeats: CHANGES if path.exists() else {})
+    monkeypatch.setattr(browsing, "change_times", lambda path, repeats: CHANGES if path.exists() else {})
 
 
 def test_every_row_is_what_was_found(little: None) -> None:
@@ -71,7 +71,7 @@ def test_a_browser_that_fails_makes_the_command_fail(
         msg = "the browser failed: gone"
         raise PerturbkvError(msg)
 
-    monkeypatch.setattr(browsing, "changes", fails)
+    monkeypatch.setattr(browsing, "change_times", fails)
     ran = CliRunner().invoke(app, ["bench", "report", "--tokens", "200", "-o", str(tmp_path / "r.json")])
     assert ran.exit_code == 1
     document = json.loads((tmp_path / "r.json").read_text())

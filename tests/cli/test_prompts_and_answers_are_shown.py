@@ -258,24 +258,6 @@ def test_answers_are_graded_by_the_metric_that_is_asked_for(perturbkv: Run, mode
     assert not Path("none").exists()
 
 
-def test_answers_of_a_version_that_named_no_metrics_are_gone_on_with(
-    perturbkv: Run, model: Path, tmp_path: Path
-) -> None:
-    row = {"context": "Fish swim. " * 9, "input": "Who?", "answers": ["fish"], "dataset": "hotpotqa"}
-    path, file = rows(tmp_path / "d.jsonl", row), Path("out/generation.jsonl")
-    options = ["--model", model, "--dataset", path, "--budget", 24, "--window", 8, "--max-new-tokens", 2, "-o", "out"]
-    assert perturbkv("generate", *options).code == 0
-    header, line = file.read_text().split("\n")[:-1]
-    document = json.loads(header)
-    del document["run"]["dataset_options"]["metrics"]
-    file.write_text(f"{json.dumps(document)}\n{line}\n")
-    ran = perturbkv("generate", *options)
-    assert ran.code == 0, ran.err
-    assert "1 sample of 1 there already" in ran.err
-    file.write_text(f"{json.dumps(document)}\n{line.replace('qa_f1', 'count')}\n")
-    assert "is of another run" in perturbkv("generate", *options).err
-
-
 def test_the_data_is_refused_before_anything_is_written(
     perturbkv: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import json
 import subprocess
 import sys
@@ -182,7 +181,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
 
 
 @pytest.mark.parametrize(
-    "module",
+    "name",
     [
         "assumption",
         "bound_tightness",
@@ -200,9 +199,9 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         "stability",
     ],  # fmt: skip
 )
-def test_the_examples_in_docstrings_run(module: str) -> None:
-    where = importlib.import_module(f"perturbkv.analyses.{module}")
-    ran = doctest.testmod(where, extraglobs={"trace": asked_of(OF_COMMAND.get(module, module))})
+def test_the_examples_in_docstrings_run(name: str) -> None:
+    where = sys.modules[getattr(pk, name).__module__]
+    ran = doctest.testmod(where, extraglobs={"trace": asked_of(OF_COMMAND.get(name, name))})
     assert ran.attempted > 0
     assert ran.failed == 0
 

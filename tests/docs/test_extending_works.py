@@ -48,6 +48,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / ("perturbkv" if step["path"].startswith(OUTSIDE) else "") / step["path"]
         if step["new"]:
             assert not path.exists()
+            path.parent.mkdir(exist_ok=True)
             path.write_text(step["block"])
         else:
             path.write_text(edited(path.read_text(), step["how"], step["line"], step["block"]))
