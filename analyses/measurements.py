@@ -1,10 +1,5 @@
 """A trace's numbers as every analysis takes them: complete samples alone, float64, checked.
 
-Where two configurations keep the same entries.
-
-What follows from equal kept sets is equal, whatever rounding says (METHOD: the protocol, 4). What is propagated follows
-from them only where both configurations have the entries at the same positions.
-
 What eviction does to the first decode step, as one number per prompt and configuration.
 
 The step reads the answer's first token and gives its second: it is known before the second is there (METHOD: the
@@ -27,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.pairing import counted
-from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
@@ -158,60 +153,6 @@ def kept_share(trace: Trace, config: int, analysis: str) -> float:
     kept = values(trace, "kept_count", analysis)[:, config]
     tokens = values(trace, "prompt_tokens", analysis)
     return float((kept.mean(axis=(1, 2)) / tokens).mean())
-
-
-Same = NDArray[np.bool_]
-
-
-def equal_isolated(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
-
-    Only where both configurations store them alike, in as many bits, and correct alike for what went; and not of pages
-    that each step and each run reads anew, of which a trace holds those of the full run's first step, nor of lines, of
-    which it holds what the prompt's last query looks at.
-    """
-    return np.asarray(trace.same_kept(first, second) & _stored_alike(trace, first, second)[:, None, None])
-
-
-def equal_propagated(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer, head) True where also all sets of earlier layers are equal: so is what reaches the head."""
-    same = _alike(trace, first, second)
-    before = np.ones((len(same), 1), dtype=bool)
-    return np.asarray(same & np.concatenate([before, _layers(same)[:, :-1]], axis=1)[:, :, None])
-
-
-def equal_layers(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer) True where all sets up to the layer are equal: so is the residual stream after it."""
-    return _layers(_alike(trace, first, second))
-
-
-def equal_whole(trace: Trace, first: int, second: int) -> Same:
-    """(sample,) True where all sets are equal: so are the final norm, the logits and every later token."""
-    return np.asarray(equal_layers(trace, first, second)[:, -1])
-
-
-def _alike(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
-    same, (one, other) = equal_isolated(trace, first, second), (trace.run.configs[place] for place in (first, second))
-    moved = trace.arrays["evicted"][trace.ok][:, first] != 0  # what keeps everything has the prompt's positions
-    return same if _positions(one) == _positions(other) else np.asarray(same & ~moved[:, None, None])
-
-
-def _stored_alike(trace: Trace, first: int, second: int) -> Same:
-    """(sample,) True where equal kept sets are the same cache: corrections that differ are alike where nothing went."""
-    one, other = (trace.run.configs[place] for place in (first, second))
-    whole = trace.arrays["evicted"][trace.ok][:, first] == 0
-    alike = one.precision == other.precision and one.evicts and other.evicts
-    return np.asarray(np.where(whole, one.precision == other.precision, alike & (one.correction == other.correction)))
-
-
-def _positions(config: EvictionConfig) -> str:
-    """Where decoding sees the kept keys: an option of the one policy that may move them."""
-    return str(config.policy.options.get("positions", "kept"))
-
-
-def _layers(same: Same) -> Same:
-    return np.asarray(np.logical_and.accumulate(same.all(axis=2), axis=1))
 
 
 FIRST_STEP_MEASURES = {

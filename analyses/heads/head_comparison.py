@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, at_step, held_shares, prefill_seconds, values
 from perturbkv.analyses.pairing import OfPair
@@ -21,7 +20,7 @@ from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, plain, quantiles, ratio
 from perturbkv.analyses.stats.intervals import RATIO, Scalar, share_of
 from perturbkv.analyses.stats.permutation import Decided
-from perturbkv.analyses.verdicts import distance_of, verdicts
+from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -284,7 +283,7 @@ def perturbed(
     lacks.
     """
     found, floor = with_floor(trace, kind, distance, step)
-    same = {"isolated": measurements.equal_isolated, "propagated": measurements.equal_propagated}[kind](trace, *sides)
+    same = {"isolated": equal_isolated, "propagated": equal_propagated}[kind](trace, *sides)
     return tied(found, sides, same), floor
 
 

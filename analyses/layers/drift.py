@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, at_step, held_shares, values
 from perturbkv.analyses.pairing import OfPair, Pair
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import plain, ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Scalar
-from perturbkv.analyses.verdicts import distance_of, verdicts
+from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
@@ -164,7 +163,7 @@ def sides(trace: Trace, pair: Pair, distance: str, analysis: str, step: int) -> 
     """(sample, layer) drift of two configurations, exactly equal where all kept sets up to the layer are."""
     first, second = (trace.config_index(config.label()) for config in pair)
     drift = distances(trace, distance, analysis, step)
-    same = measurements.equal_layers(trace, first, second)
+    same = equal_layers(trace, first, second)
     return drift[:, first], np.where(same, drift[:, first], drift[:, second])
 
 

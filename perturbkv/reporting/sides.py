@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import measurements, pairing
+from perturbkv.analyses import pairing
 from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ingredients import Row, Setting
 from perturbkv.analyses.heads import head_comparison, heads
@@ -25,7 +25,7 @@ from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import order, pairs, sweeps
 from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, Scalar, over_prompts
-from perturbkv.analyses.verdicts import DISTANCES, verdicts
+from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
@@ -169,10 +169,7 @@ class Same:
 
 def same_sets(trace: Trace, pairs: Sequence[Places]) -> Same:
     """Of every pair. Raises TraceError where the trace does not tell."""
-    found = [
-        np.stack([of(trace, *pair) for pair in pairs])
-        for of in (measurements.equal_isolated, measurements.equal_propagated, measurements.equal_layers)
-    ]
+    found = [np.stack([of(trace, *pair) for pair in pairs]) for of in (equal_isolated, equal_propagated, equal_layers)]
     return Same(*found)
 
 

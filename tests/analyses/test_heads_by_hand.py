@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
 from perturbkv.analyses.measurements import held_shares, values
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.text import about_intervals
-from perturbkv.analyses.verdicts import verdicts
+from perturbkv.analyses.verdicts import equal_isolated, equal_layers, equal_propagated, equal_whole, verdicts
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -130,15 +129,15 @@ def test_equal_kept_sets_tie_by_identity_and_their_ratio_is_exactly_1() -> None:
 
 def test_a_propagated_tie_needs_equal_sets_in_all_earlier_layers_too() -> None:
     made = keeping_another((1, 0, 0))  # treatment, layer 0, head 0
-    same = measurements.equal_isolated(made, 0, 1)[0]
+    same = equal_isolated(made, 0, 1)[0]
     assert same.tolist() == [[False, True], [True, True]]
-    assert measurements.equal_propagated(made, 0, 1)[0].tolist() == [[False, True], [False, False]]
-    assert measurements.equal_layers(made, 0, 1)[0].tolist() == [False, False]
-    assert not measurements.equal_whole(made, 0, 1).any()
+    assert equal_propagated(made, 0, 1)[0].tolist() == [[False, True], [False, False]]
+    assert equal_layers(made, 0, 1)[0].tolist() == [False, False]
+    assert not equal_whole(made, 0, 1).any()
     last = keeping_another((1, 1, 1))  # treatment, layer 1, head 1
-    assert measurements.equal_propagated(last, 0, 1)[0].tolist() == [[True, True], [True, False]]
-    assert measurements.equal_layers(last, 0, 1)[0].tolist() == [True, False]
-    assert measurements.equal_whole(same_kept(), 0, 1).all()
+    assert equal_propagated(last, 0, 1)[0].tolist() == [[True, True], [True, False]]
+    assert equal_layers(last, 0, 1)[0].tolist() == [True, False]
+    assert equal_whole(same_kept(), 0, 1).all()
 
 
 @pytest.mark.parametrize("moved", [0, 1])
@@ -152,13 +151,13 @@ def test_equal_sets_at_other_positions_are_no_propagated_tie(moved: int) -> None
         rekept(sample.arrays, lambda where, held: [0, 1, 2])
         sample.arrays["evicted"][:] = evicted
     made = trace(*samples, configs=tuple(configs))
-    assert measurements.equal_isolated(made, 0, 1).all()
-    assert measurements.equal_propagated(made, 0, 1).all(axis=(1, 2)).tolist() == [False, True, False]
-    assert not measurements.equal_propagated(made, 0, 1)[::2].any()
-    assert measurements.equal_layers(made, 0, 1).all(axis=1).tolist() == [False, True, False]
-    assert measurements.equal_whole(made, 0, 1).tolist() == [False, True, False]
+    assert equal_isolated(made, 0, 1).all()
+    assert equal_propagated(made, 0, 1).all(axis=(1, 2)).tolist() == [False, True, False]
+    assert not equal_propagated(made, 0, 1)[::2].any()
+    assert equal_layers(made, 0, 1).all(axis=1).tolist() == [False, True, False]
+    assert equal_whole(made, 0, 1).tolist() == [False, True, False]
     alike = trace(*samples, configs=(kept, dataclasses.replace(kept, policy=parse("streaming-llm(sinks=2)"))))
-    assert measurements.equal_propagated(alike, 0, 1).all()
+    assert equal_propagated(alike, 0, 1).all()
 
 
 def test_fewer_than_five_samples_show_their_range_and_one_shows_nothing() -> None:

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.verdicts import equal_isolated, equal_propagated
 from perturbkv.trace import Trace
 from tests.analyses.test_pages_tie_by_hand import EVICTING, made
 from tests.support.measured import config
@@ -33,7 +33,7 @@ def timed(configs: tuple[object, ...], own: tuple[float, float]) -> Trace:
     return dataclasses.replace(trace, arrays={**trace.arrays, **took, "held_share": np.tile([0.25, 0.5], (6, 1))})
 
 
-@pytest.mark.parametrize("kind", [measurements.equal_isolated, measurements.equal_propagated])
+@pytest.mark.parametrize("kind", [equal_isolated, equal_propagated])
 def test_equal_sets_of_the_last_query_tie_nothing(kind: object) -> None:
     assert not kind(made(LINED), 0, 1).any()  # type: ignore[operator]
     assert not kind(made((EVICTING[0], LINED[1])), 0, 1).any()  # type: ignore[operator]

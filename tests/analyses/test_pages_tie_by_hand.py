@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.verdicts import equal_isolated, equal_propagated, equal_whole
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
 
@@ -31,7 +31,7 @@ def made(configs: tuple[object, ...], evicted: int = 1) -> Trace:
     return dataclasses.replace(trace, arrays=held)
 
 
-@pytest.mark.parametrize("kind", [measurements.equal_isolated, measurements.equal_propagated])
+@pytest.mark.parametrize("kind", [equal_isolated, equal_propagated])
 def test_equal_sets_tie_where_entries_went_and_not_where_pages_are_read(kind: object) -> None:
     assert kind(made(EVICTING), 0, 1).all()  # type: ignore[operator]
     assert not kind(made(READING), 0, 1).any()  # type: ignore[operator]
@@ -41,7 +41,7 @@ def test_equal_sets_tie_where_entries_went_and_not_where_pages_are_read(kind: ob
 def test_what_reads_everything_ties_with_what_keeps_everything() -> None:
     for configs in (READING, (EVICTING[0], READING[1])):
         trace = made(configs, evicted=0)
-        assert measurements.equal_isolated(trace, 0, 1).all() and measurements.equal_whole(trace, 0, 1).all()
+        assert equal_isolated(trace, 0, 1).all() and equal_whole(trace, 0, 1).all()
 
 
 def test_verdicts_of_pages_are_told_from_what_was_measured() -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 from perturbkv.analyses.questions.split.split import split
+from perturbkv.analyses.verdicts import equal_isolated
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
@@ -121,10 +121,10 @@ def test_what_corrections_leave() -> None:
 def test_equal_kept_sets_with_different_corrections_are_no_tie() -> None:
     found = made()
     assert found.same_kept(0, 3).all()
-    assert not measurements.equal_isolated(found, 0, 3).any()
-    assert measurements.equal_isolated(found, 0, 0).all()
+    assert not equal_isolated(found, 0, 3).any()
+    assert equal_isolated(found, 0, 0).all()
     nothing = {**found.arrays, "evicted": np.zeros_like(found.arrays["evicted"])}
-    assert measurements.equal_isolated(dataclasses.replace(found, arrays=nothing), 0, 3).all()
+    assert equal_isolated(dataclasses.replace(found, arrays=nothing), 0, 3).all()
 
 
 def test_what_is_said() -> None:

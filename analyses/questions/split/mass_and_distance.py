@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import with_floor
 from perturbkv.analyses.identity import identity
@@ -22,7 +21,7 @@ from perturbkv.analyses.pairing import common
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, Kind, Scalar, share_of
-from perturbkv.analyses.verdicts import verdicts
+from perturbkv.analyses.verdicts import equal_isolated, verdicts
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import NONE, ORACLE
@@ -173,7 +172,7 @@ def contest(trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, s
     Raises TraceError for what the trace lacks.
     """
     first, second = parts(trace, baseline, step), parts(trace, treatment, step)
-    same = measurements.equal_isolated(trace, *(trace.config_index(one.label()) for one in (baseline, treatment)))
+    same = equal_isolated(trace, *(trace.config_index(one.label()) for one in (baseline, treatment)))
     held = first.held & second.held
     logs = {
         name: np.where(held, np.where(same, 0, getattr(second, name) - getattr(first, name)), np.nan)
