@@ -1,0 +1,49 @@
+"""The comparison of what two versions recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+RENAMED: dict[str, str] = {}
+"""What was renamed on purpose: old name -> new name, of a part of a pin's name, such as a JSON key or a command."""
+_SHOWN, _LONGEST = 20, 60
+_MISSING = "nothing"
+
+
+def renamed(recorded: Mapping[str, Any], mapping: Mapping[str, str] = RENAMED) -> dict[str, Any]:
+    """Give what an earlier version recorded its present names, also where a value is such a name."""
+    return {
+        "/".join(mapping.get(part, part) for part in name.split("/")): (
+            mapping.get(value, value) if isinstance(value, str) else value
+        )
+        for name, value in recorded.items()
+    }
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Name every pin that is not the same on both sides, or is on one side alone."""
+    return [
+        f"{name}: before {_told(before, name)} … after {_told(after, name)}"
+        for name in sorted({**before, **after}, key=lambda name: (not name.endswith("code"), name))
+        if _told(before, name, None) != _told(after, name, None)
+    ]
+
+
+def line(recorder: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Say in one line whether all pins of a recorder are equal, and name the first that are not."""
+    found = differences(renamed(before), after)
+    if not found:
+        return f"{recorder}: {len(after)} values equal"
+    total = len({**renamed(before), **after})
+    more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"{recorder}: {len(found)} of {total} differ:" + "".join(f"\n  {one}" for one in found[:_SHOWN]) + more
+
+
+def _told(recorded: Mapping[str, Any], name: str, longest: int | None = _LONGEST) -> str:
+    """The value as JSON, which tells 1 from 1.0 and NaN from null; abbreviated unless `longest` is None."""
+    if name not in recorded:
+        return _MISSING
+    said = json.dumps(recorded[name], ensure_ascii=False, sort_keys=True)
+    return said if longest is None or len(said) <= longest else f"{said[:longest]}…"

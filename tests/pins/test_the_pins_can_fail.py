@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from tests.pins.comparing import differences, line, renamed
+
+BEFORE = {"needle/heads/code": 0, "needle/heads/ratio": 0.1, "needle/heads/name": "heads", "same": None}
+
+
+def test_what_is_equal_is_counted() -> None:
+    assert line("needle", BEFORE, dict(BEFORE)) == "needle: 4 values equal"
+
+
+def test_every_way_to_differ_is_named() -> None:
+    after = {**BEFORE, "needle/heads/code": False, "needle/heads/ratio": 0.1 + 2e-17 + 1e-16, "new": "x" * 100}
+    del after["same"]
+    found = differences(BEFORE, after)
+    assert [one.partition(":")[0] for one in found] == ["needle/heads/code", "needle/heads/ratio", "new", "same"]
+    assert found[3] == "same: before null … after nothing"
+    assert len(found[2]) < 100
+    assert line("needle", BEFORE, after).startswith("needle: 4 of 5 differ:\n  needle/heads/code: before 0 … after f")
+
+
+def test_no_more_than_twenty_are_shown() -> None:
+    shown = line("many", {str(place): place for place in range(50)}, {}).splitlines()
+    assert len(shown) == 22
+    assert shown[-1] == "  and 30 more"
+
+
+def test_what_is_renamed_on_purpose_is_no_difference() -> None:
+    mapping = {"heads": "compare-heads", "ratio": "sum_ratio"}
+    after = {"needle/compare-heads/code": 0, "needle/compare-heads/sum_ratio": 0.1,
+             "needle/compare-heads/name": "compare-heads", "same": None}  # fmt: skip
+    assert differences(renamed(BEFORE, mapping), after) == []
+    assert differences(BEFORE, after)
