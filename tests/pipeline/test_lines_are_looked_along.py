@@ -138,7 +138,7 @@ _seen, _isolated = LinedGroup.seen, pipeline_lined.isolated_by_lines
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "wrong"), [(LinedGroup, "seen", before_them), (pipeline_lined, "isolated", first_alone)]
+    ("where", "name", "wrong"), [(LinedGroup, "seen", before_them), (pipeline_lined, "isolated_by_lines", first_alone)]
 )
 def test_wrong_isolated_quantities_are_found(
     where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from transformers import AutoConfig
 
@@ -70,13 +68,9 @@ def test_only_streaming_llm_places_keys_inside_the_cache() -> None:
     assert grid(12, window=5, **asked) == (KEPT, INSIDE)
 
 
-def test_a_label_names_the_positions_and_a_run_that_is_older_has_the_prompts() -> None:
+def test_a_label_names_the_positions() -> None:
     assert INSIDE.label() == KEPT.label().replace(f"sinks={SINKS}", f"sinks={SINKS}, positions=in-cache")
     run = RunConfig("m", "d", (KEPT, INSIDE))
     assert RunConfig.from_json(run.to_json()) == run
-    old = {"policy": "streaming-llm", "selection": "position", "budget": 12, "window": 5, "granularity": "query",
-           "sinks": SINKS, "pool": "max", "kernel": 7, "alpha": 0.25, "split": "prefix"}  # fmt: skip
-    before = json.dumps({**json.loads(run.to_json()), "configs": [old, {**old, "positions": "in-cache"}]})
-    assert RunConfig.from_json(before).configs == (KEPT, INSIDE)
     with pytest.raises(UnknownNameError, match="unknown positions 'inside'; known: "):
         grid(12, policy="streaming-llm(positions=inside)", selection="position", window=5)

@@ -135,7 +135,7 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import h5py
-from perturbkv.storage import journal_entry
+from perturbkv.storage.run import journal
 from tests.support.dying import dying
 from tests.support.growing import CONFIGS, fill, opened
 
@@ -144,7 +144,7 @@ path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if point == "rename":
     Path.replace = dying(Path.replace, count)
 elif point == "entry":
-    journal_entry._write_bytes = dying(journal_entry._write_bytes, count)
+    journal._write_bytes = dying(journal._write_bytes, count)
 elif point == "hdf5":
     h5py.Dataset.__setitem__ = dying(h5py.Dataset.__setitem__, count)
 fill(opened(path, CONFIGS))

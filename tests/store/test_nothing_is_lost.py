@@ -58,7 +58,7 @@ import h5py, numpy as np
 from tests.support.dying import dying
 from tests.support.changed import changing
 from tests.support.traces import run_config, sample_trace
-from perturbkv.storage import journal, journal_entry, trace_file
+from perturbkv.storage.run import journal
 from perturbkv.storage.run.writer import TraceWriter
 
 path, point, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -68,7 +68,7 @@ if point == "rename":
 elif point == "fsync":
     os.fsync = dying(os.fsync, count)
 elif point == "entry":
-    journal_entry._write_bytes = dying(journal_entry._write_bytes, count)
+    journal._write_bytes = dying(journal._write_bytes, count)
 elif point == "hdf5":
     h5py.Dataset.__setitem__ = dying(h5py.Dataset.__setitem__, count)
 elif point == "discard":
