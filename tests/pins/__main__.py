@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.pins.comparing import differences, line, renamed
+from tests.pins.comparing import compared, line
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "pins"
@@ -118,7 +118,7 @@ def _both(name: str, tree: Path, after: Path, asked: argparse.Namespace) -> bool
         print(f"{name}: not recorded\n{error.stderr[-3000:]}", flush=True)  # noqa: T201
         return True
     print(f"{line(name, before, found)} ({took}after {seconds:.0f} s)", flush=True)  # noqa: T201
-    return bool(differences(renamed(before), found))
+    return bool(compared(name, before, found))
 
 
 def _key(name: str, commit: str) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 RENAMED: dict[str, str] = {}
 """What was renamed on purpose: old name -> new name, of a part of a pin's name, such as a JSON key or a command."""
+GONE: dict[str, set[str]] = {"names": {"twin"}}
+"""What went on purpose: recorder -> words of its pins that only the earlier commit has."""
+NEW: dict[str, set[str]] = {"names": {"shapes"}}
+"""What came on purpose, likewise."""
 _SHOWN, _LONGEST = 20, 60
 _MISSING = "nothing"
 
@@ -22,6 +27,20 @@ def renamed(recorded: Mapping[str, Any], mapping: Mapping[str, str] = RENAMED) -
     }
 
 
+def without(recorded: Mapping[str, Any], words: set[str]) -> dict[str, Any]:
+    """Leave out pins that hold one of the words in their name, and entries of lists that do."""
+    return {
+        name: [one for one in value if not words & _words(one)] if isinstance(value, list) else value
+        for name, value in recorded.items()
+        if not words & _words(name)
+    }
+
+
+def compared(recorder: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Name what differs of a recorder's pins beyond what was changed on purpose."""
+    return differences(without(renamed(before), GONE.get(recorder, set())), without(after, NEW.get(recorder, set())))
+
+
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Name every pin that is not the same on both sides, or is on one side alone."""
     return [
@@ -33,12 +52,16 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 def line(recorder: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Say in one line whether all pins of a recorder are equal, and name the first that are not."""
-    found = differences(renamed(before), after)
+    found = compared(recorder, before, after)
     if not found:
         return f"{recorder}: {len(after)} values equal"
     total = len({**renamed(before), **after})
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{recorder}: {len(found)} of {total} differ:" + "".join(f"\n  {one}" for one in found[:_SHOWN]) + more
+
+
+def _words(value: object) -> set[str]:
+    return set(re.findall(r"\w+", value)) if isinstance(value, str) else set()
 
 
 def _told(recorded: Mapping[str, Any], name: str, longest: int | None = _LONGEST) -> str:

@@ -10,7 +10,12 @@ from typing import Any
 
 from tests.pins.running import below, left, prompts, run, tiny_model, variables
 
-BY = "from perturbkv.cli.main import main; main()"
+BY = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background has switched off
+from perturbkv.cli.main import main
+main()
+"""
 PLUG_IN = '''
 import os
 import signal

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.pins.comparing import differences, line, renamed
+from tests.pins.comparing import GONE, NEW, compared, differences, line, renamed
 
 BEFORE = {"needle/heads/code": 0, "needle/heads/ratio": 0.1, "needle/heads/name": "heads", "same": None}
 
@@ -31,3 +31,11 @@ def test_what_is_renamed_on_purpose_is_no_difference() -> None:
              "needle/compare-heads/name": "compare-heads", "same": None}  # fmt: skip
     assert differences(renamed(BEFORE, mapping), after) == []
     assert differences(BEFORE, after)
+
+
+def test_what_went_and_came_on_purpose_is_no_difference_of_its_recorder_alone() -> None:
+    gone, new = GONE["names"].copy().pop(), NEW["names"].copy().pop()
+    before, after = {"A/fields": ["b: int", f"{gone}: str"], f"A/default of {gone}": 1}, {"A/fields": ["b: int"]}
+    assert compared("names", before, {**after, f"A.{new}/parameters": []}) == []
+    assert compared("names", before, {"A/fields": []})
+    assert compared("files", before, after)
