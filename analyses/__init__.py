@@ -1,1 +1,1 @@
-"""Trace in, frozen result out: NumPy and SciPy only, one question per file. Imports no torch and no figures."""
+"""Trace in, frozen result out: NumPy and SciPy only, a folder per question. Imports no torch and no figures."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from perturbkv.errors import UnknownNameError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -50,7 +52,12 @@ default `draw`."""
 
 
 def draw(name: str, result: Result, width_mm: float) -> Figure:
-    """Draw a result as the figure of a name in `FIGURES`, whose module is imported only now, and matplotlib with it."""
+    """Draw a result as the figure of a name in `FIGURES`, whose module is imported only now, and matplotlib with it.
+
+    Raises UnknownNameError for a result that has no figure.
+    """
+    if name not in FIGURES:
+        raise UnknownNameError(name, "figure of a result", FIGURES)
     module, _, function = FIGURES[name].partition(":")
     drawn: Figure = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")(result, width_mm)
     return drawn

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from perturbkv.analyses.questions.stability.stability import stability as stability
     from perturbkv.analyses.tokens.tokens import tokens as tokens
     from perturbkv.api.answering import generate as generate
-    from perturbkv.api.answering import judge as judge
     from perturbkv.api.auditing import audit as audit
     from perturbkv.api.inputs import load_model as load_model
     from perturbkv.api.inputs import load_prompts as load_prompts
+    from perturbkv.api.judging import judge as judge
     from perturbkv.api.measuring import measure as measure
     from perturbkv.api.questions import regret as regret
     from perturbkv.api.questions import swap as swap
@@ -88,7 +88,7 @@ _PUBLIC = {
     "divergence": "perturbkv.analyses.quality.divergence",
     "equal_bytes": "perturbkv.analyses.budget.equal_bytes",
     "generate": "perturbkv.api.answering",
-    "judge": "perturbkv.api.answering",
+    "judge": "perturbkv.api.judging",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",
     "link": "perturbkv.analyses.correlation.correlation",

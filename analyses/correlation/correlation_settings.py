@@ -61,7 +61,7 @@ class Part:
         samples: complete ones.
         answered: those of them that the full cache answers.
         median_full: of the full cache's scores of the answered ones; NaN of none.
-        alike: answered ones whose full answer has no token but one that all caches share, as `first_token` says.
+        alike: answered ones whose full answer has no token but one that all caches share, as `about_first_token` says.
     """
 
     dataset: str
@@ -84,7 +84,7 @@ class Pooled:
         run: the first trace's; its configurations are those of the axis `config`.
         held: (config,) entries that each cache holds over those of the full cache; NaN where a trace does not tell.
         kept: (prompt, config) share of a prompt's entries that is kept.
-        measured: measure -> (prompt, config), as `first_step` says.
+        measured: measure -> (prompt, config), as `first_step_measures` says.
         theta_hat, sigma: (prompt, config, layer, head); `norm` (prompt, layer, head), of the full run's outputs.
         full: (prompt,) scores in [0, 1]; `evicted` (prompt, config).
     """

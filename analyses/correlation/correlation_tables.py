@@ -1,4 +1,4 @@
-"""The tables of a link that one reads first: its measures, and its budgets; `link_more` has the others.
+"""The tables of a link that one reads first: its measures, and its budgets; the others follow.
 
 What is found of a link: its settings, each of them and all together, as one object that others tell and draw.
 

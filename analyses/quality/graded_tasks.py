@@ -165,7 +165,7 @@ class Task:
             tell.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
         kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
-        alike: how many samples' full answers have no token but one that all caches share, as `first_token` says.
+        alike: how many samples' full answers have no token but one that all caches share, as `about_first_token` says.
     """
 
     name: str

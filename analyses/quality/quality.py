@@ -152,7 +152,7 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     """How good the answers from evicted caches are, by the data sets' own metrics (paper, tables 1 to 3, 5 and 6).
 
     A score is a mean over samples, an average one over data sets, each of which counts the same (the paper's "Ave.").
-    Intervals: over samples of a data set as everywhere, over several data sets by `analyses.strata`.
+    Intervals: over samples of a data set as everywhere, over several data sets by `analyses.stats.intervals`.
 
     Args:
         traces: one of each data set, with answers that were generated from the full cache and from every evicted one.

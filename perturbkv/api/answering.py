@@ -1,14 +1,9 @@
-"""Answers from the full cache and from every evicted one.
-
-What a judge of one's own thinks of every answer.
-"""
+"""Answers from the full cache and from every evicted one."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from perturbkv.api.inputs import CONFIGS, all_of, planned
 from perturbkv.configs.eviction import EvictionConfig
@@ -18,20 +13,13 @@ from perturbkv.engines import choosing
 from perturbkv.errors import WorkerError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers import judging as judges
 from perturbkv.pipeline.answers.answered import Answered, Asked, Generation
 from perturbkv.pipeline.answers.generation import check_asked, check_memory
 from perturbkv.pipeline.answers.grading import metrics_of
-from perturbkv.pipeline.answers.judging import split
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run.plan import Plan, Settings
 from perturbkv.pipeline.run.running import provenance
-from perturbkv.storage.answers_file import WrittenAnswers, check_answers
-from perturbkv.storage.judgements import Judge
-
-if TYPE_CHECKING:
-    from perturbkv.analyses.quality.judge import Judged, Preferences
-
+from perturbkv.storage.answers_file import WrittenAnswers
 
 _DEFAULT = Resources()
 _log = logging.getLogger(__name__)
@@ -124,45 +112,3 @@ def _answered(ready: Plan, asked: Asked, spread: EngineConfig, progress: bool) -
         msg = f"no prompt was answered: {next(iter(failed.values()))}"
         raise WorkerError(msg)
     return [found[name] for name in ready.prompts.ids if name in found]
-
-
-def judge(
-    answers: WrittenAnswers,
-    command: str,
-    *,
-    pairwise: bool = False,
-    seed: int = 0,
-    scale: tuple[float, float] | None = None,
-    path: str | Path | None = None,
-    overwrite: bool = False,
-    time_limit: float = judges.LIMIT,
-    progress: bool = True,
-) -> Judged | Preferences:
-    """What a judge of one's own thinks of every answer.
-
-    The command gets a JSON object per line on its standard input, with an `id`, and writes one per line, in any order:
-    the `id`, with a `score`, or of a pair a `winner` (`a`, `b` or `tie`), and a `comment` if it likes.
-
-    Args:
-        answers: of `read_answers`, or a `generate`'s `.written`.
-        command: program and arguments, which no shell reads: `python my_judge.py`.
-        pairwise: show the full cache's answer and an evicted one's in a drawn order, instead of one answer.
-        seed: of that order.
-        scale: least and largest score; None: any number.
-        path: where judgements are kept, each as soon as it is there; the same call goes on from there.
-        overwrite: replace those of another judge at `path`.
-        time_limit: seconds without an answer, at most.
-        progress: whether a bar is shown.
-
-    Raises ConfigError for a command or a file that cannot be used, PluginError for a judge that fails.
-    """
-    from perturbkv.analyses.quality.judge import judged, preferred
-
-    check_answers(answers)
-    asked = Judge(tuple(split(command)), pairwise, seed, scale)
-    with bar("judgements", shown=progress) as drawn:
-        said = judges.ask_judge(
-            answers, asked, path=None if path is None else Path(path), overwrite=overwrite, limit=time_limit,
-            progress=drawn.at,
-        )  # fmt: skip
-    return preferred(answers, asked, said) if pairwise else judged(answers, asked, said)

@@ -1,5 +1,5 @@
 """What measuring costs and what evicting saves, as ratios within one run.
 
-`rows` says what is measured and what is to be reached, `suite` measures it in processes that do the `work`, and
-`comparison` holds two such runs side by side. `rows` and `comparison` import no torch.
+`rows` says what is measured and what is to be reached, and sets two such runs side by side; it imports no torch.
+`suite` measures in processes that do the `work`.
 """

@@ -1,1 +1,1 @@
-"""Where prompts come from: each file yields `Sample`s, `registry` names them. No torch here."""
+"""Where prompts come from: each file yields `Sample`s, `dataset_registry` names them. No torch here."""

@@ -1,4 +1,4 @@
 """What runs on this device against its references: checks that need no trained model, for a GPU above all.
 
-`checks` holds what a check says, `small` the model, `equality`, `kernel` and `placement` one check each.
+`checks` has what a check says, the kernel's and the placement's; `equality` the small model and decoding from it.
 """

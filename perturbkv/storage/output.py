@@ -40,7 +40,7 @@ _LONGEST_BESIDE = 64
 _TRIES = 20
 _Made = TypeVar("_Made")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OF_THE_DISK = (*_FULL, errno.EIO, errno.EROFS)
+_OF_THE_DISK = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 def real(path: Path) -> Path:
@@ -354,11 +354,16 @@ def _taken(path: Path, held: Holder, advice: str) -> str:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[int]:
-    """The file, open and made where it is missing; no other process has it so."""
+    """Open the file, made where it is missing, with no other process having it so, where the file system can tell.
+
+    Where it cannot lock, as some that clusters share, two processes may both take a stale lock: `Lock.check` tells one
+    of them at its next sample.
+    """
     while True:
         opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX)
+            with suppress(OSError):
+                fcntl.flock(opened, fcntl.LOCK_EX)
             if _is_at(opened, file):  # and was not removed while we waited
                 yield opened
                 return

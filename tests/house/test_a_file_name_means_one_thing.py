@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("perturbkv", "analyses", "figures", "cli")
 SAME = {
     "judge": "a judge of answers, and the command that asks one",
+    "judging": "asking that judge, for notebooks and by a run",
     "questions": "the open questions: their functions for notebooks, their commands",
     "trace": "a trace, and the command that makes one",
 }

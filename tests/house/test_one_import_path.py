@@ -18,9 +18,9 @@ WHERE = "import perturbkv.analyses, perturbkv.figures, perturbkv.cli as cli; pri
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds the wheel and the source distribution."""
+    """A folder that holds the source distribution and the wheel that is built from it, whatever lies in build/."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--sdist", "-o", str(folder), str(ROOT)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "-o", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 

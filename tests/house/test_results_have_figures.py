@@ -51,8 +51,8 @@ def test_what_is_planted_is_found() -> None:
     assert astray({name: place for name, place in FIGURES.items() if name != "Needle.plot_digits"}) == {
         "Needle.plot_digits"
     }
-    assert astray({**FIGURES, "Former": "swap"}) == {"Former"}
-    assert astray({**FIGURES, "Swap": "swapped", "Split": "split:draws", "Link": "ticks:plain"}) == {
+    assert astray({**FIGURES, "Former": "patching"}) == {"Former"}
+    assert astray({**FIGURES, "Swap": "swapped", "Split": "split:draws", "Link": "style:plain_ticks"}) == {
         "Swap",
         "Split",
         "Link",

@@ -148,9 +148,7 @@ def test_the_embedded_model_keeps_what_kvpress_keeps() -> None:
     check(adapter, 384, ids)
 
 
-@pytest.mark.parametrize(
-    ("name", "choice"), [("AdaKV", {"safeguard": "mixture"}), ("PyramidKV", {"pyramid_line": "prefix"})]
-)
+@pytest.mark.parametrize(("name", "choice"), [("AdaKV", {"safeguard": "mixture"}), ("PyramidKV", {"line": "prefix"})])
 def test_the_other_choice_does_not_keep_what_kvpress_keeps(name: str, choice: dict[str, str]) -> None:
     with pytest.raises(AssertionError, match="entries differ"):
         check(tiny(4, 4), 384, token_ids(1024, seed=1024), (name,), **choice)

@@ -281,3 +281,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     measure_shard(tmp_path / "t.h5", "2/3", "configs", text=True)
     assert beside(tmp_path / "t.h5")[0].record() == record("2/3", "configs", text=True)
     assert beside(tmp_path / "t.h5")[0].record() != replace(record("2/3", "configs"), text=False)
+
+
+def test_a_folder_that_spells_a_shard_otherwise_is_none(tmp_path: Path) -> None:
+    (tmp_path / "t.h5.shard-01-of-2.journal").mkdir()
+    assert beside(tmp_path / "t.h5") == []

@@ -259,3 +259,14 @@ def test_a_place_that_takes_no_lock_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="expected a place for .*; choose another place"), Lock(tmp_path / "file/t"):
         pass
+
+
+def test_a_file_system_that_cannot_lock_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(output.fcntl, "flock", refused)
+    path = tmp_path / "t.h5"
+    with Lock(path), pytest.raises(OutputError, match="for this command alone"), Lock(path):
+        pass
+    assert not lock_path(path).exists()

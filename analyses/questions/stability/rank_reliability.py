@@ -245,7 +245,7 @@ def _jackknifed(value: float, left: Floats, kind: Kind) -> Scalar:
 
 
 def _joined(value: float, left: Sequence[Floats], kind: Kind) -> Scalar:
-    """The interval where all of these vary, each apart: squared distances to the ends add up, as in `strata`."""
+    """The interval where all of these vary, each apart: squared distances to the ends add up, as for strata."""
     known = [one for one in (_jackknifed(value, part, kind) for part in left) if one is not None]
     if len(known) < len(left):
         return None

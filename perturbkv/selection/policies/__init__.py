@@ -1,1 +1,1 @@
-"""Eviction systems: one file each, opening with its paper; `registry` names them."""
+"""Eviction systems: a file each, opening with its paper, where more than the score differs; `registry` names them."""

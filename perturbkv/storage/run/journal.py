@@ -80,7 +80,7 @@ class Entry:
         try:
             with zipfile.ZipFile(self.path) as held:
                 yield held
-        except _DAMAGE:
+        except (FileNotFoundError, *_DAMAGE):
             self.path.unlink(missing_ok=True)
             msg = (
                 f"expected a whole file of the sample '{self.sample_id}' in {self.folder}, got a damaged one, "

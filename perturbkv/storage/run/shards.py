@@ -203,7 +203,7 @@ def _named(trace: Path, folder: Path) -> ShardJournal | None:
         one = ShardJournal(trace, Shard(int(said[1]), int(said[2]))) if said else None
     except (PerturbkvError, ValueError):
         return None
-    return one
+    return one if one and one.journal.folder.name == folder.name else None
 
 
 def check_alike(trace: Path, records: Iterable[ShardRecord]) -> None:

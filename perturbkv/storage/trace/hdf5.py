@@ -1,7 +1,7 @@
 """An HDF5 file from outside: its failures are ours in one line, and nothing is read that does not lie in it.
 
 A link to elsewhere, storage in another file and filters of other makers are refused before anything is read through
-them, and so is a shape whose numbers the file cannot hold. What a trace has to be is said in `structure`.
+them, and so is a shape whose numbers the file cannot hold. What a trace has to be is said in `validation`.
 
 The heaps in which HDF5 keeps texts and lists, walked before HDF5 does: one that leads nowhere it reads for ever.
 
