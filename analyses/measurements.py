@@ -1,4 +1,6 @@
-"""A trace's numbers as every analysis takes them: complete samples alone, float64, checked.
+"""A trace's numbers as every analysis takes them, checked, and what the first decode step and the answers give.
+
+A trace's numbers as every analysis takes them: complete samples alone, float64, checked.
 
 What eviction does to the first decode step, as one number per prompt and configuration.
 

@@ -1,4 +1,6 @@
-"""Which configurations of a run are the two sides of one comparison.
+"""The two sides of a comparison: which configurations they are, and what they are called.
+
+Which configurations of a run are the two sides of one comparison.
 
 Short names for configurations that are shown side by side, from their choices: only what tells them apart.
 

@@ -1,4 +1,6 @@
-"""Numbers as tables show them: rounded, with their interval or range, a dash where there is none.
+"""Words of a result: numbers with their intervals, parts of sentences, and what comparisons let a reader say.
+
+Numbers as tables show them: rounded, with their interval or range, a dash where there is none.
 
 Parts of a sentence that says what to conclude: how many samples, by how much, decided or not.
 

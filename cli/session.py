@@ -1,4 +1,6 @@
-"""What all analyses share: open a trace or make it, save figures, leave numbers, say what failed.
+"""A command's session: open a trace or make it, read answers, save figures and numbers, show the result.
+
+What all analyses share: open a trace or make it, save figures, leave numbers, say what failed.
 
 Where a result that is of no trace is left: figures and one JSON file under its name, and the numbers on stdout.
 

@@ -1,4 +1,6 @@
-"""One file of a journal: some configurations of a sample, or the reason why it failed.
+"""A journal: finished samples on disk before the trace file exists, a file for each sample or part of one.
+
+One file of a journal: some configurations of a sample, or the reason why it failed.
 
 A NumPy archive of two rows of bytes: `head`, JSON that says what the file holds, and `data`, all numbers one behind the
 other, each variable where `arrays` of the head says. Texts that lie along an axis are in a third one, `texts`, as JSON:
